@@ -1,7 +1,6 @@
 """Fill in those sections of README.md and docs/ that are generated from results and from the code.
 
-python docs/pages.py            rewrite the generated sections, and draw the pictures again
-python docs/pages.py --tree     print the tree of the source, as docs/architecture.md shows it
+python docs/pages.py    # rewrite the generated sections, and draw the pictures again
 
 A generated section lies between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
 """
@@ -15,11 +14,11 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sage_hf.bench import grid_tables, measure_host, models, plots, tables
+from sage_hf.bench import grid_tables, measure_host, model_tables, models, plots, tables
 from sage_kernels.spec.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,14 +32,28 @@ ALL_MODELS = "nvidia-h200-models"
 """Name of the result with the times of more models, and of others' attention in them."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
+SPARSE_TOKENS = 32768
+"""Length at which the page shows what comes before sparse attention."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
 """Name of the result with the quality of sparse attention in a trained model."""
+SHOWN_QUALITY = [
+    ("dense", "exact"),
+    ("dense", "sage2"),
+    ("dense", "sage2, mean 0.5"),
+    ("dense", "sage2, subblock 0.5"),
+    ("dense", "sage2, share 0.5"),
+    ("dense", "sage2, subblock 0.25, 3 dense steps"),
+    ("dense", "sage2, mean 0.25"),
+    ("dense", "sage2, subblock 0.25"),
+    ("dense", "VSA, not trained"),
+    ("vsa", "VSA"),
+    ("vsa", "VSA, sage2"),
+]
+"""(training, run) of SPARSE_QUALITY that the page shows, in the order of the table."""
 GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
-FP4_PREPARATION = "nvidia-h200-sage3"
-"""Name of the result with the times of what FP4 attention needs before it attends."""
 HOST = "nvidia-h100-80gb-hbm3-host"
 """Name of the result with the host time of calls."""
 NORM_ROPE = "nvidia-h200-norm_rope"
@@ -49,16 +62,26 @@ FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
 """Name of the result with the errors of kernels where attention is peaked."""
-TREES = ("sage_hf", "kernels/sage_kernels")
+SHOWN_PEAKED = (
+    "a sink holds 0.8 of 8,192",
+    "a sink holds 0.95 of 119,056",
+    "4 sinks hold 0.8 of 32,768, in the middle",
+    "a sink holds 0.8 of 4,096, causal",
+    "a sink holds 0.8 of 4,096, in the middle, causal",
+    "a sink holds 0.8 of 8,192, 8 heads share 2",
+    "a sink holds 0.8 of 8,192, K ×10 in 4 channels",
+    "Gaussian, 8,192 keys",
+    "K ×40 in 4 channels, 8,192 keys",
+    "RoPE'd bias, 8,192 keys",
+)
+"""Tensors of PEAKED_ON_GPU that the page shows."""
 
-sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
-import error_table  # noqa: E402
-import gradient_table  # noqa: E402
+sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "examples")]
+import gradient_errors as gradients  # noqa: E402
 import imports  # noqa: E402
-import peaked  # noqa: E402
+import output_errors  # noqa: E402
+import peaked_errors as peaked  # noqa: E402
 import peaked_models  # noqa: E402
-import peaked_table  # noqa: E402
-import preparation_table  # noqa: E402
 import sparse_quality_table  # noqa: E402
 import training_summary  # noqa: E402
 
@@ -80,28 +103,46 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return a table of what a user gains: steps of some models if models were measured, else calls of attention."""
-    return tables.low_bit_gain(read_result(MODELS), most=6) if has_result(MODELS) else attention_gain()
+    """Return a table of what a user gains: steps of some models."""
+    return model_tables.low_bit_gain(read_result(MODELS), most=6)
 
 
 def model_gain() -> str:
     """Return a table of the time of a step of the models measured with each part of ours left out."""
-    drawn = picture(MODELS, "Speed of a step of every model, relative to the model as it comes")
-    return "\n\n".join((drawn, tables.model_gain(read_result(MODELS)), sources(MODELS)))
+    drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
+    return "\n\n".join((drawn, model_tables.model_gain(read_result(MODELS)), sources(MODELS)))
 
 
 def all_models() -> str:
-    """Return tables of the time of a step of more models, also with others' attention."""
+    """Return a table of the time of an inference step of more models, with each attention."""
     result = read_result(ALL_MODELS)
-    every = "The same with others' attention in its place, in ms a step; the share is that of attention as it comes:"
-    return "\n\n".join((tables.model_gain(result), every, tables.model_speed(result), sources(ALL_MODELS)))
+    trained = {row["model"] for row in result["rows"] if row["provider"] == "sage_hf:sage_bwd"}
+    result["rows"] = [row for row in result["rows"] if row["model"] not in trained]
+    caption = f"ms of a step on {result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}."
+    return "\n\n".join((model_tables.model_speed(result), caption, sources(ALL_MODELS)))
 
 
-def arrows() -> str:
-    """Return a table of the folders of the packages and of those that each imports."""
-    rows = ["| folder | imports |", "|---|---|"]
+def folders() -> str:
+    """Return a table of the folders of the packages: what each holds, and what it imports."""
+    rows = ["| folder | holds | imports |", "|---|---|---|"]
     for folder, others in imports.arrows().items():
-        rows.append(f"| `{folder}` | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+        package, _, rest = folder.partition("/")
+        about = first_sentence(imports.FOLDERS[package] / rest / "__init__.py")
+        rows.append(f"| `{folder}` | {about} | {', '.join(f'`{other}`' for other in others) or 'none'} |")
+    return "\n".join(rows)
+
+
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+    return re.split(r"(?<=\.)\s", text)[0]
+
+
+def source_tests() -> str:
+    """Return a table of the tests that hold each folder of the packages."""
+    rows = ["| source | tests |", "|---|---|"]
+    for folder, tests in imports.tests_of_folders().items():
+        rows.append(f"| `{folder}` | {', '.join(f'`{test}`' for test in tests)} |")
     return "\n".join(rows)
 
 
@@ -116,13 +157,13 @@ def clip_scores() -> str:
 
 
 def measured_models() -> str:
-    """Return a table of the models whose steps are measured."""
-    rows = ["| `--model` | step | largest attention call | layers measured |", "|---|---|---|---|"]
+    """Return the names of the models whose steps are measured, with the layers that run where not all do."""
+    names = []
     for model in models.MODELS:
         _, layers = model.shortened()
-        depth = f"all {layers}" if layers == model.layers_of_model else f"{layers} of {model.layers_of_model}"
-        rows.append(f"| `{model.name}` | {model.label} | {model.call} | {depth} |")
-    return "\n".join(rows)
+        depth = "" if layers == model.layers_of_model else f" ({layers} of {model.layers_of_model} layers)"
+        names.append(f"`{model.name}`{depth}")
+    return textwrap.fill(", ".join(names) + ".", 120, break_on_hyphens=False)
 
 
 def has_result(name: str) -> bool:
@@ -151,19 +192,9 @@ def phases() -> str:
     return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
 
 
-def fp4_preparation() -> str:
-    """Return a table of the times of what FP4 attention needs before it attends."""
-    return f"{preparation_table.markdown(read_result(FP4_PREPARATION))}\n\n{sources(FP4_PREPARATION)}"
-
-
 def host() -> str:
     """Return a table of the host time of calls."""
     return f"{measure_host.markdown(read_result(HOST))}\n\n{sources(HOST)}"
-
-
-def attention_gain() -> str:
-    """Return a table of PyTorch's time and ours for one attention call of several models."""
-    return tables.attention_gain(read_result("nvidia-h200-forward"))
 
 
 def speed() -> str:
@@ -232,39 +263,40 @@ def training_routes() -> str:
 
 def sparse_quality() -> str:
     """Return the tables and the picture of the trained proof of sparse attention."""
-    message = "The middle frame of eight held-out prompts, a line for each way to run the models of the first seed"
-    table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
+    message = "The middle frame of clips of eight held-out prompts, a line for each way to run the first seed's models"
+    result = read_result(SPARSE_QUALITY)
+    shown = [row for row in result["rows"] if (row["trained"], row["run"]) in SHOWN_QUALITY]
+    result["rows"] = sorted(shown, key=lambda row: SHOWN_QUALITY.index((row["trained"], row["run"])))
+    table = sparse_quality_table.markdown(result)
     return "\n\n".join((table, picture(SPARSE_QUALITY, message), sources(SPARSE_QUALITY)))
 
 
 def sparse_speed() -> str:
-    """Return a table of the speed over block lists."""
+    """Return tables of the speed over block lists at a quarter of the tiles, and of what comes before attention."""
     result = read_result(SPARSE)
-    where = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads"
-    head = f"{where}, lists drawn at random or chosen by the router named; quantising and sorting of lists included, "
-    head += "routing not:"
-    tables = [head, sparse_table(result["rows"])]
-    if "training" in result:
-        caption = "Forward and backward pass together, errors of dQ / dK / dV in one head:"
-        tables += [caption, sparse_table(result["training"])]
+    head = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, a quarter of the tiles drawn at random; "
+    head += "quantising and sorting of lists included. The JSON also has a tenth of the tiles and lists of routers:"
+    training = "Forward and backward pass, with the errors of dQ / dK / dV in one head:"
+    shown = [
+        [row for row in result[name] if row["lists"] == "drawn" and row["skipped"] <= 0.75]
+        for name in ("rows", "training")
+    ]
+    before = "What comes before attention: each router at a quarter of the tiles, and putting tokens into 4×4×4 order:"
     parts = ["| tokens | part | ms | of the dense `sage2` call |", "|---|---|---|---|"]
     for row in result["routing"]:
-        share = f"{row['share_of_dense']:.1%}" if "share_of_dense" in row else "–"
-        parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {share} |")
-    before = (
-        "What comes before it: each router at a quarter of the tiles; tokens put into 4×4×4 order and back, Q, K, V "
-        "and the output in each call, or hidden states and rotary embeddings once in a call of the model"
-    )
-    return "\n\n".join((*tables, f"{before}:", "\n".join(parts), sources(SPARSE)))
+        if row["q_len"] == SPARSE_TOKENS and row["part"] != "dense":
+            parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {row['share_of_dense']:.1%} |")
+    tables = (head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, "\n".join(parts))
+    return "\n\n".join((*tables, sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
     """Return a table of providers over block lists."""
-    columns = ("tokens", "head_dim", "list of", "lists", "skipped", "provider", "ms", "TFLOP/s on kept tiles", "error")
+    columns = ("tokens", "head_dim", "list of", "provider", "ms", "TFLOP/s on kept tiles", "error")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         tiles = f"{row['block_m']}×{row['block_n']}"
-        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles, row["lists"], f"{row['skipped']:.0%}")
+        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles)
         speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
         errors = " / ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
         cells = (*sizes, f"`{row['provider']}`", *speed, errors or "–")
@@ -305,45 +337,26 @@ def training_speed() -> str:
 
 def errors() -> str:
     """Return a table of the error of the output for each choice in the recipes."""
-    return error_table.markdown(read_result("cpu-error_table")["rows"])
+    return output_errors.markdown(read_result("cpu-error_table")["rows"])
 
 
 def peaked_errors() -> str:
-    """Return tables of errors where attention is peaked: of the kernels on a GPU, and of the reference on a CPU."""
-    texts = []
-    for name in (PEAKED_ON_GPU, "cpu-peaked"):
-        result = read_result(name)
-        left_out = peaked.LEFT_OUT if "gpu" in result else ()
-        shown = [row for row in result["rows"] if row["tensor"] not in left_out]
-        where = f"On one {result['gpu']}, in bfloat16" if "gpu" in result else "By the reference on a CPU, in float32"
-        more = "; the JSON has more tensors" if len(shown) < len(result["rows"]) else ""
-        more += f"; {result['note']}" if "note" in result else ""
-        texts.append(f"{where}{more}:\n\n{peaked_table.markdown(shown)}")
-    return "\n\n".join([*texts, sources(PEAKED_ON_GPU, "cpu-peaked")])
-
-
-def remedies_price() -> str:
-    """Return a table of what heavy keys and rotation cost `sage2` and `sage1`."""
-    result = read_result("nvidia-h200-remedies")
-    lines = ["| recipe | shape | without, ms | with, ms | more |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        before, after = row["before_ms"], row["after_ms"]
-        lines.append(f"| `{row['recipe']}` | {row['shape']} | {before:.3f} | {after:.3f} | {after / before - 1:+.1%} |")
-    caption = f"{result['gpu']}, commit {result['before_commit']} beside {result['commit'][:10]}: {result['note']}."
-    return "\n".join([*lines, "", caption, "", sources("nvidia-h200-remedies")])
+    """Return a table of the kernels' errors where attention is peaked, on the tensors of SHOWN_PEAKED."""
+    result = read_result(PEAKED_ON_GPU)
+    shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
+    where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors on a CPU:"
+    return "\n\n".join((where, peaked.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
 
 
 def peaked_models_errors() -> str:
-    """Return tables of trained models: errors, perplexity, and where the weight lies."""
+    """Return tables of trained models: errors, and perplexity."""
     result = read_result("cpu-peaked_models")
     return "\n\n".join(
         (
-            peaked_table.markdown(result["rows"]),
+            peaked.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
             "The same of `sage3` by the number of recent keys, over a quarter of this text:",
             peaked_models.recent_markdown(result["recent_keys"]),
-            "Where the weight lies:",
-            peaked_models.peaks_markdown(result["heads"]),
             sources("cpu-peaked_models"),
         )
     )
@@ -351,7 +364,7 @@ def peaked_models_errors() -> str:
 
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
-    return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
+    return gradients.summary(read_result("cpu-gradient_table")["rows"])
 
 
 def trained_models() -> str:
@@ -372,7 +385,7 @@ def recipes() -> str:
         backward = recipe.backward
         gradients = "exact attention" if backward is None else f"{backward}, {backward}, 16bit"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
-        rotated = "equalized, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
+        rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
         heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
         heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
@@ -393,19 +406,18 @@ def sources(*names: str) -> str:
 def measure_commands() -> str:
     """Return the commands that measure the speeds again."""
     return f"""```bash
-python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
-python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/norm_rope.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
-python {BENCHMARKS}/grid.py --unseen 33 --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --training --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --grid --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --host --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --phases --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --model all --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py norm-rope --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
+python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
-python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/preparation.py --output {BENCHMARKS}/results --sageattention3 CHECKOUT
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -413,48 +425,11 @@ python docs/pages.py    # the tables and pictures of these pages
 def error_commands() -> str:
     """Return the commands that measure the errors again."""
     return f"""```bash
-python {BENCHMARKS}/error_table.py --video examples/tiny_video      # the output's; add --text FOLDER_OR_ID
-python {BENCHMARKS}/gradient_table.py --video examples/tiny_video   # the gradients'; likewise
-python {BENCHMARKS}/peaked_table.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
-python {BENCHMARKS}/peaked_models.py --output {BENCHMARKS}/results    # trained models'; add --text FOLDER_OR_ID
+python studies/output_errors.py --video examples/tiny_video     # the output's; add --text FOLDER_OR_ID
+python studies/gradient_errors.py --video examples/tiny_video   # the gradients'; likewise
+python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
+python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
 ```"""
-
-
-def tree() -> str:
-    """Return the folders and files of the two packages, each with the first sentence of its description."""
-    lines = []
-    for top in TREES:
-        lines += [_line(0, f"{top}/", _about(ROOT / top / "__init__.py")), *_branches(ROOT / top, 1), ""]
-    return "```\n" + "\n".join(lines).rstrip() + "\n```"
-
-
-def _branches(folder: Path, depth: int) -> Iterator[str]:
-    files = (path for suffix in ("py", "cu", "cuh") for path in folder.glob(f"*.{suffix}"))
-    for path in sorted(files):
-        if path.name != "__init__.py":
-            yield _line(depth, path.name, _about(path))
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if any(path.glob("**/*.py")) or any(path.glob("*.cu*")):
-            yield _line(depth, f"{path.name}/", _about(path / "__init__.py"))
-            yield from _branches(path, depth + 1)
-
-
-def _line(depth: int, name: str, about: str) -> str:
-    return f"{'  ' * depth + name:<28} {about}".rstrip()
-
-
-def _about(path: Path) -> str:
-    """Return the first sentence of a module's docstring, or of the comment at the start of a CUDA file."""
-    if not path.exists():
-        return ""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
-    else:
-        comment = re.match(r"(?://[^\n]*\n)+", text)
-        text = "" if comment is None else re.sub(r"^// ?", "", comment[0], flags=re.MULTILINE)
-    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
-    return textwrap.shorten(sentence, 96, placeholder=" …")
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -463,7 +438,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sparse-quality": sparse_quality,
     "model-gain": model_gain,
     "all-models": all_models,
-    "attention-gain": lambda: f"{attention_gain()}\n\n{sources('nvidia-h200-forward')}",
     "speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward", "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"),
@@ -477,7 +451,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "grid": grid,
     "unseen": unseen,
     "phases": phases,
-    "fp4-preparation": fp4_preparation,
     "host": host,
     "first-calls": first_calls,
     "norm-rope": norm_rope,
@@ -490,32 +463,26 @@ SECTIONS: dict[str, Callable[[], str]] = {
     ),
     "trained-models": trained_models,
     "recipes": recipes,
-    "arrows": arrows,
+    "folders": folders,
+    "source-tests": source_tests,
     "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
-    "remedies-price": remedies_price,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,
     "measure-errors": error_commands,
-    "tree": tree,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", action="store_true", help="print the tree of the source and write nothing")
-    if parser.parse_args().tree:
-        print(tree())
-        return
+    parser.parse_args()
     for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
         plots.plot(read_result(name), RESULTS / f"{name}.png")
-    if has_result(MODELS):
-        plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
-    if has_result(GRID):
-        plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
+    plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
+    plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -50,19 +50,6 @@ def test_every_generated_section_is_on_a_page():
     assert found == set(pages.SECTIONS)
 
 
-def test_the_gain_is_that_of_whole_models_once_they_are_measured(monkeypatch, tmp_path):
-    name = "nvidia-h200-forward.json"
-    (tmp_path / name).write_bytes((pages.RESULTS / name).read_bytes())
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert pages.gain() == pages.attention_gain()
-    facts = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0" * 40}
-    row = {"model": "Tiny", "mode": "eager", "provider": "default", "ms": 3.0}
-    ours = row | {"provider": "sage_hf:sage2", "ms": 2.0, "kernels": {"int8_forward": 4}}
-    result = {**facts, "date": "2026-01-01", "rows": [row, ours]}
-    (tmp_path / f"{pages.MODELS}.json").write_text(json.dumps(result))
-    assert "| Tiny | 3 | 2 | – | 1.50× | INT8 in 4 of 4 |" in pages.gain()
-
-
 @each_page
 def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -7,20 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_hf.bench import grid_tables, tables
-from sage_hf.bench.peers import Provider
-from sage_hf.bench.shapes import Shape
-from sage_hf.bench.tables import common_shape, heading, is_training, measured
+from sage_hf.bench import grid_tables, model_tables
+from sage_hf.bench.providers import Provider
+from sage_hf.bench.tables import Columns, common_shape, heading, is_training, measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Columns = dict[Provider, dict[Shape, dict[str, Any]]]
-
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
 """Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
 OUR_COLOR = "#d1402f"
+PALE_COLOR = "#e58e83"
 OTHER_COLOR = "#8c8c8c"
 GRID_SPAN = 2.5  # of the heat map: this many times as fast, or as slow, has the full colour
 LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the height of the axes
@@ -38,7 +36,7 @@ def require_matplotlib() -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw the result of `measure.run` or `measure_training.run`; return the files written.
+    """Draw the result of `measure.run`; return the files written.
 
     Args:
         result: the benchmark's JSON.
@@ -94,40 +92,34 @@ def plot_grid(result: dict[str, Any], path: Path) -> Path:
 
 
 def plot_models(result: dict[str, Any], path: Path) -> Path:
-    """Draw how much faster a step of each model is, eager and compiled, to a file; return the file.
+    """Draw how much faster a step of each model is, and what ran in it, to a file; return the file.
 
     Raises:
-        ValueError: matplotlib is not installed, or no model was measured as it comes and with ours.
+        ValueError: matplotlib is not installed, or no model was measured with the baseline and with ours.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    gains = tables.model_gains(result)
+    gains = sorted(model_tables.model_gains(result), key=lambda gain: gain.ratio)
     if not gains:
-        raise ValueError("no model was measured as it comes and with ours, so there is nothing to plot")
-    speeds: dict[str, dict[str, float]] = {}
-    for gain in gains:
-        speeds.setdefault(gain.label, {})[gain.mode] = gain.ratio
-    names = sorted(speeds, key=lambda model: max(speeds[model].values()))
-    modes = list(dict.fromkeys(gain.mode for gain in gains))
-    figure = Figure(figsize=(9.5, 1.4 + 0.32 * len(names) * len(modes)), layout="constrained")
+        raise ValueError("no model was measured with the baseline and with ours, so there is nothing to plot")
+    figure = Figure(figsize=(11.5, 1.6 + 0.34 * len(gains)), layout="constrained")
     axes = figure.subplots()
-    height = 0.8 / len(modes)
-    for index, mode in enumerate(modes):
-        rows = [row for row, name in enumerate(names) if mode in speeds[name]]
-        found = [speeds[names[row]][mode] for row in rows]
-        places = [row + ((len(modes) - 1) / 2 - index) * height for row in rows]
-        filling = OUR_COLOR if mode == "eager" else "w"
-        bars = axes.barh(places, found, height * 0.9, label=mode, color=filling, edgecolor=OUR_COLOR)
-        axes.bar_label(bars, [f"{speed:.2f}" for speed in found], padding=3, fontsize=8)
+    colors = [OUR_COLOR if gain.low_bit else PALE_COLOR for gain in gains]
+    bars = axes.barh(range(len(gains)), [gain.ratio for gain in gains], 0.76, color=colors)
+    axes.bar_label(bars, [f"{gain.ratio:.2f} ×: {gain.what_ran}" for gain in gains], padding=4, fontsize=8)
     axes.axvline(1.0, color=OTHER_COLOR, lw=1)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="speed of a step relative to the model as it comes")
+    modes = ("" if gain.mode == "eager" else f", {gain.mode}" for gain in gains)
+    axes.set_yticks(range(len(gains)), [gain.label + mode for gain, mode in zip(gains, modes, strict=True)])
+    axes.set(xlabel="speed of a step relative to the baseline; after it, the attention calls of a step by kernel")
+    axes.set_xlim(0, 1.9 * max(gain.ratio for gain in gains))  # room for the longest label
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= max(gain.ratio for gain in gains)])
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.1, y=0.02)
-    if len(modes) > 1:
-        axes.legend(loc="lower right", frameon=False)
-    figure.suptitle(f"Whole models on {result['gpu']}, with sage-hf")
+    axes.margins(y=0.02)
+    parts = {"few bits in attention": OUR_COLOR, "exact attention only": PALE_COLOR}
+    axes.legend(handles=[Patch(color=color, label=label) for label, color in parts.items()], loc="lower right")
+    figure.suptitle(f"Steps of models on {result['gpu']}, with sage-hf")
     figure.savefig(path, dpi=120)
     return path
 
@@ -146,7 +138,7 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
         ends: dict[Provider, tuple[float, float]] = {}
         for one, rows in drawn.items():
             points = sorted(
-                (shape.tokens, row["tflops"])
+                (shape.q_len, row["tflops"])
                 for shape, row in rows.items()
                 if shape.head_dim == head_dim and not shape.causal
             )
@@ -199,7 +191,7 @@ def _error_figure(columns: Columns, gpu: str) -> Figure:
     axes = figure.subplots()
     for one in by_name.values():
         row = columns[one][shape]
-        is_ours = one.name.startswith("sage_hf")
+        is_ours = one.ours
         color = OUR_COLOR if is_ours else OTHER_COLOR
         place = (row["rel_l1_biased"], row["tflops"])
         axes.plot(*place, "o", color=color, markerfacecolor=color if one.scope == "end_to_end" else "none")
@@ -248,13 +240,13 @@ def _our_fastest(columns: Columns) -> Provider | None:
     speeds = {
         one: rows[shape]["tflops"]
         for one, rows in columns.items()
-        if one.name.startswith("sage_hf") and one.scope == "end_to_end" and shape in rows
+        if one.ours and one.scope == "end_to_end" and shape in rows
     }
     return max(speeds, key=speeds.__getitem__, default=None)
 
 
 def _is_drawn_peer(one: Provider) -> bool:
-    """Return whether a provider is drawn beside ours: cuDNN, FA3 and SageAttention2, end to end."""
+    """Return whether a provider is drawn with ours: cuDNN, FA3 and SageAttention2, end to end."""
     return one.scope == "end_to_end" and one.name in ("cudnn", "fa3", "sageattention2")
 
 
@@ -263,8 +255,8 @@ def _color(one: Provider, ours: Provider | None) -> str:
 
 
 def _bar_color(one: Provider) -> str:
-    if one.name.startswith("sage_hf"):
-        return OUR_COLOR if one.name == "sage_hf:sage_bwd" else "#e58e83"
+    if one.ours:
+        return OUR_COLOR if one.name == "sage_hf:sage_bwd" else PALE_COLOR
     return COLORS[one.name]
 
 

@@ -24,7 +24,7 @@ from .stages import ROWS, stage_tiles
 
 # By channels. A program holds 64 keys or rows for each of two warpgroups, or of three where registers allow: with 64
 # channels keys take 3.50 ms then instead of 3.86, queries 2.31 instead of 2.63 (H200, 64 heads × 8,192 tokens). That
-# leaves registers for tiles of 32 queries, whose scores are started a tile ahead (docs/performance.md).
+# leaves registers for tiles of 32 queries, whose scores are started a tile ahead (docs/tuning-notes.md).
 KEY_TILES: dict[int, dict[str, Any]] = {
     64: {"BLOCK_M": 32, "BLOCK_N": 192, "STAGES": 6, "AHEAD": True, "REGISTERS": 160},
     128: {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2, "AHEAD": False, "REGISTERS": 240},

@@ -1,4 +1,4 @@
-"""Tile, warps and pipeline stages of each kernel on each architecture. Measurements: docs/performance.md."""
+"""Tile, warps and pipeline stages of each kernel on each architecture. Measurements: docs/tuning-notes.md."""
 
 from __future__ import annotations
 

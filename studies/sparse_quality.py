@@ -1,6 +1,6 @@
 """Train a small video model densely and with VSA on this GPU, run the dense one sparsely, and judge what they draw.
 
-python benchmarks/sparse_quality.py --minutes 9.4 --output benchmarks/results
+python studies/sparse_quality.py --minutes 9.4 --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
@@ -30,19 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from record import git_commit
 from sparse_video import Clips, Denoiser, Size, Training, generate, held_out_loss, score, shown_scenes
 from torch import Tensor
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.results import facts, path_of, reason
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
 from sage_kernels.dispatch.registry import set_routing
 
-NAME = "sparse_quality"
 SPARSITY = 0.75
 KEEPS = (0.25, 0.5, 0.15)
 ROUTERS = ("mean", "subblock", "share")
@@ -223,7 +221,7 @@ class Record:
         self.frames: dict[str, Any] = {}
         self.running = set(KINDS)
         self.result: dict[str, Any] = {
-            **facts(device, git_commit() if args.commit is None else args.commit),
+            **facts(device),
             "size": asdict(size) | {"tokens": size.tokens},
             "sparsity": SPARSITY,
             "learning_rate": args.learning_rate,
@@ -271,7 +269,7 @@ class Record:
         self.result["picture"] = labels
 
     def _file(self) -> Path:
-        return self.args.output / f"{'-'.join(self.result['gpu'].lower().split())}-{NAME}.json"
+        return path_of(self.args.output, self.result, "sparse_quality")
 
     def _say(self, text: str) -> None:
         print(f"{time.time() - self.started:6.1f} s  {text}", flush=True)
@@ -368,7 +366,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     record = Record(args)
