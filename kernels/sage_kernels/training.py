@@ -22,7 +22,7 @@ _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int ma
 # The fields of `BlockList`; without a list, its tensors are None and its numbers 0.
 _BLOCKS = "Tensor? counts, Tensor? tiles, int block_m, int block_n"
 _OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
-_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor balance, Tensor lse"
+_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor equalizer, Tensor lse"
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 for _schema in (
@@ -243,8 +243,8 @@ def _fake_training_attention(
     channels = padded_channels(int(head_dim))
     sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q_rows, kv_rows = padded_rows(q_len, sequences), padded_rows(key.shape[2], sequences)
-    balance = (
-        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).balance else (0,)
+    equalizer = (
+        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).equalize else (0,)
     )
     return (
         query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2),
@@ -253,7 +253,7 @@ def _fake_training_attention(
             query.new_empty(batch, q_heads, q_rows, dtype=torch.float32),
             query.new_empty(batch, key.shape[1], kv_rows, channels, dtype=torch.int8),
             query.new_empty(batch, key.shape[1], kv_rows // KEY_BLOCK, 4, dtype=torch.bfloat16),
-            query.new_empty(balance, dtype=torch.float32),
+            query.new_empty(equalizer, dtype=torch.float32),
             query.new_empty(batch, q_heads, q_len, dtype=torch.float32),
         ),
     )
@@ -267,7 +267,7 @@ def _training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
-    balance: torch.Tensor,
+    equalizer: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -292,7 +292,7 @@ def _training_attention_backward(
         output_gradient,
         value,
         output,
-        Saved(saved_query, query_scale, saved_key, key_scale, balance, lse),
+        Saved(saved_query, query_scale, saved_key, key_scale, equalizer, lse),
         head_dim,
         get_recipe(recipe),
         _mask(valid, _blocks(counts, tiles, block_m, block_n)),
@@ -317,7 +317,7 @@ def _fake_training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
-    balance: torch.Tensor,
+    equalizer: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -388,7 +388,7 @@ def _training_lse(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
         key, counted = key.float(), None if valid is None else valid[:, None, :, None]
-        if get_recipe(recipe).balance:
+        if get_recipe(recipe).equalize:
             counted = transforms.quiet_keys(key, counted)
         mean = transforms.mean_of_tokens(key, counted)
         grouped = query.float().unflatten(1, (key.shape[1], -1))

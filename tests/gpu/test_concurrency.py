@@ -92,7 +92,7 @@ def test_repeated_calls_write_to_no_others_memory(device, sizes, recipe):
     assert all((x == CANARY).all() for x in canaries)
 
 
-@pytest.mark.parametrize("name", ["fa3", "exact_forward", "split_forward"])
+@pytest.mark.parametrize("name", ["fa3", "masked_forward", "splitkv_forward"])
 def test_threads_that_never_used_the_gpu_begin_a_layout_at_once(device, name):
     inputs = [draw(device, 1, 8, 64, 128, count=1) + draw(device, 1, 2, 3000, 128, count=2) for _ in range(4)]
     calls = [Call(*tensors, get_recipe("exact"), scale=0.1) for tensors in inputs]

@@ -85,20 +85,20 @@ SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 def test_masks_of_every_kind(device, kind, sizes, head_dim):
     dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
     call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["lengths", "hole", "causal lengths"])
 def test_masks_of_more_keys_than_a_program_reads_itself(device, kind, head_dim):
     call = draw_call(device, (2, 4, 2, 130, 1500), head_dim, kind)
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.05])
 def test_scales_of_either_sign(device, scale):
     call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize(
@@ -111,18 +111,18 @@ def test_scales_of_either_sign(device, scale):
 )
 def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[3] == 1)
-    assert_rounded_twice(call, run(call, "split_forward"))
+    assert_rounded_twice(call, run(call, "splitkv_forward"))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),
     [
-        ("exact_forward", "lengths", (2, 4, 4, 300, 300)),
-        ("exact_forward", "window", (1, 4, 4, 1000, 1000)),
-        ("exact_forward", "bias", (1, 4, 4, 300, 301)),
-        ("exact_forward", "causal none", (1, 4, 2, 100, 1000)),
+        ("masked_forward", "lengths", (2, 4, 4, 300, 300)),
+        ("masked_forward", "window", (1, 4, 4, 1000, 1000)),
+        ("masked_forward", "bias", (1, 4, 4, 300, 301)),
+        ("masked_forward", "causal none", (1, 4, 2, 100, 1000)),
         ("fa3_padded", "lengths and a hole", (4, 4, 4, 300, 300)),
-        ("split_forward", "lengths", (2, 8, 2, 1, 3000)),
+        ("splitkv_forward", "lengths", (2, 8, 2, 1, 3000)),
     ],
 )
 def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kind, sizes):
@@ -168,7 +168,7 @@ def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed
         with record.observe(lambda one: ran.append(one.plan.kernel)):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
         assert_rounded_twice(call, output)
-    assert len(set(ran)) == 1 and ran[0] in ("fa3", "sdpa_without_cudnn", "split_forward")
+    assert len(set(ran)) == 1 and ran[0] in ("fa3", "sdpa_without_cudnn", "splitkv_forward")
 
 
 @pytest.mark.parametrize("kind", ["none", "causal none", "lengths", "window", "bias", "key bias"])
@@ -198,7 +198,7 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
-        assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
+        assert registry.select(replace(request, mask="keys")).kernel == "splitkv_forward"
         assert registry.select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length
 
 

@@ -54,7 +54,7 @@ def test_comparison_writes_videos_side_by_side_and_report(folder, tmp_path):
     for row in data["layer_errors"]:
         assert 0 < row["rel_l1"] < 0.5 and 0.9 < row["cosine"] < 1 and row["calls"] == 2
         assert 0 < row["heaviest_key_share"] < 1 and row["heaviest_key"] >= 0 and row["loudest_channel"] > 1
-        assert row["without_remedies"] is None or 0 < row["without_remedies"]["rel_l1"] < 1
+        assert row["without_outlier_handling"] is None or 0 < row["without_outlier_handling"]["rel_l1"] < 1
     assert data["config"] == {"recipe": "sage3"} and data["versions"]["torch"] == torch.__version__
     text = (tmp_path / "report.md").read_text()
     assert "transformer_blocks.0-2.attn1  sage3" in text and "| transformer_blocks.2.attn1 | sage3 | 0.9" in text

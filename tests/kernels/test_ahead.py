@@ -69,8 +69,8 @@ def plan_of(call, backward):
 
 BOTH = ["prepare_keys", "prepare_queries"]
 LAUNCHED = {
-    "int8_backward_hopper": [*BOTH, "hopper_backward_key", "hopper_backward_query"],
-    "int8_backward": [*BOTH, "int8_backward_key", "int8_backward_query"],
+    "int8_backward_hopper": [*BOTH, "hopper_bwd_dkdv", "hopper_bwd_dq"],
+    "int8_backward": [*BOTH, "int8_bwd_dkdv", "int8_bwd_dq"],
 }
 
 

@@ -118,7 +118,7 @@ def test_kernels_assembled_at_the_same_time_are_those_assembled_in_turn(tmp_path
     """Bit for bit, and the log tells of each kernel by itself."""
     for name, folder in OWN.items():
         monkeypatch.setattr(compiler, name, folder)
-    features = quantize.Features(rotate=True, balance=True, heavy_keys=64, choice=chosen)
+    features = quantize.Features(rotate=True, equalize=True, heavy_keys=64, choice=chosen)
     source = quantize.kernels(128, torch.bfloat16, "fp8", False, features)[0].source
     together = source.compile()
     monkeypatch.setattr(compiler, "SPLITTING", (99, 0))

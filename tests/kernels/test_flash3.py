@@ -133,7 +133,7 @@ def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(ope
 class Others:
     """Stand-in for the kernel that counts keys: it has the operator attend in the first element alone."""
 
-    def attend_to_scattered(self, call, attend_to_first, row_blocks):
+    def attend_nonprefix(self, call, attend_to_first, row_blocks):
         self.row_blocks, output = row_blocks, torch.zeros_like(call.query)
         lengths = torch.tensor([5, 0], dtype=torch.int32)
         which = (None, torch.tensor([1])) if row_blocks else (torch.tensor([3, 0]), None)

@@ -15,6 +15,7 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
@@ -63,11 +64,10 @@ def test_output_and_gradients_are_those_of_the_reference(recipe, dtype, call):
     inputs = draw(dtype=dtype)
     output, _ = training.attention(*inputs, **call, recipe=recipe)
     gradients = torch.autograd.grad(output, inputs, output_gradient(output))
-    options = {"lengths": None, "valid": None, "is_causal": False, **call, "recipe": RECIPES[recipe]}
     detached = [x.detach() for x in inputs]
-    expected, saved = reference_backward.forward(*detached, **options)
+    expected, saved = reference_backward.forward(new_call(*detached, recipe, **call))
     expected_gradients = reference_backward.backward(
-        output_gradient(output), detached[2], expected, saved, head_dim=64, **options
+        new_backward_call(output_gradient(output), detached[2], expected, saved, recipe, 64, **call)
     )
     assert torch.equal(output, expected)
     for x, actual, wanted in zip(inputs, gradients, expected_gradients, strict=True):
@@ -139,7 +139,7 @@ def test_strides_change_nothing(layout):
 @pytest.mark.parametrize("sizes", [{"q_len": 1, "kv_len": 1}, {"q_len": 3, "kv_len": 17}])
 def test_short_calls_are_low_bit_too(sizes):
     inputs = draw(**sizes)
-    expected, _ = reference_backward.forward(*(x.detach() for x in inputs), RECIPES["sage_bwd"], is_causal=False)
+    expected, _ = reference_backward.forward(new_call(*(x.detach() for x in inputs), "sage_bwd"))
     assert torch.equal(training.attention(*inputs)[0], expected)
 
 
@@ -243,7 +243,7 @@ def test_packed_sequences_run_as_the_reference_packs_them():
     inputs, sequences, used = packed_call()
     batches = [x.detach().transpose(0, 1)[None] for x in inputs]
     lengths = Lengths(*sequences, used)
-    expected, _ = reference_backward.forward(*batches, RECIPES["sage_bwd"], lengths=lengths, is_causal=False)
+    expected, _ = reference_backward.forward(new_call(*batches, "sage_bwd", lengths=lengths))
     output = training.packed_attention(*inputs, *sequences, seqused_k=used)
     assert torch.equal(output, expected[0].transpose(0, 1))
 

@@ -32,7 +32,7 @@ SHIPPED = Path(__file__).parents[1] / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
 
-SHARING = "split_forward"
+SHARING = "splitkv_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
 KEYS_OF_FEW = 4
 """Keys for each query from which queries are few, without a table."""

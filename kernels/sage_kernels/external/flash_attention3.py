@@ -75,8 +75,8 @@ def _splits(call: Call) -> int:
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `triton.scattered_forward.attend`."""
+    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `triton.nonprefix_forward.attend`."""
 
 
 class PaddedFlashAttention3:
@@ -101,13 +101,13 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
+        return self._others.attend_nonprefix(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
     """Register the kernels."""
     register_exact(FlashAttention3())
-    register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
+    register_exact(PaddedFlashAttention3(cast(Others, get_exact("masked_forward"))))
 
 
 def _attend_to_first(
