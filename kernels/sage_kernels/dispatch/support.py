@@ -8,9 +8,9 @@ from typing import get_args
 import torch
 
 from ..spec.call import MaskKind
+from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.layout import MAX_GRID
 from ..spec.recipe import Recipe
-from .registry import SUPPORTED_DTYPES
 from .request import Request
 
 Capability = tuple[int, int]
