@@ -191,13 +191,15 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
+    from sage_kernels import backends  # noqa: F401 - registers the kernels
     from sage_kernels.cuda import compiler, launch, tensor_map
     from sage_kernels.dispatch import precompile
     from sage_kernels.dispatch import run as dispatch
     from sage_kernels.external import flash_attention3
     from sage_kernels.language.launch import recording
     from sage_kernels.replay import trace
+    from sage_kernels.spec.call import Call, Mask, softmax_scale
+    from sage_kernels.spec.recipe import get_recipe
     from sage_kernels.testing import aot
 
     kernels: Kernels = defaultdict(Kernel)
@@ -248,7 +250,8 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
         mask, causal, recipe = options["attn_mask"], options["is_causal"], options["recipe"]
         with recording() as launches, trace.tracing(compiles_only=True) as traced:
             tensors, mask = [stand_in(x) for x in tensors], None if mask is None else stand_in(mask)
-            call = ops.checked_call(*tensors, mask, causal, 0, None, recipe, one.return_lse)
+            keys, scale = Mask.of(mask, one.kv_len), softmax_scale(None, one.head_dim)
+            call = Call(*tensors, get_recipe(recipe), keys, causal, 0, scale, return_lse=one.return_lse)
             ran = plan_training(call) if recipe == "sage_bwd" else dispatch.plan_of(call, "native").kernel
             if recipe != "sage_bwd":
                 dispatch.attend(call, "native")

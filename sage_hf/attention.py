@@ -24,12 +24,12 @@ def set_default_fallback(fallback: str) -> None:
 
 
 def default_fallback() -> Fallback:
-    """Return what `fallback=None` means in this process."""
+    """Return the fallback that `None` stands for in this process."""
     return _default_fallback
 
 
 def chosen_fallback(fallback: str | None) -> Fallback:
-    """Return what a caller's `fallback` means: the process's default for None.
+    """Return a caller's fallback; the process's default for None.
 
     Raises:
         ValueError: it is not "native", "emulate" or "error".

@@ -128,7 +128,7 @@ def note_passed_by(reason: str) -> None:
 
 
 def compiled_outcomes() -> Counter[Outcome]:
-    """Return what ran outside any layer, inside compiled graphs or called by hand, and how often.
+    """Return the outcomes of calls outside any layer, inside compiled graphs or called by hand, and how often.
 
     Exact attention inside a compiled graph is PyTorch's own and is not counted, whether it was asked for or took over
     because gradients were wanted.

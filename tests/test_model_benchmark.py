@@ -189,7 +189,7 @@ def test_a_step_is_measured_without_each_part_of_ours_and_all_is_as_before(monke
 
 
 def test_a_switch_for_measurements_leaves_kernels_and_norms_out(monkeypatch):
-    monkeypatch.setattr(norm_rope, "is_plain", lambda x: True)
+    monkeypatch.setattr(norm_rope.cache, "is_plain", lambda x: True)
     x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     assert norm_rope.is_served(x)
     norm_rope.set_enabled(False)

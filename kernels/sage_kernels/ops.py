@@ -182,7 +182,7 @@ def find(
     options: Options,
     grad: bool = False,
 ) -> cache.Entry | None:
-    """Return what is known of a call (`cache.find`)."""
+    """Return the cache's entry for a call (`cache.find`)."""
     lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
     return cache.find(kind, (query, key, value, mask, *lists), (*options, *sizes), grad)
 

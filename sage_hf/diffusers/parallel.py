@@ -5,7 +5,7 @@ Each process holds part of the keys and attends with part of the heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,14 @@ import torch.distributed as dist
 from .bridge import Shards, parallel_config_of
 from .errors import UnsupportedAttentionError
 
-if TYPE_CHECKING:
-    from .layers import Layer
-
 NO_SHARDS = (
     "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
     "configuration without `sparse`, or run this model without enable_parallelism()"
 )
 
 
-def check_parallelism(model: Any, layer: Layer) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layer` cannot."""
+def check_parallelism(model: Any, layer: Any) -> None:
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layers.Layer` cannot."""
     if splits_tokens(parallel_config_of(model)):
         layer.check_parallel()
 

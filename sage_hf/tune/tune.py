@@ -167,7 +167,7 @@ def names_for(point: Point) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return what a table's figures depend on besides the GPU."""
+    """Return the versions on which a table's figures depend."""
     triton = triton_version()
     return {
         "torch": torch.__version__,

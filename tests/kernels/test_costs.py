@@ -14,6 +14,7 @@ from sage_kernels.dispatch import cost_model, registry, run
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.registry import Request, exact_plan, select
+from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe
@@ -307,7 +308,7 @@ def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(shipped, 
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["NVRTC", "no NVRTC"])
-@pytest.mark.parametrize("capability", registration.CAPABILITIES, ids=str)
+@pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES, ids=str)
 def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_of_a_measurement(
     shipped, capability, compiles
 ):

@@ -191,7 +191,7 @@ class _Program:
 
     @cached_property
     def prefix(self) -> str:
-        """Return what the names of its files in the cache begin with: all but the compiler's version."""
+        """Return the beginning of its files' names in the cache: all but the compiler's version."""
         parts = (self.source, self.text, self.headers, self.options)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
         return f"{Path(self.source).stem}-{self.arch}-{digest}-nvrtc"
@@ -227,13 +227,13 @@ def _forbidden() -> str:
 
 
 def _unlaunchable() -> str:
-    """Return what loading and launching machine code lacks here."""
+    """Return the reason why machine code cannot be loaded and launched here, "" if it can."""
     return "" if sys.platform == "linux" else "CUDA C++ kernels are for Linux only"
 
 
 @lru_cache(maxsize=1)
 def missing() -> str:
-    """Return what compiling lacks here, "" if nothing."""
+    """Return the reason why nothing can be compiled here, "" if it can."""
     try:
         _nvrtc_version()
     except (ImportError, RuntimeError) as error:
@@ -288,7 +288,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 
 def _cached(program: _Program) -> Cubin | None:
-    """Return what the NVRTC here compiled before; where nothing can be compiled, what the newest one did that suits."""
+    """Return code that the NVRTC here compiled before; without one, the code of the newest compiler that suits."""
     if not (_forbidden() or missing()):
         versions = [_nvrtc_version()]
     else:
@@ -298,7 +298,7 @@ def _cached(program: _Program) -> Cubin | None:
 
 
 def read(path: Path) -> Cubin | None:
-    """Return what `_store` wrote there, None when there is nothing or something else."""
+    """Return the record that `_store` wrote there, None without one."""
     try:
         content = path.read_bytes()
     except OSError:

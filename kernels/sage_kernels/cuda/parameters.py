@@ -154,7 +154,7 @@ class Packer:
 
 @cache
 def packer(parameters: type) -> Packer:
-    """Return what packs the parameters that a dataclass describes."""
+    """Return a packer of the parameters that a dataclass describes."""
     return Packer(parameters)
 
 

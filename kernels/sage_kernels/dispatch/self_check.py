@@ -101,7 +101,7 @@ def passes(plan: Plan) -> bool:
 
 
 def _check_once(about: str, capability: verdicts.Capability, check: Callable[[], bool]) -> bool:
-    """Return what a check returns; it is not due again if that is True."""
+    """Run a check and return its result; it is not due again after True."""
     _thread.checking = True
     try:
         if not check():

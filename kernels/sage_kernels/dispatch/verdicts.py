@@ -35,7 +35,7 @@ def enabled() -> bool:
 
 
 def subject(kernel: str, recipe: str, head_dim: int) -> str:
-    """Return what a verdict is about: a kernel, or kernels joined by " + ", with a recipe and a size of heads."""
+    """Return the subject of a verdict: a kernel, or kernels joined by " + ", with a recipe and a size of heads."""
     return f"{kernel}, {recipe}, head_dim {padded_channels(head_dim)}"
 
 
@@ -101,7 +101,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=16)
 def machine_of(capability: Capability) -> dict[str, Any]:
-    """Return what a verdict depends on: the GPU, its driver, PyTorch, Triton and the source of this package."""
+    """Return the facts that a verdict depends on: the GPU, its driver, PyTorch, Triton and the source of this package."""
     device = device_of(capability)
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",

@@ -159,7 +159,7 @@ def _nearest_codes() -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
-    """Return what `search_groups` multiplies by: float16 (BINS, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
+    """Return the factors of `search_groups`: float16 (BINS, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
 
     The first index is that of the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
     are left out have NaN.
@@ -183,7 +183,7 @@ STEPS_ROW = BINS
 
 @lru_cache(maxsize=16)
 def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return what kernels that search read: int32 (BINS + 1, 8), a row for each first index of `search_ratios`.
+    """Return the table of kernels that search: int32 (BINS + 1, 8), a row for each first index of `search_ratios`.
 
     The first word of a row has float16(1/s · 1/8) in the lower half and the code of s in the upper one; then come for
     each step the ratios of `search_ratios` as the lower and upper half of a word. The last row has the steps, from the

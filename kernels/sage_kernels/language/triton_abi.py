@@ -1,4 +1,4 @@
-"""How Triton compiles, loads and launches a kernel: all that this package knows of Triton beyond its public names.
+"""Triton's private interface: how it compiles, loads and launches a kernel.
 
 Where another version of Triton differs, its own launcher runs: slower, not wrong.
 """

@@ -120,7 +120,7 @@ def backward(
 
 
 def save(operands: Operands, lse: torch.Tensor) -> Saved:
-    """Return what the backward needs of one ordinary batch.
+    """Save one ordinary batch for the backward pass.
 
     Args:
         operands: those of a recipe with Q and K in INT8.

@@ -95,7 +95,7 @@ forget = _entry.cache_clear
 
 
 def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = False) -> Entry | None:
-    """Return what is known of a call, or None if such a call is never replayed.
+    """Return the entry of a call, or None if such a call is never replayed.
 
     Entries differ by kind, by sizes, strides, dtypes and devices of the tensors, by options and their types, and by the
     settings of this process and thread that can change results or plans (`torch_private.settings`).

@@ -1,7 +1,7 @@
 """Trace a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
 
 Between calls that differ in addresses only, a kernel's host code decides the same. A trace finds out once which
-buffers it allocates, for how long, and where the kernels' parameters hold which address; `tape.Tape` then repeats the
+buffers it allocates, for how long, and where the kernels' parameters hold which address; `launch_plan` then repeats the
 launches with other addresses.
 """
 

@@ -25,7 +25,7 @@ except ImportError:
 
 
 def _find(path: str, default: Any) -> Any:
-    """Return what lies at a path below `torch`, or the default."""
+    """Return the object at a path below `torch`, or the default."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)

@@ -1,1 +1,1 @@
-"""What an attention call is: recipe, layout, operands, masks, and the checks of its arguments."""
+"""An attention call: recipe, layout, operands, masks, and the checks of its arguments."""
