@@ -1,7 +1,7 @@
 """Measure what first calls of many kinds cost: drawn calls in one process, each made once, and what they compile.
 
-python benchmarks/cold_variety.py --calls 350 --caches /tmp/caches
-python benchmarks/cold_variety.py --calls 350 --plan
+python benchmarks/run.py cold-variety --calls 350 --caches /tmp/caches
+python benchmarks/run.py cold-variety --calls 350 --plan
 
 Caches that hold nothing are an empty folder's; run twice, they are full. With --plan nothing runs, and no GPU is
 needed: what the calls would compile for an H100 is counted. Printed are, by kernel, how many variants of it were asked
@@ -280,15 +280,17 @@ def plan_training(call: Any) -> str:
     return chosen.kernel
 
 
-def main() -> None:
-    """Run the script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
     parser.add_argument("--calls", type=int, default=350)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no call after so many")
     parser.add_argument("--seed", type=int, default=33)
     parser.add_argument("--caches", metavar="DIR", help="folder of all caches (default: the user's)")
     parser.add_argument("--plan", action="store_true", help="run nothing, count what would be compiled")
-    args = parser.parse_args()
+
+
+def execute(args: argparse.Namespace) -> None:
+    """Make the calls, or plan them, and print what was compiled."""
     drawn = draw(args.calls, args.seed)
     if args.caches:
         for name in ("TRITON_CACHE_DIR", "SAGE_KERNELS_CACHE", "CUDA_CACHE_PATH"):
@@ -309,7 +311,3 @@ def main() -> None:
         kinds[kernel_name].append(took)
     for kind, times in sorted(kinds.items(), key=lambda item: -sum(item[1])):
         print(f"{kind:28} {len(times):4} calls, {sum(times):7.1f} s, longest {max(times):.2f} s")
-
-
-if __name__ == "__main__":
-    main()

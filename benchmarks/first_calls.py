@@ -1,8 +1,6 @@
 """Measure what a user's first call waits for: each kind of call in a process of its own, with empty caches.
 
-python benchmarks/first_calls.py --output benchmarks/results
-
-writes <gpu>-first_calls.json as rows come. They have call, recipe and kernel (what ran), and times: "import_s" of
+The rows of <gpu>-first_calls.json have call, recipe and kernel (what ran), and times: "import_s" of
 sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
 second one, "other_length_ms" of one that is longer by no multiple of anything, and "exact_ms" of PyTorch's own
 first call, which comes before ours: what PyTorch imports and loads itself counts there. A call with gradients includes
@@ -55,7 +53,7 @@ def measure_call(
     grad = recipe == "sage_bwd"
 
     def step(tokens: int) -> Any:
-        """Return what runs an attention, and its backward pass where gradients are wanted, at a length."""
+        """Return a function that runs an attention of a length, and its backward pass where gradients are wanted."""
         lengths = q_len or tokens, tokens, tokens
         shapes = ((batch, length, 24, head_dim) for length in lengths)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
@@ -109,7 +107,7 @@ def run_alone(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": "triton", "SAGE_KERNELS_CACHE": "sage", "CUDA_CACHE_PATH": "cuda"}
         environment = {**os.environ, **{variable: f"{folder}/{name}" for variable, name in caches.items()}}
-        command = [sys.executable, __file__, "--call", name]
+        command = [sys.executable, __file__, name]
         rows = []
         for _ in range(2):
             ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -119,33 +117,24 @@ def run_alone(name: str) -> dict[str, Any]:
     return {"call": name, **rows[0], "cached_s": rows[1]["first_s"]}
 
 
-def main() -> None:
-    """Run the script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME", help="default: all")
-    parser.add_argument("--call", choices=CALLS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.call:
-        print(json.dumps(measure_call(**CALLS[args.call])))
-        return
-    import torch
-    from record import git_commit
 
-    from sage_hf.bench.measure import facts
 
-    found = facts(torch.device("cuda"), git_commit() if args.commit is None else args.commit)
-    path = args.output / f"{found['gpu'].lower().replace(' ', '-')}-first_calls.json"
-    args.output.mkdir(parents=True, exist_ok=True)
-    rows = []
+def execute(args: argparse.Namespace) -> None:
+    """Measure, and write <gpu>-first_calls.json as rows come."""
+    from sage_hf.bench import command, results
+
+    result = {**results.facts(command.gpu("cuda")), "rows": []}
+    path = results.path_of(args.output, result, "first_calls")
     for name in args.calls:
-        rows.append(run_alone(name))
-        print(rows[-1], flush=True)
-        lines = ",\n".join(map(json.dumps, rows))
-        path.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        result["rows"].append(run_alone(name))
+        print(result["rows"][-1], flush=True)
+        results.write(path, result)
     print(f"wrote {path}")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # in a process that has not called anything yet
+    print(json.dumps(measure_call(**CALLS[sys.argv[1]])))

@@ -1,8 +1,6 @@
 """Measure norm and rotation of queries, as models call them: by PyTorch's operators, compiled, and by our kernel.
 
-python benchmarks/norm_rope.py --output benchmarks/results
-
-writes <gpu>-norm_rope.json. Its "rows" have model, batch, tokens, heads, head_dim, direction ("forward" or
+The "rows" of <gpu>-norm_rope.json have model, batch, tokens, heads, head_dim, direction ("forward" or
 "forward_backward"), "copy_ms", which a copy of the tensor takes, and in ms: "operators_ms" of the model's own code,
 "compiled_ms" of torch.compile, "ours_ms". Forward passes are replayed as CUDA graphs, so that the host does not count.
 It needs diffusers and transformers.
@@ -11,7 +9,6 @@ It needs diffusers and transformers.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from preparation import replayed
-from record import git_commit
 from torch import Tensor, nn
 
-from sage_hf.bench import measure
+from sage_hf.bench import command, results, timing
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.spec.heads import Norm, Rope
 
@@ -58,7 +53,7 @@ def _angles(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> t
 
 
 def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
-    """Return what makes an RMSNorm of each head and diffusers' rotation of neighbours, as in Flux and HunyuanVideo."""
+    """Return a maker of an RMSNorm of each head and diffusers' rotation of neighbours, as in Flux and HunyuanVideo."""
 
     def make(sizes: Sizes) -> Made:
         _, tokens, _, head_dim = sizes
@@ -110,6 +105,16 @@ CASES = (
 )
 
 
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a replay of a CUDA graph of the call."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
     """Return the row of a case; ArithmeticError: our output is another one."""
     x = torch.randn(case.sizes, device="cuda", dtype=torch.bfloat16, requires_grad=case.trains)
@@ -126,7 +131,7 @@ def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
         return lambda: torch.autograd.grad(call(x), [x, *parameters], gradient)
 
     steps = {"operators": step(operators), "compiled": step(torch.compile(operators)), "ours": step(ours)}
-    times = measure.median_ms({name: (one, CALLS) for name, one in steps.items()})
+    times = timing.median_ms({name: (one, CALLS) for name, one in steps.items()})
     batch, tokens, heads, head_dim = case.sizes
     sizes = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
     moved = 2 * x.numel() * x.element_size()
@@ -134,24 +139,17 @@ def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
     return {"model": case.model, **sizes, **facts, **{f"{name}_ms": ms for name, ms in times.items()}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(), help="folder to write <gpu>-norm_rope.json into")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
-    arguments = parser.parse_args()
-    device = torch.device("cuda")
-    facts = measure.facts(device, git_commit() if arguments.commit is None else arguments.commit)
-    bandwidth = measure.copy_bandwidth(device)
-    rows = []
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+
+
+def execute(args: argparse.Namespace) -> None:
+    """Measure, and write <gpu>-norm_rope.json."""
+    device = command.gpu("cuda")
+    bandwidth = timing.copy_bandwidth(device)
+    result = {**results.facts(device), "copy_bandwidth": bandwidth, "rows": []}
     for case in CASES:
-        rows.append(measure_case(case, bandwidth))
-        print({name: round(value, 4) if isinstance(value, float) else value for name, value in rows[-1].items()})
-    path = arguments.output / f"{facts['gpu'].lower().replace(' ', '-')}-norm_rope.json"
-    head = json.dumps({**facts, "copy_bandwidth": bandwidth}, indent=1)[:-2]
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{head},\n "rows": [\n{lines}\n]\n}}\n', encoding="utf-8")
-    print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()
+        result["rows"].append(measure_case(case, bandwidth))
+        print(result["rows"][-1], flush=True)
+    results.write(results.path_of(args.output, result, "norm_rope"), result)

@@ -1,24 +1,19 @@
-"""Measure attention over block lists on this GPU: our INT8 kernels beside PyTorch's compiled flex_attention.
-
-python benchmarks/sparse.py --output benchmarks/results
+"""Measure attention over block lists on this GPU: our INT8 kernels and PyTorch's compiled flex_attention.
 
 Lists are drawn at random, or chosen by a router on tensors whose neighbours are alike ("lists": "drawn", "subblock"),
 with the same number of tiles for each block of rows. A row's speed counts the operations of kept tiles alone; its time
 includes quantising and sorting of lists, but not routing. "training" has such rows of forward and backward pass
 together, whose operations are 3.5 times those of the forward. "routing" has the times of what comes before:
-choosing tiles, and putting tokens into 4×4×4 order and back, each beside the dense `sage2` call of as many tokens.
+choosing tiles, and putting tokens into 4×4×4 order and back, and of the dense `sage2` call of as many tokens.
 Kernels are compiled first, each shape's in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import git_commit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from sage_hf.bench import tables
-from sage_hf.bench.measure import MIN_CALLS, facts, first_calls, median_ms, reason, require_finite
+from sage_hf.bench import command, results
+from sage_hf.bench.measure import require_finite
+from sage_hf.bench.prewarm import call_in_processes
+from sage_hf.bench.results import reason
+from sage_hf.bench.timing import MIN_CALLS, first_calls, median_ms
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_hf.sparse.layer import order_beside_text, permute_tokens
 from sage_kernels import ops, training
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.block_list import BlockList
 
-NAME = "sparse"
 ERROR_ROWS = 128
 SKIPPED = (0.75, 0.9)
 GRIDS = ((4, 64, 64), (8, 64, 64), (21, 45, 80))
@@ -313,8 +309,9 @@ def measure_routing(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def compile_kernels(direction: str, case: Case | None) -> None:
+def compile_kernels(kind: tuple[str, Case | None]) -> None:
     """Make each call of a case once, forward or with gradients, or without a case those of routing."""
+    direction, case = kind
     device = torch.device("cuda")
     if case is None:
         calls: Iterable[Callable[[], object]] = routing_calls(GRIDS[0], device).values()
@@ -332,18 +329,12 @@ def compile_kernels(direction: str, case: Case | None) -> None:
 
 
 def compile_ahead() -> None:
-    """Compile the kernels of all cases side by side: caches on disk hand them to this process.
-
-    A process that fails is passed over, because the measurement says how. Each compiles by itself: workers of their
-    own would be more than there are cores.
-    """
+    """Compile the kernels of all cases in processes, each by itself: workers of theirs would be more than cores."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     kinds: dict[tuple[str, Case | None], None] = {("forward", None): None}
     for direction, cases in (("forward", CASES), ("training", TRAINING_CASES)):
         kinds.update({(direction, replace(case, skipped=SKIPPED[0])): None for case in cases})
-    with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
-        for process in [pool.submit(compile_kernels, *kind) for kind in kinds]:
-            process.exception()
+    call_in_processes(compile_kernels, kinds)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -362,31 +353,28 @@ def is_measured(case: Case, rows: list[dict[str, Any]]) -> bool:
     return any(tuple(row[name] for name in names) == wanted for row in rows)
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+
+
+def execute(args: argparse.Namespace) -> None:
     """Measure, and write <gpu>-sparse.json after every case; a file of the same commit is continued."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
-    args = parser.parse_args()
-    device = torch.device("cuda")
+    device = command.gpu("cuda")
     compile_ahead()
-    result = facts(device, git_commit() if args.commit is None else args.commit)
-    path = args.output / f"{'-'.join(result['gpu'].lower().split())}-{NAME}.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    result = results.facts(device)
+    path = results.path_of(args.output, result, "sparse")
+    before = results.read(path) or {}
     same = bool(result["commit"]) and before.get("commit") == result["commit"]
     with torch.no_grad():
-        routing = before["routing"] if same else measure_routing(device)
-        print(*routing, sep="\n", flush=True)
+        result["routing"] = before["routing"] if same else measure_routing(device)
+        print(*result["routing"], sep="\n", flush=True)
         kinds = (("rows", CASES, measure), ("training", TRAINING_CASES, measure_training))
-        found = {kind: before.get(kind, []) if same else [] for kind, _, _ in kinds}
+        result |= {kind: before.get(kind, []) if same else [] for kind, _, _ in kinds}
         for kind, cases, measure_case in kinds:
             for case in cases:
-                if not is_measured(case, found[kind]):
+                if not is_measured(case, result[kind]):
                     rows = measure_case(case, device)
-                    found[kind] += rows
+                    result[kind] += rows
                     print(*map(describe, rows), sep="\n", flush=True)
-                    path.write_text(tables.to_json({**result, "routing": routing, **found}), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+                    results.write(path, result)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sage_hf.bench import grid_tables, measure_host, models, plots, tables
+from sage_hf.bench import grid_tables, measure_host, model_tables, models, plots, tables
 from sage_kernels.spec.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,12 +76,12 @@ SHOWN_PEAKED = (
 )
 """Tensors of PEAKED_ON_GPU that the page shows."""
 
-sys.path[:0] = [str(ROOT / BENCHMARKS), str(ROOT / "examples")]
-import error_table  # noqa: E402
-import gradient_table  # noqa: E402
+sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "examples")]
+import gradient_errors as gradients  # noqa: E402
 import imports  # noqa: E402
+import output_errors  # noqa: E402
+import peaked_errors as peaked  # noqa: E402
 import peaked_models  # noqa: E402
-import peaked_table  # noqa: E402
 import sparse_quality_table  # noqa: E402
 import training_summary  # noqa: E402
 
@@ -104,13 +104,13 @@ def read_result(name: str) -> dict[str, Any]:
 
 def gain() -> str:
     """Return a table of what a user gains: steps of some models."""
-    return tables.low_bit_gain(read_result(MODELS), most=6)
+    return model_tables.low_bit_gain(read_result(MODELS), most=6)
 
 
 def model_gain() -> str:
     """Return a table of the time of a step of the models measured with each part of ours left out."""
     drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
-    return "\n\n".join((drawn, tables.model_gain(read_result(MODELS)), sources(MODELS)))
+    return "\n\n".join((drawn, model_tables.model_gain(read_result(MODELS)), sources(MODELS)))
 
 
 def all_models() -> str:
@@ -119,7 +119,7 @@ def all_models() -> str:
     trained = {row["model"] for row in result["rows"] if row["provider"] == "sage_hf:sage_bwd"}
     result["rows"] = [row for row in result["rows"] if row["model"] not in trained]
     caption = f"ms of a step on {result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}."
-    return "\n\n".join((tables.model_speed(result), caption, sources(ALL_MODELS)))
+    return "\n\n".join((model_tables.model_speed(result), caption, sources(ALL_MODELS)))
 
 
 def folders() -> str:
@@ -337,7 +337,7 @@ def training_speed() -> str:
 
 def errors() -> str:
     """Return a table of the error of the output for each choice in the recipes."""
-    return error_table.markdown(read_result("cpu-error_table")["rows"])
+    return output_errors.markdown(read_result("cpu-error_table")["rows"])
 
 
 def peaked_errors() -> str:
@@ -345,7 +345,7 @@ def peaked_errors() -> str:
     result = read_result(PEAKED_ON_GPU)
     shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
     where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors on a CPU:"
-    return "\n\n".join((where, peaked_table.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
+    return "\n\n".join((where, peaked.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
 
 
 def peaked_models_errors() -> str:
@@ -353,7 +353,7 @@ def peaked_models_errors() -> str:
     result = read_result("cpu-peaked_models")
     return "\n\n".join(
         (
-            peaked_table.markdown(result["rows"]),
+            peaked.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
             "The same of `sage3` by the number of recent keys, over a quarter of this text:",
             peaked_models.recent_markdown(result["recent_keys"]),
@@ -364,7 +364,7 @@ def peaked_models_errors() -> str:
 
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
-    return gradient_table.summary(read_result("cpu-gradient_table")["rows"])
+    return gradients.summary(read_result("cpu-gradient_table")["rows"])
 
 
 def trained_models() -> str:
@@ -406,19 +406,18 @@ def sources(*names: str) -> str:
 def measure_commands() -> str:
     """Return the commands that measure the speeds again."""
     return f"""```bash
-python {BENCHMARKS}/forward.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward_backward.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/grid.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward.py --host --output {BENCHMARKS}/results
-python {BENCHMARKS}/first_calls.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/norm_rope.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/forward.py --phases --output {BENCHMARKS}/results
-python {BENCHMARKS}/grid.py --unseen 33 --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --training --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --grid --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --host --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --phases --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --model all --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py norm-rope --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
+python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
-python {BENCHMARKS}/models.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/sparse_quality.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/preparation.py --output {BENCHMARKS}/results --sageattention3 CHECKOUT
 python docs/pages.py    # the tables and pictures of these pages
 ```"""
 
@@ -426,10 +425,10 @@ python docs/pages.py    # the tables and pictures of these pages
 def error_commands() -> str:
     """Return the commands that measure the errors again."""
     return f"""```bash
-python {BENCHMARKS}/error_table.py --video examples/tiny_video      # the output's; add --text FOLDER_OR_ID
-python {BENCHMARKS}/gradient_table.py --video examples/tiny_video   # the gradients'; likewise
-python {BENCHMARKS}/peaked_table.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
-python {BENCHMARKS}/peaked_models.py --output {BENCHMARKS}/results    # trained models'; add --text FOLDER_OR_ID
+python studies/output_errors.py --video examples/tiny_video     # the output's; add --text FOLDER_OR_ID
+python studies/gradient_errors.py --video examples/tiny_video   # the gradients'; likewise
+python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
+python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
 ```"""
 
 

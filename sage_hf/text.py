@@ -41,3 +41,8 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return the same table for a Markdown page."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))

@@ -5,16 +5,14 @@ import json
 import math
 from dataclasses import replace
 
-import forward
 import pages
 import pytest
 import torch
 
-from sage_hf.bench import measure, peers, plots, tables
-from sage_hf.bench.measure import SampledErrors, draw
-from sage_hf.bench.peers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
-from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
-from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+from sage_hf.bench import measure, model_tables, plots, providers, results, tables, timing
+from sage_hf.bench.cases import SHAPES, Case, draw
+from sage_hf.bench.measure import SampledErrors
+from sage_hf.bench.providers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
 from sage_kernels import ops
 from sage_kernels.dispatch import registry
 from sage_kernels.exact import sdpa
@@ -24,34 +22,35 @@ from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_ref
 RESULTS = sorted(pages.RESULTS.glob("*-forward.json"))
 
 
+def fake_timing(monkeypatch, times: list[float]) -> None:
+    """Let every call take these times, of the whole and of its steps, without a GPU."""
+    monkeypatch.setattr(measure, "first_calls", lambda call: (0.0, 10**9, 5))
+    steps = times if len(times) > 1 else times * 2
+    monkeypatch.setattr(measure, "median_steps_ms", lambda calls: {name: steps for name in calls})
+
+
 def test_operations_are_those_of_both_products_and_half_when_causal():
-    shape = Shape("x", 2, 4, 1, 100, 64)
+    shape = Case.square("x", (2, 4, 1, 100, 64))
     assert shape.operations == 4 * 2 * 4 * 100 * 100 * 64
-    assert replace(shape, causal=True).operations == shape.operations / 2
-    assert shape.training_operations == 3.5 * shape.operations
+    assert replace(shape, mask="causal").operations == shape.operations / 2
+    assert replace(shape, training=True).operations == 3.5 * shape.operations
     assert shape.input_bytes == 2 * 2 * (4 + 1 + 1) * 100 * 64
 
 
-def test_shape_and_provider_names_are_unique():
-    for shapes, providers in ((SHAPES, PROVIDERS), (TRAINING_SHAPES, TRAINING_PROVIDERS)):
-        assert len({shape.name for shape in shapes}) == len(shapes)
-        assert len({(one.name, one.scope) for one in providers}) == len(providers)
-    common = {shape.name for shape in SHAPES} & {shape.name for shape in TRAINING_SHAPES}
-    assert common == {shape.name for shape in set(SHAPES) & set(TRAINING_SHAPES)}
-
-
-@pytest.mark.parametrize("kind", ["normal", "biased"])
-def test_tensors_are_the_same_every_time_and_biased_ones_have_means(kind):
-    first, second = draw(SMALL, kind, CPU), draw(SMALL, kind, CPU)
+@pytest.mark.parametrize("biased", [False, True])
+def test_tensors_are_the_same_every_time_and_biased_ones_have_means(biased):
+    first, second = (draw(SMALL, CPU, biased).tensors for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert [x.shape[1] for x in first] == [4, 2, 2]
-    assert (first[1].float().mean(2).abs().mean() > 1) == (kind == "biased")
+    assert (first[1].float().mean(2).abs().mean() > 1) == biased
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sampled_errors_are_those_of_the_whole_output(causal):
-    query, key, value = (x.double() for x in draw(SMALL, "biased", CPU))
-    errors = SampledErrors(query, key, value, causal)
+    case = SMALL if causal else replace(SMALL, mask="none")
+    inputs = draw(case, CPU, biased=True)
+    query, key, value = (x.double() for x in inputs.tensors)
+    errors = SampledErrors(replace(inputs, query=query, key=key, value=value))
     output, _ = sdpa.attention(query, key, value, is_causal=causal)
     assert errors.of(output)["rel_l1"] < 1e-12
     assert errors.of(output / 4, 4.0)["rel_l1"] < 1e-12
@@ -61,21 +60,15 @@ def test_sampled_errors_are_those_of_the_whole_output(causal):
 
 
 def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
-    def absent(*call):
+    def absent(inputs):
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
-    def half(query, key, value, is_causal):
-        return Prepared(lambda: sdpa.attention(query, key, value, is_causal=is_causal)[0] / 2, "half", 2.0)
+    def half(inputs):
+        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.is_causal)[0] / 2, "half", 2.0)
 
-    def first_calls(call, row, shape):
-        call()
-        row["compile_s"] = 0.0
-        return 5
-
-    monkeypatch.setattr(measure, "_first_calls", first_calls)
-    monkeypatch.setattr(measure, "median_ms", lambda calls: dict.fromkeys(calls, 1e-3))
-    providers = [Provider("absent", "Absent", "kernel", absent), Provider("half", "Half", "kernel", half)]
-    missing, row = measure.measure_shape(SMALL, providers, CPU)
+    fake_timing(monkeypatch, [1e-3])
+    ours = [Provider("absent", "Absent", absent, "kernel"), Provider("half", "Half", half, "kernel")]
+    missing, row = measure.measure_case(SMALL, ours, CPU)
     assert missing["unavailable"] == "ModuleNotFoundError: No module named 'absent'" and "ms" not in missing
     assert row["provider"] == "half" and row["kernel"] == "half"
     assert math.isclose(row["tflops"], SMALL.operations / 1e-6 * 1e-12)
@@ -83,19 +76,18 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
 
 
 def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
-    def broken(query, key, value, is_causal):
-        output = torch.zeros_like(query)
+    def broken(inputs):
+        output = torch.zeros_like(inputs.query)
         output[-1, -1, 7, 3] = torch.nan  # where no error is sampled
         return Prepared(lambda: output, "broken")
 
-    monkeypatch.setattr(measure, "_first_calls", lambda *call: 5)
-    monkeypatch.setattr(measure, "median_ms", lambda calls: dict.fromkeys(calls, 1e-3))
-    (row,) = measure.measure_shape(SMALL, [Provider("broken", "Broken", "kernel", broken)], CPU)
+    fake_timing(monkeypatch, [1e-3])
+    (row,) = measure.measure_case(SMALL, [Provider("broken", "Broken", broken, "kernel")], CPU)
     assert row["unavailable"] == "ArithmeticError: the result holds NaN or infinity" and "ms" not in row
     gradients = [torch.ones(1, 2, 3, 4) for _ in range(4)]
     gradients[2][0, 0, 0, 0] = torch.inf
     with pytest.raises(ArithmeticError):
-        measure.require_finite(*gradients)
+        measure.require_finite(gradients)
 
 
 def test_providers_take_turns_of_several_calls(monkeypatch):
@@ -112,36 +104,37 @@ def test_providers_take_turns_of_several_calls(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    steps = {"one": ((lambda: made.append("a"),), 8), "two": ((lambda: made.append("b"), lambda: made.append("c")), 5)}
-    assert measure.median_steps_ms(steps) == {"one": [1, 1], "two": [2, 1, 1]}
-    assert "".join(made) == "aabc" * 3 + "aabcbc"
-    assert measure.median_ms({"one": (lambda: made.append("a"), 1)}) == {"one": 1}
+    steps = {"one": ((lambda: made.append("a"),), 4), "two": ((lambda: made.append("b"), lambda: made.append("c")), 4)}
+    assert timing.median_steps_ms(steps) == {"one": [1, 1], "two": [2, 1, 1]}
+    turns = "".join(made).replace("bc", "b")
+    assert {turns[place : place + 2] for place in range(0, len(turns), 2)} == {"ab", "ba"}  # in drawn orders
+    assert timing.median_ms({"one": (lambda: made.append("a"), 1)}) == {"one": 1}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_measures_every_number():
     lines = []
-    result = measure.run(torch.device("cuda"), [SMALL], commit="0" * 40, progress=lines.append)
-    assert lines == ["small: 2×4/2×300×64, causal", "quantizers"] and result["copy_bandwidth"] > 0
+    result = measure.run(torch.device("cuda"), [SMALL], progress=lines.append)
+    assert lines == ["small: 2×4/2×300×64, causal"]
     rows = {(row["provider"], row["scope"]): row for row in result["rows"]}
     assert set(rows) == {(one.name, one.scope) for one in PROVIDERS}
     exact_row = rows["sdpa_fa2", "end_to_end"]
     assert exact_row["tflops"] > 0 and max(exact_row["rel_l1"], exact_row["rel_l1_biased"]) < 0.01
     ours = rows["sage_hf:sage2", "end_to_end"]
     assert 0 < ours["peak_extra_bytes"] < SMALL.input_bytes and ours["compile_s"] >= 0
-    assert json.loads(tables.to_json(result)) == result and tables.text(result)
+    assert json.loads(results.to_json(result)) == result and tables.text(result)
 
 
 def test_the_portable_kernel_is_measured_where_another_is_preferred():
-    inputs, ran = draw(SMALL, "normal", CPU), []
+    inputs, ran = draw(SMALL, CPU), []
     portable = StandInForward("int8_forward", "sage1", ran=ran.append)
     with only_the_reference():
         registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
         registry.register_forward(StandInForward("preferred", "sage1", ran=ran.append))
         registry.register_forward(portable)
-        prepared = peers.ours_in_triton("sage1")(*inputs, False)
-        output, expected = prepared.call(), ops.attention(*inputs, recipe="sage1")[0]
+        prepared = providers.ours_in_triton("sage1")(inputs)
+        output, expected = prepared.call(), ops.attention(*inputs.tensors, is_causal=True, recipe="sage1")[0]
         assert prepared.kernel == "int8_forward"
         assert ran == ["int8_forward", "preferred"]
         assert torch.equal(output, expected)
@@ -149,7 +142,7 @@ def test_the_portable_kernel_is_measured_where_another_is_preferred():
         registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
         registry.register_forward(portable)
         with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
-            peers.ours_in_triton("sage1")(*inputs, False)
+            providers.ours_in_triton("sage1")(inputs)
 
 
 def test_e4m3_scales_are_those_of_each_slice():
@@ -174,9 +167,9 @@ def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
 
 def test_json_holds_a_row_a_line():
     result = fake_result()
-    text = tables.to_json(result)
+    text = results.to_json(result)
     assert json.loads(text) == result
-    assert len(text.splitlines()) == len(result["rows"]) + len(result["quantizers"]) + len(result) + 4
+    assert len(text.splitlines()) == len(result["rows"]) + len(result) + 3
 
 
 def test_the_table_shows_every_shape_and_who_measured_there():
@@ -190,29 +183,17 @@ def test_the_table_shows_every_shape_and_who_measured_there():
     assert "NVIDIA H200" in lines[-1] and "commit 0000000000, 2026-01-01" in lines[-1]
 
 
-def test_the_text_names_errors_memory_quantizers_and_reasons():
+def test_the_text_names_errors_memory_and_reasons():
     text = tables.text(fake_result())
     assert "At 1×24×119056×128:" in text and "  0.50  " in text
-    assert "operands of sage2  2×32×16384×128  0.400  84%" in text
     assert "fa3, end_to_end: ModuleNotFoundError: No module named 'fa3_fwd' (all shapes)" in text
-    assert "sage_hf:sage1, kernel: RuntimeError: no causal (16k-128-causal, 16k-64-causal, llama-3-prefill)" in text
-    assert "quantizers: no (head_dim 64)" in text
+    assert "sage_hf:sage1, kernel: RuntimeError: no causal (16k-128-causal; 16k-64-causal; llama-3-prefill)" in text
 
 
 def test_a_result_without_any_measurement_still_says_why():
     result = fake_result()
     result["rows"] = [row for row in result["rows"] if row["provider"] == "fa3"]
     assert "No module named 'fa3_fwd'" in tables.text(result)
-
-
-def test_rendering_draws_the_plot_and_prints_the_table(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "nvidia-h200-forward.json"
-    path.write_text(tables.to_json(fake_result()))
-    monkeypatch.setattr("sys.argv", ["forward.py", "--render", str(path)])
-    forward.main()
-    assert capsys.readouterr().out.strip() == tables.markdown(fake_result())
-    for picture in ("nvidia-h200-forward.png", "nvidia-h200-forward-errors.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_plot_of_speeds_names_ours_and_three_peers_at_their_lines_ends():
@@ -224,19 +205,6 @@ def test_the_plot_of_speeds_names_ours_and_three_peers_at_their_lines_ends():
         heights = sorted(text.xy[1] for text in axes.texts)
         gap = plots.LABEL_GAP * axes.get_ylim()[1]
         assert all(higher - lower >= gap * 0.999 for lower, higher in itertools.pairwise(heights))
-
-
-def test_the_gain_of_attention_is_pytorchs_fastest_kernel_over_ours():
-    lines = tables.attention_gain(fake_result()).splitlines()
-    assert len(lines) == 2 + len(tables.MODEL_SHAPES) + 2
-    assert lines[2] == "| HunyuanVideo, 720p | 1×24×119056×128 | 2 | 2 | 1.00× |"
-    result = fake_result()
-    for row in result["rows"]:
-        if row["provider"] == "cudnn":
-            row["ms"] = 1.5
-        if row["provider"] == "sage_hf:sage2" and row["scope"] == "end_to_end":
-            row["ms"] = 0.5
-    assert tables.attention_gain(result).splitlines()[2].endswith("| 1.5 | 0.5 | 3.00× |")
 
 
 def model_rows(name, times, kernels=None, **values):
@@ -253,7 +221,7 @@ def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
     rows += [row | {"mode": "compiled"} for row in rows[:1]] + model_rows(
         "b", {"default": 68.0, "sage_hf:sage2": 103.0}
     )
-    lines = tables.model_gain({**FACTS, "rows": rows}).splitlines()
+    lines = model_tables.model_gain({**FACTS, "rows": rows}).splitlines()
     assert lines[2:4] == [
         "| A | eager | 622 | 504 | `sage2` | 1.23× | FA3 in 2 of 3, PyTorch in 1 of 3 |",
         "| B | eager | 68 | 103 | `sage2` | 0.66× | not recorded |",
@@ -266,7 +234,7 @@ def test_a_gain_is_split_into_what_each_part_of_ours_saves():
     times = {"default": 100.0, **parts, "sage_hf:sage2, no low bits": 80.0, "sage_hf:sage2": 50.0}
     rows = model_rows("a", times, {"int8_forward, int8_quantize": 9}, norm_rope=9, fa3_installed=True)
     training = {"default": 10.0, "sage_hf:sage_bwd, no low bits": 9.0, "sage_hf:sage_bwd": 6.5}
-    text = tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
+    text = model_tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
     lines = text.splitlines()
     assert lines[0].endswith(
         "| exact kernel saves, ms | norms and rotation saves, ms | few bits saves, ms | without FA3, ms |"
@@ -278,15 +246,18 @@ def test_a_gain_is_split_into_what_each_part_of_ours_saves():
 
 def test_the_first_table_shows_rows_in_which_low_bits_ran_and_counts_the_others():
     int8 = {"int8_forward, int8_quantize": 2}
-    named = [model_rows(name, {"default": 10.0, "sage_hf:sage2": 8.0}, int8) for name in tables.PIPELINES]
+    named = [model_rows(name, {"default": 10.0, "sage_hf:sage2": 8.0}, int8) for name in model_tables.PIPELINES]
     more = [model_rows(f"m{ms}", {"default": 10.0, "sage_hf:sage2": ms}, int8) for ms in (4.0, 2.0, 5.0)]
     exact = [model_rows(f"x{ms}", {"default": 10.0, "sage_hf:sage2": ms}, {"fa3": 3}) for ms in (1.0, 10.2)]
     rows = [row for of_model in (*exact, *more, *named) for row in of_model]
-    lines = tables.low_bit_gain({**FACTS, "rows": rows}, most=4).splitlines()
-    assert [line.split()[1] for line in lines[2:6]] == [*(name.upper().split()[0] for name in tables.PIPELINES), "M2.0"]
+    lines = model_tables.low_bit_gain({**FACTS, "rows": rows}, most=4).splitlines()
+    assert [line.split()[1] for line in lines[2:6]] == [
+        *(name.upper().split()[0] for name in model_tables.PIPELINES),
+        "M2.0",
+    ]
     assert lines[7].startswith("Of the 4 other steps measured none is slower: 0.98× to 10.00×. ")
     rows[1]["ms"] = 11.0
-    assert "measured 1 slower: 0.91× to 2.50×" in tables.low_bit_gain({**FACTS, "rows": rows}, most=4)
+    assert "measured 1 slower: 0.91× to 2.50×" in model_tables.low_bit_gain({**FACTS, "rows": rows}, most=4)
 
 
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):
@@ -310,4 +281,4 @@ def test_results_cover_every_shape_with_every_provider_and_name_their_commit(pat
 def test_our_calls_take_at_most_the_memory_of_their_inputs(path):
     for row in json.loads(path.read_text())["rows"]:
         if row["provider"].startswith("sage_hf") and "peak_extra_bytes" in row:
-            assert row["peak_extra_bytes"] <= tables.shape_of(row).input_bytes, row
+            assert row["peak_extra_bytes"] <= Case.of_row(row).input_bytes, row

@@ -15,7 +15,7 @@ def test_each_call_starts_from_empty_caches_and_again_from_full_ones(monkeypatch
     folders, seconds = [], itertools.count(1)
 
     def run(command, env, **options):
-        assert command[:2] == [sys.executable, first_calls.__file__] and command[-1] == "plain"
+        assert command == [sys.executable, first_calls.__file__, "plain"]
         folders.append(tuple(env[name] for name in ("TRITON_CACHE_DIR", "SAGE_KERNELS_CACHE", "CUDA_CACHE_PATH")))
         printed = f"a warning\n{json.dumps({'first_s': next(seconds)})}\n"
         return SimpleNamespace(returncode=0, stdout=printed, stderr="")

@@ -9,25 +9,28 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import forward
 import pytest
+import run
 import torch
 import torch.nn.functional as F
 
 from sage_hf.app.cli import main
-from sage_hf.bench import command, grid, grid_tables, measure_grid, measure_phases, plots, tables, tune
-from sage_hf.bench.grid import MOST_OPERATIONS, POINTS, Point, draw
-from sage_hf.bench.grid_peers import GRID_PROVIDERS, GridProvider
-from sage_hf.bench.measure_grid import Queue, Timed, measure_point
-from sage_hf.bench.measure_phases import WHOLE, Span, phases
-from sage_hf.bench.tune import unseen_points
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.bench import cases, grid, grid_tables, measure_grid, measure_phases, plots, results, tables
+from sage_hf.bench.cases import Case, draw
+from sage_hf.bench.grid import CASES, MOST_OPERATIONS
+from sage_hf.bench.measure_grid import measure_case, sizes
+from sage_hf.bench.measure_phases import WHOLE, phases
+from sage_hf.bench.prewarm import call_in_processes
+from sage_hf.bench.providers import Prepared, Provider
+from sage_hf.bench.timing import Queue, Span, Timed
+from sage_hf.tune import tune
+from sage_hf.tune.tune import unseen_points
 
 CPU = torch.device("cpu")
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
 FACTS |= {"cudnn": 91900, "packages": {}, "commit": "0" * 40, "date": "2026-01-01"}
-FORWARD = [point for point in POINTS if not point.training]
-TRAINING = [point for point in POINTS if point.training]
+FORWARD = [case for case in CASES if not case.training]
+TRAINING = [case for case in CASES if case.training]
 
 
 class Event:
@@ -46,16 +49,17 @@ class FakeQueue:
     device = CPU
 
     def __init__(self, times: dict[str, float] | None = None) -> None:
-        self.times, self.replayed, self.latest = times or {}, [], 0.0
+        self.times, self.replayed, self.latest, self.running = times or {}, [], 0.0, ""
 
     def once_ms(self, call):
         call()
         return self.latest
 
-    def prepare(self, provider, call, output):
-        self.replayed.append(provider.name)
-        timed = Timed(provider, output, call, 1.0, lambda: None, 2, host_times=[7.0])
-        timed.marks.append((Event(0.0), Event(2 * self.times.get(provider.name, 1.0))))
+    def prepare(self, call, context):
+        call()
+        self.replayed.append(self.running)
+        timed = Timed(call, context, calls=2, host_times=[7.0])
+        timed.marks.append((Event(0.0), Event(2 * self.times.get(self.running, 1.0))))
         return timed
 
     def take_host_times(self, timed):
@@ -64,46 +68,46 @@ class FakeQueue:
     replay = take_host_times
 
 
-def tiny(point: Point) -> Point:
-    """The point's kind and mask, at sizes for a CPU."""
-    group = 2 if point.q_heads != point.kv_heads else 1
-    q_len = 1 if point.q_len == 1 else 90 if point.q_len != point.kv_len else 150
-    return replace(point, batch=2, q_heads=2 * group, kv_heads=2, q_len=q_len, kv_len=150, head_dim=64)
+def tiny(case: Case) -> Case:
+    """The case's kind and mask, at sizes for a CPU."""
+    group = 2 if case.q_heads != case.kv_heads else 1
+    q_len = 1 if case.q_len == 1 else 90 if case.q_len != case.kv_len else 150
+    return replace(case, batch=2, q_heads=2 * group, kv_heads=2, q_len=q_len, kv_len=150, head_dim=64)
 
 
-def row(point: Point, ours_ms: float = 1.0, **values) -> dict:
+def row(case: Case, ours_ms: float = 1.0, **values) -> dict:
     found = {"ours_ms": ours_ms, "best_ms": 1.0, "best": "cudnn", "ours_host_us": 40.0, "best_host_us": 20.0}
-    return point.sizes | found | {"recipe": "sage2", "kernel": "k", "reason": "", "rel_l1": 0.01} | values
+    return sizes(case) | found | {"recipe": "sage2", "kernel": "k", "reason": "", "rel_l1": 0.01} | values
 
 
 def test_the_grid_has_every_kind_of_call_in_every_size():
-    assert len(FORWARD) >= 300 and len(TRAINING) >= 60 and len(set(POINTS)) == len(POINTS)
-    assert {point.mask for point in FORWARD} == set(grid.MaskName.__args__)
-    head_dims = {point.head_dim for point in FORWARD}
+    assert len(FORWARD) >= 300 and len(TRAINING) >= 60 and len(set(CASES)) == len(CASES)
+    assert {case.mask for case in FORWARD} == set(cases.MaskName.__args__)
+    head_dims = {case.head_dim for case in FORWARD}
     assert min(head_dims) == 32 and max(head_dims) == 256 and len(head_dims) > 12
-    assert min(point.q_len for point in FORWARD) == 1 and max(point.kv_len for point in FORWARD) == 131072
-    cross = [point for point in FORWARD if point.kind == "cross-attention"]
-    assert {77, 512} <= {point.kv_len for point in cross} and all(77 <= point.kv_len <= 512 for point in cross)
-    assert sum(point.q_heads != point.kv_heads for point in FORWARD) > 30
-    assert min(Counter(point.kind for point in POINTS).values()) >= 5
+    assert min(case.q_len for case in FORWARD) == 1 and max(case.kv_len for case in FORWARD) == 131072
+    cross = [case for case in FORWARD if case.name == "cross-attention"]
+    assert {77, 512} <= {case.kv_len for case in cross} and all(77 <= case.kv_len <= 512 for case in cross)
+    assert sum(case.q_heads != case.kv_heads for case in FORWARD) > 30
+    assert min(Counter(case.name for case in CASES).values()) >= 5
 
 
 def test_every_point_is_a_call_that_fits_a_gpu():
-    for point in POINTS:
-        sizes = (point.batch, point.kv_heads, point.q_len, point.head_dim)
-        assert min(sizes) >= 1 and point.q_heads % point.kv_heads == 0, point
-        operations = point.operations * (3.5 if point.training else 1)
-        assert operations <= MOST_OPERATIONS or point.batch * point.q_heads == 1, point
-        bytes_of_a_score = {"none": 0, "causal": 0, "lengths": 0, "keys": 0, "bias": 2 * point.q_heads}
-        assert bytes_of_a_score.get(point.mask, 1) * point.q_len * point.kv_len <= 2**30, point
-        assert point.mask != "lower_right" or point.q_len < point.kv_len, point
+    for case in CASES:
+        sizes = (case.batch, case.kv_heads, case.q_len, case.head_dim)
+        assert min(sizes) >= 1 and case.q_heads % case.kv_heads == 0, case
+        operations = case.dense_operations * (cases.BACKWARD if case.training else 1)
+        assert operations <= MOST_OPERATIONS or case.batch * case.q_heads == 1, case
+        bytes_of_a_score = {"none": 0, "causal": 0, "lengths": 0, "keys": 0, "bias": 2 * case.q_heads}
+        assert bytes_of_a_score.get(case.mask, 1) * case.q_len * case.kv_len <= 2**30, case
+        assert case.mask != "lower_right" or case.q_len < case.kv_len, case
 
 
 def test_masks_say_what_their_names_say(monkeypatch):
-    monkeypatch.setattr(grid, "WINDOW", 20)
-    monkeypatch.setattr(grid, "DOCUMENT", 40)
-    base = Point("any", 3, 2, 2, 150, 150, 16)
-    masks = {name: draw(replace(base, mask=name), CPU) for name in grid.MaskName.__args__}
+    monkeypatch.setattr(cases, "WINDOW", 20)
+    monkeypatch.setattr(cases, "DOCUMENT", 40)
+    base = Case("any", 3, 2, 2, 150, 150, 16)
+    masks = {name: draw(replace(base, mask=name), CPU) for name in cases.MaskName.__args__}
     assert masks["none"].mask is None and masks["causal"].mask is None and masks["causal"].is_causal
     lengths = masks["lengths"]
     assert torch.equal(lengths.mask.sum(-1).flatten(), lengths.lengths) and lengths.mask[:, 0, 0, 0].all()
@@ -123,45 +127,64 @@ def test_masks_say_what_their_names_say(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "point",
-    {(point.kind, point.mask, point.training): point for point in POINTS}.values(),
+    "case",
+    {(case.name, case.mask, case.training): case for case in CASES}.values(),
     ids=str,
 )
-def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_point(point):
-    found = measure_point(tiny(point), FakeQueue({"sdpa_math": 0.5, "sdpa_fa2": 0.75}))
+def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_call(case, monkeypatch):
+    queue = FakeQueue({"sdpa_math": 0.5, "sdpa_fa2": 0.75})
+    told_apart(queue, monkeypatch)
+    found = measure_case(tiny(case), queue)
     assert found["rel_l1"] < 0.03 and found["ours_ms"] == 1.0 and found["ours_host_us"] == 7.0
     assert found["best"] == found["pytorch"] == "sdpa_math" and found["best_ms"] == 0.5
     assert found["others_ms"]["sdpa_math"] == 0.5 and "fa3" not in found["others_ms"]
     assert (found["recipe"], found["kernel"]) == (
-        ("exact", "sdpa") if point.q_len == 1 else ("sage_bwd" if point.training else "sage2", "reference")
+        ("exact", "sdpa") if case.q_len == 1 else ("sage_bwd" if case.training else "sage2", "reference")
     )
     assert json.loads(json.dumps(found)) == found
 
 
-def provider(name: str, ms: float = 0.0, error: str = "", ours: bool = False) -> GridProvider:
-    def attend(arguments):
+def told_apart(queue: FakeQueue, monkeypatch) -> None:
+    """Let the queue know whose call it prepares."""
+    made = measure_grid.grid_call
+
+    def grid_call(provider, inputs):
+        call = made(provider, inputs)
+
+        def run():
+            queue.running = provider.name
+            return call()
+
+        return run
+
+    monkeypatch.setattr(measure_grid, "grid_call", grid_call)
+
+
+def provider(name: str, ms: float = 0.0, error: str = "") -> Provider:
+    def prepare(inputs):
         def call():
             if error:
                 raise RuntimeError(f"{error}\nmore")
             queue.latest = ms
-            return torch.ones_like(arguments.query)
+            return torch.ones_like(inputs.query)
 
-        return call
+        return Prepared(call)
 
     queue = provider.queue
-    return GridProvider(name, attend, ours=ours)
+    return Provider(name, name, prepare)
 
 
 def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
     queue = provider.queue = FakeQueue({"good": 10.0, "fair": 12.0})
     monkeypatch.setattr(measure_grid, "watch", lambda ran: _Watch(ran))
-    point = tiny(FORWARD[0])
+    told_apart(queue, monkeypatch)
+    case = tiny(FORWARD[0])
 
     def measured(*providers):
         monkeypatch.setattr(measure_grid, "GRID_PROVIDERS", providers)
-        return measure_point(point, queue)
+        return measure_case(case, queue)
 
-    ours = provider("ours", 1.0, ours=True)
+    ours = provider("sage_hf:ours", 1.0)
     others = (
         provider("broken", error="refused"),
         provider("good", 10.0),
@@ -170,13 +193,13 @@ def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
     )
     found = measured(ours, *others)
     # Ours does not make the others hopeless, and what takes less than a millisecond is measured in any case.
-    assert queue.replayed == ["ours", "good", "fair"] and found["best"] == "good" and "unavailable" not in found
+    assert queue.replayed == ["sage_hf:ours", "good", "fair"] and found["best"] == "good" and "unavailable" not in found
     queue.replayed.clear()
     measured(ours, provider("a", 0.1), provider("b", 0.9))
-    assert queue.replayed == ["ours", "a", "b"]
+    assert queue.replayed == ["sage_hf:ours", "a", "b"]
     assert measured(ours, provider("broken", error="refused"))["unavailable"] == "broken: RuntimeError: refused"
-    failed = measured(provider("ours", error="no kernel", ours=True), provider("good", 1.0))
-    assert failed["unavailable"] == "ours: RuntimeError: no kernel" and "ours_ms" not in failed
+    failed = measured(provider("sage_hf:ours", error="no kernel"), provider("good", 1.0))
+    assert failed["unavailable"] == "sage_hf:ours: RuntimeError: no kernel" and "ours_ms" not in failed
 
 
 class _Watch:
@@ -209,8 +232,7 @@ def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatc
 
     timed = []
     for name in ("a", "b"):
-        one = GridProvider(name, None, partial(context, name), ours=name == "b")
-        timed.append(queue.prepare(one, partial(called, name), torch.empty(0)))
+        timed.append(queue.prepare(partial(called, name), partial(context, name)))
     assert [name for name, _ in order] == ["a"] * 2 + ["b"] * 2
     order.clear()
     queue.take_host_times(timed)
@@ -236,110 +258,93 @@ def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
 
     written = []
     monkeypatch.setattr(measure_grid, "Queue", Broken)
-    monkeypatch.setattr(measure_grid, "facts", lambda device, commit: FACTS)
+    monkeypatch.setattr(measure_grid, "warm", lambda cases: None)
+    monkeypatch.setattr(measure_grid, "facts", lambda device: FACTS)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    points = [tiny(point) for point in FORWARD[:3]]
-    with pytest.raises(RuntimeError, match=f"failed at {points[1]}; what is missing"):
-        measure_grid.run(CPU, points, progress=lambda line: None, write=written.append, warms=False)
+    points = [tiny(case) for case in FORWARD[:3]]
+    with pytest.raises(RuntimeError, match=f"failed at {points[1].name}, {points[1]}; what is missing"):
+        measure_grid.run(CPU, points, progress=lambda line: None, write=written.append)
     first, second = written[-1]["rows"]
     assert first["ours_ms"] == 1.0 and "illegal memory access" in second["unavailable"]
 
 
-def test_every_provider_of_the_grid_has_a_name_of_its_own():
-    assert len({one.name for one in GRID_PROVIDERS}) == len(GRID_PROVIDERS)
-    assert [one.name for one in GRID_PROVIDERS if one.ours] == ["sage_hf:sage2"]
-
-
 def test_the_summary_counts_shares_and_means():
-    first, second, third = FORWARD[0], next(point for point in FORWARD if point.kv_len >= 4096), FORWARD[-1]
-    first, second, third = (replace(point, kind="a") for point in (first, second, third))
-    rows = [row(first, 2.0), row(second, 0.5), row(replace(third, kind="b"), recipe="exact", ours_host_us=90.0)]
-    result = {**FACTS, "rows": [*rows, TRAINING[0].sizes | {"unavailable": "ours: no"}]}
+    first, second, third = FORWARD[0], next(case for case in FORWARD if case.kv_len >= 4096), FORWARD[-1]
+    first, second, third = (replace(case, name="a") for case in (first, second, third))
+    rows = [row(first, 2.0), row(second, 0.5), row(replace(third, name="b"), recipe="exact", ours_host_us=90.0)]
+    result = {**FACTS, "rows": [*rows, sizes(TRAINING[0]) | {"unavailable": "ours: no"}]}
     header, cells = grid_tables.summary(result)
     assert len(header) == len(cells[0]) and [line[0] for line in cells] == ["a", "b", "all"]
     assert cells[0][1:7] == ["2", "2", "50%", "1.00", "0.50", "2.00"] and cells[0][7] == "100%"
     assert cells[1][2] == "0" and cells[1][7] == "0%"
     assert cells[2][3] == "67%" and cells[2][5] == "0.50"
     assert grid_tables.worst(result)[1][0][5] == "0.50"
-    assert f"{TRAINING[0]}: ours: no" in grid_tables.text(result) and "NVIDIA H200" in grid_tables.markdown(result)
+    assert f"{TRAINING[0].name}, {TRAINING[0]}: ours: no" in grid_tables.text(result)
+    assert "NVIDIA H200" in grid_tables.markdown(result)
     assert grid_tables.summary({**FACTS, "rows": []})[1] == [["all", "0", "0", "–", "nan", "–", "–", "–"]]
 
 
 def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
-    point = replace(FORWARD[0], q_len=3000, kv_len=100)
+    case = replace(FORWARD[0], q_len=3000, kv_len=100)
     result = {
         **FACTS,
-        "rows": [row(point, 0.5), row(replace(point, q_len=3001), 2.0), row(replace(point, q_len=1), 0.25)],
+        "rows": [row(case, 0.5), row(replace(case, q_len=3001), 2.0), row(replace(case, q_len=1), 0.25)],
     }
     kinds, columns, speeds = grid_tables.cells(result)
-    assert kinds == [point.kind] and columns[0] == "1–" and columns[-1] == "32k+"
+    assert kinds == [case.name] and columns[0] == "1–" and columns[-1] == "32k+"
     assert speeds[0][columns.index("2k–")] == pytest.approx(1.0) and speeds[0][0] == 4.0
     assert sum(math.isnan(speed) for speed in speeds[0]) == len(columns) - 2
     picture = plots.plot_grid(result, tmp_path / "grid.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_parts_are_the_whole_and_rows_of_other_parts_stay():
-    parts = [range(len(POINTS))[command._part(f"{part}/3", len(POINTS))] for part in (1, 2, 3)]
-    assert [index for part in parts for index in part] == list(range(len(POINTS)))
-    for text in ("0/2", "3/2", "1", "a/b", "1/0"):
-        with pytest.raises(ValueError, match="expected I/N"):
-            command._part(text, 10)
-    before = {**FACTS, "date": "before", "rows": [row(POINTS[1]), row(POINTS[0], 3.0)]}
-    now = {**FACTS, "rows": [row(POINTS[2]), row(POINTS[1], 2.0)]}
-    merged = grid_tables.merged(now, before)
+def test_rows_of_other_calls_stay_if_all_facts_are_the_same():
+    before = {**FACTS, "date": "before", "rows": [row(CASES[1]), row(CASES[0], 3.0)]}
+    now = {**FACTS, "rows": [row(CASES[2]), row(CASES[1], 2.0)]}
+    order = [grid_tables.key(sizes(case)) for case in CASES]
+    merged = results.merged(now, before, grid_tables.key, order)
     assert [one["ours_ms"] for one in merged["rows"]] == [3.0, 2.0, 1.0]
-    assert grid_tables.merged(now, {**before, "commit": "1" * 40}) == grid_tables.merged(now, None) == now
+    assert results.merged(now, {**before, "commit": "1" * 40}, grid_tables.key, order) == now
+    assert results.merged(now, None, grid_tables.key, order) == now
 
 
-def test_the_command_times_what_is_asked_for_and_resumes(monkeypatch, tmp_path, capsys):
-    asked, warmed = [], []
-
-    def run(device, points, commit, progress, write, warms):
-        asked.append(points)
-        warmed.append(warms)
-        write({**FACTS, "rows": [row(point) for point in points[:2]]})
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr(command.measure, "facts", lambda device, commit: FACTS)
-    monkeypatch.setattr(measure_grid, "run", run)
-    arguments = ["bench", "--grid", "--shapes", "window", "documents", "--output", str(tmp_path)]
-    assert main([*arguments, "--part", "1/2"]) == 0
-    assert main([*arguments, "--resume", "--cached"]) == 0 and warmed == [True, False]
-    chosen = [point for point in POINTS if point.kind in ("window", "documents")]
-    assert asked[0] == chosen[: len(chosen) // 2] and asked[1] == chosen[2:]
-    path = tmp_path / "nvidia-h200-grid.json"
-    assert len(json.loads(path.read_text())["rows"]) == 4 and path.with_suffix(".png").exists()
-    assert "ours is faster by" in capsys.readouterr().out
-    assert main(["bench", "--grid", "--training", "--output", str(tmp_path)]) == 0 and asked[2] == TRAINING
-    assert main(["bench", "--grid", "--only", "causal, .*×192,", "--output", str(tmp_path)]) == 0
-    assert asked[3] and {(point.kind, point.head_dim) for point in asked[3]} == {("causal", 192)}
-    monkeypatch.setattr("sys.argv", ["grid.py", "--render", str(path)])
-    capsys.readouterr()
-    forward.main(grid=True)
-    assert capsys.readouterr().out.strip() == grid_tables.markdown(json.loads(path.read_text()))
-
-
-def test_unseen_calls_are_scored_for_each_table_of_costs(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which some rows are measured at once; returns the calls asked for."""
     asked = []
 
-    def run(device, points, commit, progress, write, warms):
-        asked.append(points)
-        write({**FACTS, "rows": [row(point, ms) for point, ms in zip(points, (0.5, 1.05, 2.0), strict=False)]})
+    def measure(device, cases, progress, write):
+        asked.append(cases)
+        write({**FACTS, "rows": [row(case, ms) for case, ms in zip(cases, (0.5, 1.05, 2.0), strict=False)]})
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr(command.measure, "facts", lambda device, commit: FACTS)
-    monkeypatch.setattr(measure_grid, "run", run)
+    monkeypatch.setattr(results, "facts", lambda device: FACTS)
+    monkeypatch.setattr(measure_grid, "run", measure)
+    return asked
+
+
+def test_the_command_times_what_is_asked_for_and_resumes(gpu, tmp_path, capsys):
+    arguments = ["bench", "--grid", "--shapes", "window", "documents", "--output", str(tmp_path)]
+    assert main(arguments) == 0 and main([*arguments, "--resume"]) == 0
+    chosen = [case for case in CASES if case.name in ("window", "documents")]
+    assert gpu == [chosen, chosen[3:]]
+    path = tmp_path / "nvidia-h200-grid.json"
+    assert len(json.loads(path.read_text())["rows"]) == 6 and path.with_suffix(".png").exists()
+    assert "ours is faster by" in capsys.readouterr().out
+    assert main(["bench", "--grid", "--training", "--output", str(tmp_path)]) == 0 and gpu[2] == TRAINING
+    assert main(["bench", "--grid", "--only", "causal, .*×192,", "--output", str(tmp_path)]) == 0
+    assert gpu[3] and {(case.name, case.head_dim) for case in gpu[3]} == {("causal", 192)}
+
+
+def test_unseen_calls_are_scored_for_each_table_of_costs(gpu, monkeypatch, tmp_path, capsys):
     for table in ("shipped", "tuned"):
-        monkeypatch.setattr(command, "table_in_use", lambda device, table=table: table)
-        assert main(["bench", "--grid", "--unseen", "5", "--calls", "30", "--output", str(tmp_path)]) == 0
-    assert asked[0] == asked[1] and len(asked[0]) == 30 and asked[0] != unseen_points(30, 6)
+        monkeypatch.setattr(run, "table_in_use", lambda device, table=table: table)
+        run.main(["--unseen", "5", "--calls", "30", "--output", str(tmp_path)])
+    assert gpu[0] == gpu[1] and len(gpu[0]) == 30 and gpu[0] != unseen_points(30, 6)
     assert "of `sage-hf tune`" in capsys.readouterr().out
     result = json.loads((tmp_path / "nvidia-h200-unseen.json").read_text())
-    assert len(result["rows"]) == 6 and {(one["seed"], one["table"]) for one in result["rows"]} == {
-        (5, "shipped"),
-        (5, "tuned"),
-    }
+    assert len(result["rows"]) == 6
+    assert {(one["seed"], one["table"]) for one in result["rows"]} == {(5, "shipped"), (5, "tuned")}
     header, cells = grid_tables.unseen([result])
     assert [line[:2] for line in cells] == [["NVIDIA H200", "that ships"], ["NVIDIA H200", "of `sage-hf tune`"]]
     assert [line[2:] for line in cells] == [["3", "3", "33%", "67%", "0.98", "0.50"]] * 2 and len(header) == 8
@@ -349,7 +354,7 @@ def test_unseen_calls_are_scored_for_each_table_of_costs(monkeypatch, tmp_path, 
 def test_no_unseen_call_is_among_those_that_tune_measures(monkeypatch):
     drawn = grid.drawn(20, 3)
     assert unseen_points(20, 3) == drawn == grid.drawn(20, 3) != grid.drawn(20, 4)
-    monkeypatch.setattr(tune, "points", lambda: [tune.Point(drawn[0].call, tune.GRID_KINDS[drawn[0].mask])])
+    monkeypatch.setattr(tune, "points", lambda: [tune.Point(drawn[0].sizes, tune.GRID_KINDS[drawn[0].mask])])
     assert unseen_points(20, 3) == drawn[1:]
 
 
@@ -360,13 +365,13 @@ def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert "needs a CUDA device" in refused("--grid") and "needs a CUDA device" in refused("--phases")
-    assert "exclude each other" in refused("--grid", "--phases")
     assert "unknown nothing; choose from: self-attention; " in refused("--grid", "--shapes", "nothing")
-    assert "it takes no --shape, --providers" in refused("--grid", "--providers", "cudnn")
-    assert "--part 2" in refused("--grid", "--part", "2")
-    assert "--part, --only, --resume, --cached and --unseen need --grid" in refused("--resume")
+    assert "--grid takes no --providers" in refused("--grid", "--providers", "cudnn")
+    assert "a benchmark of shapes takes no --resume" in refused("--resume")
     assert "no call of the grid contains that" in refused("--grid", "--only", "nothing")
-    assert "it takes no --training" in refused("--phases", "--training")
+    assert "--phases takes no --training" in refused("--phases", "--training")
+    with pytest.raises(SystemExit):
+        main(["bench", "--grid", "--phases"])
 
 
 def test_a_phase_counts_from_the_end_of_the_one_before():
@@ -387,18 +392,17 @@ def test_what_is_called_in_other_processes_is_called_once_and_may_fail(tmp_path)
 
 
 def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
-    shape = measure_phases.Shape("small", 1, 2, 2, 100, 64)
+    case = Case.square("small", (1, 2, 2, 100, 64))
     spans = [[Span("statistics", 0.0, 10.0), Span("quantize", 10.0, 30.0)]]
-    monkeypatch.setattr(
-        measure_phases, "quantizers", lambda *arguments, only_preferred: {"operands of sage2": (lambda: None, 200_000)}
-    )
-    monkeypatch.setattr(measure_phases, "trace", lambda call: spans)
-    rows = measure_phases.measure_shape(shape, CPU, 1e10)
+    found = {"operands of sage2": (lambda: None, 200_000)}
+    monkeypatch.setattr(measure_phases, "quantizers", lambda inputs, recipes: found)
+    monkeypatch.setattr(measure_phases, "profiled", lambda call: spans)
+    rows = measure_phases.measure_case(case, CPU, 1e10)
     shares = {one["phase"]: one for one in rows if one["what"] == "operands of sage2"}
     read = 2 * 2 * 100 * 64 * 2  # K and V
     assert [shares[phase]["bytes"] for phase in ("statistics", "quantize", WHOLE)] == [read, 200_000 - read, 200_000]
     assert shares["statistics"]["copy_share"] == pytest.approx(read / 10e-6 / 1e10)
-    assert {one["what"] for one in rows} == {"sage1", "sage2", "operands of sage2"}
+    assert {one["what"] for one in rows} == {"sage1", "sage2", "sage3", "operands of sage2"}
     assert all("copy_share" not in one for one in rows if one["what"] == "sage2")
     result = {**FACTS, "copy_bandwidth": 1e10, "rows": [*rows, {"shape": "x", "what": "all", "unavailable": "E: no"}]}
     share = f"{shares['quantize']['copy_share']:.0%}"

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from sage_hf.app.cli import main
-from sage_hf.bench import measure_host
+from sage_hf.bench import measure_host, timing
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(measure_host, "CALLS", 2)
-    monkeypatch.setattr(measure_host, "ROUNDS", 3)
+    monkeypatch.setattr(timing, "LOOPED_CALLS", 2)
+    monkeypatch.setattr(timing, "ROUNDS", 3)
     monkeypatch.setattr(measure_host, "WARM_UP", 1)
 
 
@@ -28,9 +28,9 @@ def test_each_route_is_timed_with_each_provider_or_says_why_not(route):
 
 def test_the_cost_of_a_graph_is_shared_by_its_calls(monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr(measure_host.time, "perf_counter", lambda: next(now))
-    calls = {"one": measure_host.HostCall(lambda: None), "many": measure_host.HostCall(lambda: None, calls=8)}
-    assert measure_host.median_us(calls, CPU) == {"one": 1e6 / 2, "many": 1e6 / 8}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    calls = {"one": (lambda: None, 1), "many": (lambda: None, 8)}
+    assert timing.looped_us(calls, CPU) == {"one": 1e6 / 2, "many": 1e6 / 8}
 
 
 def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsys):
@@ -44,10 +44,10 @@ def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsy
     assert main(["bench", "--host", "--output", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "nvidia-h200-host.json").read_text())["rows"] == rows
     printed = capsys.readouterr().out
-    assert "plain     40    15    –" in printed and "key mask  –     –     –" in printed
+    assert "plain         40      15      –" in printed and "key mask      –       –       –" in printed
     assert "| plain | 40 | 15 | – |" in measure_host.markdown({"rows": rows})
 
 
 def test_the_command_takes_no_shapes(capsys, monkeypatch):
     assert main(["bench", "--host", "--training"]) != 0
-    assert "--host times calls of one small shape" in capsys.readouterr().err
+    assert "--host takes no --training" in capsys.readouterr().err

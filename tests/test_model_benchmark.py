@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import forward
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_hf
 from sage_hf.app.cli import main
-from sage_hf.bench import command, measure, measure_models, model_peers, models, plots, tables
-from sage_hf.bench.model_peers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
+from sage_hf.bench import measure_models, model_providers, model_tables, models, plots, results
+from sage_hf.bench.cases import SHAPES, Case
+from sage_hf.bench.model_providers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
-from sage_hf.bench.shapes import SHAPES, Shape
 from sage_hf.sparse import Sparse
 from sage_kernels import norm_rope
 from sage_kernels.dispatch import registry
@@ -69,16 +68,16 @@ def tiny(name: str) -> Model:
     )
 
 
-def calls_of(step) -> list[tuple[Shape, bool]]:
+def calls_of(step) -> list[tuple[Case, bool]]:
     """The attention calls of a step: sizes, with the keys' number of tokens; whether there is a mask."""
     calls, original = [], F.scaled_dot_product_attention
 
     def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         sizes = query.shape[0], query.shape[1], key.shape[1], key.shape[2], query.shape[3]
-        calls.append((Shape("", *sizes, causal=is_causal), attn_mask is not None))
+        calls.append((Case.square("", sizes, causal=is_causal), attn_mask is not None))
         return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
-    with model_peers.replaced_sdpa(attend):
+    with model_providers.replaced_sdpa(attend):
         step()
     return calls
 
@@ -97,9 +96,9 @@ def test_every_real_architecture_takes_its_inputs_and_attends_over_the_documente
         loaded = models.load(model, CPU, layers=1)
         calls = calls_of(lambda: (loaded.step(), loaded.reset()))
         sage_hf.apply(loaded.module, "sage_bwd" if model.training else "sage2").restore()
-    largest, masked = max(calls, key=lambda call: call[0].tokens)
+    largest, masked = max(calls, key=lambda call: call[0].kv_len)
     if model.name == "llama-3-training-8k":  # Without values, transformers writes causality in a mask.
-        largest, masked = replace(largest, kv_heads=8, causal=True), False
+        largest, masked = replace(largest, kv_heads=8, mask="causal"), False
     assert replace(largest, name=model.name) == model.attention and masked == model.masked
 
 
@@ -107,7 +106,7 @@ def test_mochi_takes_its_inputs_and_attends_over_the_documented_tokens():
     model = NAMED["mochi"]
     inputs = model.inputs(models.Draw(torch.device("meta")))
     _, _, frames, height, width = inputs["hidden_states"].shape
-    assert frames * (height // 2) * (width // 2) + inputs["encoder_attention_mask"].shape[1] == model.attention.tokens
+    assert frames * (height // 2) * (width // 2) + inputs["encoder_attention_mask"].shape[1] == model.attention.kv_len
 
     def small(draw):
         return {
@@ -122,7 +121,7 @@ def test_mochi_takes_its_inputs_and_attends_over_the_documented_tokens():
     with torch.no_grad():
         loaded = models.load(replace(model, config=config, inputs=small), CPU, layers=1)
         calls = calls_of(loaded.step)
-    assert [shape.tokens for shape, _ in calls[-2:]] == [2 * 6 * 6 + 9] * 2
+    assert [case.kv_len for case, _ in calls[-2:]] == [2 * 6 * 6 + 9] * 2
 
 
 def test_names_are_unique_and_the_calls_are_those_of_the_other_benchmark():
@@ -168,8 +167,8 @@ def test_a_cpu_measures_every_kind_of_step(monkeypatch):
         # With checkpointing, the forward pass runs twice.
         assert sum(ours["kernels"].values()) == (4 if name == "cogvideox-2b-training" else 2)
     assert "not installed" in rows["cogvideox-2b", "sageattention2"]["unavailable"]
-    assert json.loads(tables.to_json(result)) == result
-    assert "Not measured:\n" in tables.model_text(result) and "| `sage_bwd` |" in tables.model_gain(result)
+    assert json.loads(results.to_json(result)) == result
+    assert "Not measured:\n" in model_tables.model_text(result) and "| `sage_bwd` |" in model_tables.model_gain(result)
 
 
 def test_a_step_is_measured_without_each_part_of_ours_and_all_is_as_before(monkeypatch):
@@ -185,7 +184,7 @@ def test_a_step_is_measured_without_each_part_of_ours_and_all_is_as_before(monke
     assert "not installed" in found["sage_hf:sage2, no fa3"]["unavailable"]
     assert found["sage_hf:sage2"]["norm_rope"] == 0 and found["sage_hf:sage2"]["fa3_installed"] is False
     assert "norm_rope" not in found["default"] and registered_kernels() == kernels
-    (gain,) = tables.model_gains({**FACTS, "rows": rows})
+    (gain,) = model_tables.model_gains({**FACTS, "rows": rows})
     assert len(gain.saved_ms) == 3 and sum(gain.saved_ms) == pytest.approx(gain.before_ms - gain.after_ms)
 
 
@@ -208,7 +207,7 @@ def test_decoding_goes_on_behind_a_cache_that_grows(monkeypatch):
     attended, attend = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
-        model_peers.PYTORCH,
+        model_providers.PYTORCH,
         lambda query, key, *rest, **options: attended.append(key) or attend(query, key, *rest, **options),
     )
     default = [one for one in MODEL_PROVIDERS if one.name == "default"]
@@ -222,7 +221,7 @@ def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     """It computes something else, and only where the grid of tokens is known and calls are long enough."""
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
     (ours,) = (one for one in MODEL_PROVIDERS if one.name == "sage_hf:sage2 keep .25")
-    eager = replace(ours, use=model_peers.ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
+    eager = replace(ours, use=model_providers.ours_sparse("sage2", Sparse("mean", 0.5, from_tokens=1)))
     providers = [one for one in MODEL_PROVIDERS if one.name in ("default", "sage_hf:sage2")]
     video, text = tiny("cogvideox-2b"), tiny("llama-3-prefill-1k")
     (short,) = measure_models.run(CPU, [video], [ours], progress=lambda line: None)["rows"]
@@ -232,8 +231,8 @@ def test_sparse_attention_has_a_column_of_its_own_and_is_no_gain(monkeypatch):
     rows = {row["name"]: row for row in result["rows"] if row["provider"] == ours.name}
     assert rows["cogvideox-2b"]["ms"] > 0 and sum(rows["cogvideox-2b"]["kernels"].values()) == 2
     assert "no grid of video tokens" in rows["llama-3-prefill-1k"]["unavailable"]
-    assert "| sage2 keep .25 |" in tables.model_speed(result)
-    assert {gain.recipe for gain in tables.model_gains(result)} == {"sage2"}
+    assert "| sage2 keep .25 |" in model_tables.model_speed(result)
+    assert {gain.recipe for gain in model_tables.model_gains(result)} == {"sage2"}
 
 
 def test_a_failure_is_a_row_and_a_line_and_the_rest_is_measured(monkeypatch):
@@ -259,7 +258,7 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
         return torch.zeros_like(query)
 
     seen = []
-    use = model_peers.in_place_of_pytorch("theirs", lambda: theirs)
+    use = model_providers.in_place_of_pytorch("theirs", lambda: theirs)
     q, mask = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16), torch.ones(8, 8, dtype=torch.bool)
     original = F.scaled_dot_product_attention
     model = tiny("cogvideox-2b")
@@ -282,8 +281,8 @@ def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_
 
 def test_a_result_that_only_the_provider_breaks_has_no_time(monkeypatch):
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
-    broken = model_peers.in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
-    providers = (model_peers.DEFAULT, model_peers.ModelProvider("broken", "Broken", broken))
+    broken = model_providers.in_place_of_pytorch("broken", lambda: lambda query, *rest: query * torch.nan)
+    providers = (model_providers.DEFAULT, model_providers.ModelProvider("broken", "Broken", broken))
     monkeypatch.setattr(measure_models, "MODEL_PROVIDERS", providers)
     rows = measure_models.run(CPU, [tiny("cogvideox-2b")], providers, progress=lambda line: None)["rows"]
     assert rows[0]["ms"] > 0 and "holds NaN or infinity" in rows[1]["unavailable"] and "ms" not in rows[1]
@@ -298,34 +297,22 @@ def test_the_tables_tell_how_many_layers_ran_and_leave_out_what_failed():
     rows = [row("a", "default", ms=9.0, attention_share=0.875, **part), row("a", "sage_hf:sage2", ms=4.5, **part)]
     rows += [row("a", "fa3", unavailable="RuntimeError: no", **part), row("b", "default", ms=1.0)]
     result = {**FACTS, "rows": rows}
-    assert "| 3 of 60 layers of A | eager | 9 | 4.5 | `sage2` | 2.00× |" in tables.model_gain(result)
-    lines = tables.model_speed(result).splitlines()
-    assert lines[0] == "| model | mode | as it comes | sage2 | share of attention |"
+    assert "| 3 of 60 layers of A | eager | 9 | 4.5 | `sage2` | 2.00× |" in model_tables.model_gain(result)
+    lines = model_tables.model_speed(result).splitlines()
+    assert lines[0] == "| model | mode | baseline | sage2 | share of attention |"
     assert lines[2:] == ["| 3 of 60 layers of A | eager | 9 | 4.5 | 88% |", "| B | eager | 1 | – | – |"]
-    assert "fa3: RuntimeError: no (a, eager)" in tables.model_text(result)
+    assert "fa3: RuntimeError: no (a, eager)" in model_tables.model_text(result)
 
 
 def test_the_picture_shows_every_model_that_was_measured_with_both(tmp_path):
     rows = [row("a", "default", ms=9.0), row("a", "sage_hf:sage2", ms=4.5), row("b", "default", ms=1.0)]
     rows += [{**one, "mode": "compiled"} for one in rows[:2]]
     result = {**FACTS, "rows": rows}
-    gains = [(one.label, one.mode, one.ratio, one.recipe) for one in tables.model_gains(result)]
+    gains = [(one.label, one.mode, one.ratio, one.recipe) for one in model_tables.model_gains(result)]
     assert gains == [("A", mode, 2.0, "sage2") for mode in ("eager", "compiled")]
     assert plots.plot_models(result, tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to plot"):
         plots.plot_models({**FACTS, "rows": rows[2:3]}, tmp_path / "none.png")
-
-
-def test_rows_of_an_earlier_run_stay_if_all_facts_are_the_same():
-    before = {**FACTS, "date": "before", "rows": [row("flux-512", "default", ms=1.0), row("mochi", "default", ms=2.0)]}
-    now = {**FACTS, "rows": [row("mochi", "default", ms=3.0), row("cogvideox-2b", "default", ms=4.0)]}
-    merged = command.merged(now, before)
-    assert [(one["name"], one["ms"]) for one in merged["rows"]] == [
-        ("cogvideox-2b", 4.0),
-        ("mochi", 3.0),
-        ("flux-512", 1.0),
-    ]
-    assert command.merged(now, before | {"commit": "1" * 40}) == command.merged(now, None) == now
 
 
 def test_the_command_refuses_what_it_cannot_measure(monkeypatch, capsys):
@@ -338,21 +325,22 @@ def test_the_command_refuses_what_it_cannot_measure(monkeypatch, capsys):
     unknown = refused("--model", "flux-1024", "sd1.5")
     assert "--model: unknown sd1.5; choose from: " in unknown and all(name in unknown for name in NAMED)
     assert "--providers: unknown fa9; choose from: default, cudnn, " in refused("--model", "all", "--providers", "fa9")
-    assert "it takes no --training, --shapes or --shape" in refused("--model", "all", "--training")
+    assert "--model takes no --training" in refused("--model", "all", "--training")
     assert "--layers 0" in refused("--model", "all", "--layers", "0")
-    assert "need --model" in refused("--layers", "2")
+    assert "a benchmark of shapes takes no --layers" in refused("--layers", "2")
 
 
 def test_the_command_writes_the_results_of_the_models_and_providers_asked_for(monkeypatch, tmp_path, capsys):
     asked = {}
 
-    def run(device, models, providers, commit, progress, layers, compiled, write):
+    def run(device, models, providers, progress, layers, compiled, write):
         asked.update(models=[one.name for one in models], providers={one.name for one in providers}, layers=layers)
-        result = {**FACTS, "commit": commit, "rows": [row(models[0].name, "default", ms=2.0)]}
+        result = {**FACTS, "rows": [row(models[0].name, "default", ms=2.0)]}
         write(result)
         return result
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(results, "facts", lambda device: FACTS)
     monkeypatch.setattr(measure_models, "run", run)
     for name in ("sdxl", "mochi"):
         arguments = ["--providers", "default", "sage_hf:sage_bwd", "--layers", "4", "--output", str(tmp_path)]
@@ -363,9 +351,6 @@ def test_the_command_writes_the_results_of_the_models_and_providers_asked_for(mo
     path = tmp_path / "nvidia-h200-models.json"
     assert [one["name"] for one in json.loads(path.read_text())["rows"]] == ["mochi", "sdxl"]
     assert list(tmp_path.glob("*.*")) == [path] and "MOCHI" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["models.py", "--render", str(path)])
-    forward.main(model=["all"])
-    assert "| MOCHI | eager | 2 | – |" in capsys.readouterr().out
 
 
 def test_attentions_time_is_that_of_its_calls():
@@ -383,4 +368,4 @@ def test_only_the_providers_of_a_kind_of_step_measure_it():
 
 def test_results_name_the_commit_that_the_environment_tells(monkeypatch):
     monkeypatch.setenv("SAGE_HF_COMMIT", "abc")
-    assert measure.facts(CPU, "")["commit"] == "abc" and measure.facts(CPU, "def")["commit"] == "def"
+    assert results.facts(CPU)["commit"] == "abc"

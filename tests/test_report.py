@@ -8,7 +8,7 @@ import torch
 
 from sage_hf.app.cli import main
 from sage_hf.bench import check, measure, report
-from sage_hf.bench.shapes import Shape
+from sage_hf.bench.cases import Case
 from sage_kernels.cuda import registration
 from sage_kernels.spec.recipe import RECIPES
 
@@ -25,7 +25,7 @@ def test_every_recipe_has_a_plan_and_rows_of_errors_or_a_reason():
 
 
 def test_what_cannot_be_prepared_natively_says_why():
-    (row,) = report.preparation(CPU, ("sage3",), [Shape("short", 1, 2, 2, 256, 64)])
+    (row,) = report.preparation(CPU, ("sage3",), [Case.square("short", (1, 2, 2, 256, 64))])
     assert row["shape"] == "short" and "no native kernel" in row["unavailable"] and "ms" not in row
 
 
@@ -49,7 +49,7 @@ def gpu(monkeypatch):
         calls.append(("preparation", tuple(recipes)))
         return [{"recipe": one, "shape": shapes[0].name, "quantizer": "q", "ms": 1.0} for one in recipes]
 
-    def measure_shape(shape, providers, device):
+    def measure_case(shape, providers, device):
         calls.append(("speeds", tuple(one.name for one in providers)))
         return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
 
@@ -58,9 +58,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(report, "plans", chosen)
     monkeypatch.setattr(report, "errors", errors)
     monkeypatch.setattr(report, "preparation", preparation)
-    monkeypatch.setattr(measure, "measure_shape", measure_shape)
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(measure, "facts", lambda device, commit: {"gpu": "NVIDIA RTX 5090", "commit": commit})
+    monkeypatch.setattr(measure, "measure_case", measure_case)
+    monkeypatch.setattr(report, "copy_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(report, "facts", lambda device: {"gpu": "NVIDIA RTX 5090"})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     properties = type("Properties", (), {"multi_processor_count": 170, "total_memory": 2**35})
@@ -98,6 +98,6 @@ def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypa
 
 def test_a_report_takes_no_other_choices(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    for others in (["--training"], ["--shapes", "4k-128"], ["--host"], ["--grid"]):
+    for others in (["--training"], ["--shapes", "4k-128"]):
         assert main(["bench", "--report", str(tmp_path / "x.json"), *others]) == 2
-        assert "--report" in capsys.readouterr().err
+        assert "--report takes no" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import run as benchmark
 import sparse
 import torch
 
@@ -57,13 +58,13 @@ def test_a_result_of_the_same_commit_is_continued(tmp_path, monkeypatch):
     cases = sparse.CASES + sparse.TRAINING_CASES
     monkeypatch.setattr(sparse, "measure", measure)
     monkeypatch.setattr(sparse, "measure_training", measure)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(sparse, "compile_ahead", lambda: None)
     monkeypatch.setattr(sparse, "measure_routing", lambda device: [{"part": "mean", "ms": 1.0}])
-    monkeypatch.setattr(sparse, "facts", lambda device, commit: {"gpu": "A GPU", "commit": commit})
 
     def run(commit):
-        monkeypatch.setattr("sys.argv", ["sparse.py", "--output", str(tmp_path), "--commit", commit])
-        sparse.main()
+        monkeypatch.setattr(sparse.results, "facts", lambda device: {"gpu": "A GPU", "commit": commit})
+        benchmark.main(["sparse", "--output", str(tmp_path)])
         return json.loads((tmp_path / "a-gpu-sparse.json").read_text())
 
     whole = run("one")

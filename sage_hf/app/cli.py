@@ -242,7 +242,7 @@ def _warmup(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from sage_hf.bench.tune import SECONDS, tune
+    from sage_hf.tune.tune import SECONDS, tune
     from sage_kernels.dispatch import cost_model
 
     seconds = SECONDS if args.seconds is None else args.seconds

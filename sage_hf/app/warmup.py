@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sage_hf.bench.calls import Kind, Point, compile_kernels
 from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
+from sage_hf.tune.cases import Kind, Point, compile_kernels
 from sage_kernels.dispatch.curves import Sizes
 from sage_kernels.dispatch.registry import get_exact, registered_exact, select
 

@@ -1,1 +1,1 @@
-"""`sage-hf bench`: low-bit attention beside its peers, on the GPU that is here. Also the code of benchmarks."""
+"""`sage-hf bench`: speed, error and memory of low-bit attention and of its peers on the GPU that is here."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.dispatch import examination, registry, self_check, verdicts

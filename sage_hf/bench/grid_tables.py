@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sage_hf.bench.grid import POINTS, SIZES, Point
-from sage_hf.text import text_table
-
-Row = dict[str, Any]
+from sage_hf.bench.cases import Case
+from sage_hf.bench.measure_grid import SIZES
+from sage_hf.bench.results import Result, Row
+from sage_hf.bench.tables import not_measured, versions
+from sage_hf.text import markdown_table, text_table
 
 ENOUGH = 0.97
 """Smallest speed relative to the fastest other attention that counts as not slower."""
@@ -28,22 +29,8 @@ TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return what identifies the point of a row, and the table of costs by which an unseen one chose."""
-    return (*(row[name] for name in (*SIZES, "direction")), row.get("table"))
-
-
-def merged(result: Row, before: Row | None) -> Row:
-    """Return a result with the rows that an earlier one has of other points, in the order of POINTS.
-
-    They stay only if everything but the date is the same: machine, versions and commit.
-    """
-    ignored = ("rows", "date")
-    facts = {name: value for name, value in result.items() if name not in ignored}
-    if before is None or facts != {name: value for name, value in before.items() if name not in ignored}:
-        return result
-    rows = {key(row): row for row in (*before["rows"], *result["rows"])}
-    order = {key(point.sizes): index for index, point in enumerate(POINTS)}
-    return {**result, "rows": sorted(rows.values(), key=lambda row: order.get(key(row), len(order)))}
+    """Return the key of a row: its call, and the table of costs by which an unseen call chose."""
+    return (row["kind"], *(row[name] for name in SIZES), row.get("table"))
 
 
 def ratio(row: Row) -> float:
@@ -51,7 +38,7 @@ def ratio(row: Row) -> float:
     return row["best_ms"] / row["ours_ms"]
 
 
-def measured(result: Row) -> list[Row]:
+def measured(result: Result) -> list[Row]:
     """Return the rows that have times."""
     return [row for row in result["rows"] if "ours_ms" in row]
 
@@ -62,7 +49,7 @@ def geometric_mean(numbers: Iterable[float]) -> float:
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan
 
 
-def summary(result: Row) -> tuple[list[str], list[list[str]]]:
+def summary(result: Result) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the table by kind of call, with all calls in the last line."""
     header = ["calls", "number", "low bits ran", f"at least {ENOUGH:g}", "geometric mean", "smallest"]
     header += [f"geometric mean from {LONG_KEYS:,} keys on", "host time within limits"]
@@ -86,7 +73,7 @@ def _summary_line(name: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def unseen(results: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def unseen(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the scores of unseen calls: a line for each GPU and table of costs."""
     header = ["GPU", "table of costs", "unseen calls", "low bits ran", f"at least {ENOUGH:g}"]
     header += [f"at least {TOLERABLE:g}", "geometric mean", "smallest"]
@@ -110,16 +97,16 @@ def unseen(results: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def unseen_markdown(results: Sequence[Row]) -> str:
+def unseen_markdown(results: Sequence[Result]) -> str:
     """Return the scores of unseen calls on several GPUs, and the slowest calls of each, as Markdown tables."""
-    parts = [_markdown_table(*unseen(results))]
+    parts = [markdown_table(*unseen(results))]
     for result in results:
         seeds = ", ".join(dict.fromkeys(str(row["seed"]) for row in result["rows"]))
-        parts += [f"The {WORST} slowest, drawn by seed {seeds}:", _markdown_table(*worst(result)), caption(result)]
+        parts += [f"The {WORST} slowest, drawn by seed {seeds}:", markdown_table(*worst(result)), caption(result)]
     return "\n\n".join(parts)
 
 
-def unseen_text(result: Row) -> str:
+def unseen_text(result: Result) -> str:
     """Return the scores of unseen calls, the slowest ones, and what could not be timed, for a terminal."""
     return "\n\n".join([text_table(*unseen([result])), text_table(*worst(result)), caption(result), *_missing(result)])
 
@@ -135,12 +122,12 @@ def has_host_time_within_limits(row: Row) -> bool:
     return row["ours_host_us"] <= row["best_host_us"] + limit
 
 
-def worst(result: Row) -> tuple[list[str], list[list[str]]]:
+def worst(result: Result) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the WORST calls, the slowest of ours first."""
     header = ["call", "ran", "ours, ms", "best, ms", "best", "ours is faster by", "host, µs", "best's host, µs"]
     cells = [
         [
-            str(_point(row)),
+            _call(row),
             f"{row['recipe']} by {row['kernel']}",
             f"{row['ours_ms']:.4f}",
             f"{row['best_ms']:.4f}",
@@ -154,45 +141,39 @@ def worst(result: Row) -> tuple[list[str], list[list[str]]]:
     return header, cells
 
 
-def _point(row: Row) -> Point:
-    return Point(**{name: row[name] for name in SIZES}, training=row["direction"] == "forward_backward")
+def _call(row: Row) -> str:
+    return f"{row['kind']}, {Case.of_row(row)}"
 
 
-def markdown(result: Row) -> str:
+def markdown(result: Result) -> str:
     """Return the summary and the worst calls as Markdown tables."""
     slowest = f"The {WORST} slowest:"
-    return "\n\n".join((_markdown_table(*summary(result)), slowest, _markdown_table(*worst(result)), caption(result)))
+    return "\n\n".join((markdown_table(*summary(result)), slowest, markdown_table(*worst(result)), caption(result)))
 
 
-def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *cells))
-
-
-def text(result: Row) -> str:
+def text(result: Result) -> str:
     """Return the tables for a terminal, and what could not be timed."""
     tables = text_table(*summary(result)), text_table(*worst(result))
     return "\n\n".join([caption(result), *tables, *_missing(result)])
 
 
-def _missing(result: Row) -> list[str]:
-    lines = [f"  {_point(row)}: {row['unavailable']}" for row in result["rows"] if "unavailable" in row]
-    return ["\n".join(["Not timed:", *lines])] if lines else []
+def _missing(result: Result) -> list[str]:
+    rows = [row for row in result["rows"] if "unavailable" in row]
+    return not_measured({f"{_call(row)}: {row['unavailable']}": [] for row in rows})
 
 
-def caption(result: Row) -> str:
-    """Return what the numbers are."""
-    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
-    source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
+def caption(result: Result) -> str:
+    """Return a sentence that explains the numbers."""
     return (
         f"Our speed relative to the fastest of PyTorch's backends and FlashAttention 3: {len(measured(result))} calls"
         f" on {result['gpu']}; batch × heads (query/key) × tokens (queries·keys) × head_dim; "
         "bfloat16, quantisation included, GPU time of CUDA graph replays. Host time may exceed the best one's by "
         f"{EXACT_HOST_US:.0f} µs where exact attention runs, and by {LOW_BIT_HOST_US:.0f} µs where low bits do. "
-        f"{versions}, {source}{result['date']}."
+        f"{versions(result)}"
     )
 
 
-def cells(result: Row) -> tuple[list[str], list[str], list[list[float]]]:
+def cells(result: Result) -> tuple[list[str], list[str], list[list[float]]]:
     """Return (kinds, labels of the columns, geometric mean of the speed in each cell of the heat map, NaN if empty)."""
     rows = measured(result)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))

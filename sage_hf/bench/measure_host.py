@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
@@ -13,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sage_hf.attention import sage_attention
-from sage_hf.bench.measure import facts, reason
-from sage_hf.text import text_table
+from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.timing import looped_us, synchronize
+from sage_hf.text import markdown_table, text_table
 from sage_kernels.exact import sdpa
 
 Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled"]
@@ -29,40 +27,28 @@ EXACT_TOKENS = 32
 """Tokens where exact attention takes over."""
 COMPILED_CALLS = 16
 """Calls in the compiled graph, whose own cost they share."""
-CALLS, ROUNDS = 50, 21
 WARM_UP = 5
 
 
-@dataclass(frozen=True)
-class HostCall:
-    """Work that is timed.
-
-    Attributes:
-        run: does the work of `calls` calls.
-        calls: how many.
-    """
-
-    run: Callable[[], object]
-    calls: int = 1
+HostCall = tuple[Callable[[], object], int]
+"""(function that is timed, the number of calls that it makes)."""
 
 
 def run(
     device: torch.device,
     routes: Sequence[Route] = ROUTES,
     providers: Sequence[str] = PROVIDERS,
-    commit: str = "",
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> Result:
     """Measure all routes with all providers.
 
     Args:
         device: a CUDA device.
-        routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": beside a mask of keys; "exact":
+        routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": with a mask of keys; "exact":
             recipe sage2 where exact attention takes over; "forward_backward": recipe sage_bwd;
             "exact_forward_backward": exact attention in its place, as where it trains faster; "compiled": plain, inside
             a graph of torch.compile.
         providers: "sage"; "sdpa", which does the same exactly; "sageattention", if it is installed and has the route.
-        commit: commit of the measured source, for the record.
         progress: called with a text for each route before it is measured.
 
     Returns:
@@ -74,40 +60,26 @@ def run(
         for route in routes:
             progress(route)
             rows += measure_route(route, providers, device)
-        return {**facts(device, commit), "rows": rows}
+        return {**facts(device), "rows": rows}
 
 
-def measure_route(route: Route, providers: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
+def measure_route(route: Route, providers: Sequence[str], device: torch.device) -> list[Row]:
     """Return the rows of one route."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     calls: dict[str, HostCall] = {}
     for provider in providers:
         rows[provider] = {"route": route, "provider": provider}
         try:
             calls[provider] = prepare(route, provider, device)
             for _ in range(WARM_UP):
-                calls[provider].run()
+                calls[provider][0]()
             synchronize(device)
         except Exception as error:  # A provider may fail in any way: its row says how.
             calls.pop(provider, None)
             rows[provider]["unavailable"] = reason(error)
-    for provider, us in median_us(calls, device).items():
+    for provider, us in looped_us(calls, device).items():
         rows[provider]["us"] = round(us, 2)
     return list(rows.values())
-
-
-def median_us(calls: dict[str, HostCall], device: torch.device) -> dict[str, float]:
-    """Return the median over rounds of each call's host time in µs; rounds alternate, so that drift affects all."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            count = max(1, CALLS // call.calls)
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(count):
-                call.run()
-            times[name].append((time.perf_counter() - start) / (count * call.calls))
-    return {name: 1e6 * statistics.median(rounds) for name, rounds in times.items()}
 
 
 def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
@@ -142,7 +114,7 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
         def train() -> None:
             torch.autograd.grad(attend(*inputs, **options), inputs, gradient)
 
-        return HostCall(train)
+        return train, 1
 
     if route == "compiled":
 
@@ -162,34 +134,28 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
             with torch.no_grad():
                 compiled(query)
 
-        return HostCall(replay, COMPILED_CALLS)
+        return replay, COMPILED_CALLS
 
     def call() -> None:
         attend(query, key, value, **options)
 
-    return HostCall(call)
+    return call, 1
 
 
-def text(result: dict[str, Any]) -> str:
-    """Return a table for a terminal: µs of a call, by route and provider."""
-    return f"µs of a call on the host of {result['gpu']}\n\n{text_table(['', *PROVIDERS], _cells(result))}"
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Return the same table for a page."""
-    header = ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)]
-    lines = [header, ["---"] * len(header), *_cells(result)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cells(result: dict[str, Any]) -> list[list[str]]:
-    cells: dict[str, dict[str, str]] = {}
+def table(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the table: µs of a call, by route and provider."""
+    found: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
-        cells.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
-    return [[route.replace("_", " "), *(by.get(one, "–") for one in PROVIDERS)] for route, by in cells.items()]
+        found.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
+    lines = [[route.replace("_", " "), *(by.get(one, "–") for one in PROVIDERS)] for route, by in found.items()]
+    return ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)], lines
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def markdown(result: Result) -> str:
+    """Return the table for a page."""
+    return markdown_table(*table(result))
+
+
+def text(result: Result) -> str:
+    """Return the table for a terminal."""
+    return f"On the host of {result['gpu']}:\n\n{text_table(*table(result))}"

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_hf.bench.measure import drawn_orders, facts, reason
-from sage_hf.bench.model_peers import (
+from sage_hf.bench.model_providers import (
     DEFAULT,
     MODEL_PROVIDERS,
     TRAINING_MODEL_PROVIDERS,
@@ -24,6 +23,8 @@ from sage_hf.bench.model_peers import (
     replaced_sdpa,
 )
 from sage_hf.bench.models import MODELS, Loaded, Model, load
+from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.timing import drawn_orders, synchronize
 from sage_hf.explain import explain
 from sage_hf.metrics import tensor_errors
 from sage_hf.targets import find_targets
@@ -42,19 +43,17 @@ def run(
     device: torch.device,
     models: Sequence[Model] = MODELS,
     providers: Sequence[ModelProvider] = (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS),
-    commit: str = "",
     progress: Callable[[str], None] = print,
     layers: int | None = None,
     compiled: bool = False,
-    write: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
+    write: Callable[[Result], None] = lambda result: None,
+) -> Result:
     """Measure a step of every model with every provider that suits it.
 
     Args:
         device: where to; times of a CPU mean little.
         models: what to measure.
         providers: those of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
-        commit: commit of the measured source, for the record.
         progress: called with a text before and after each model, and for each result and failure.
         layers: largest number of a model's blocks (default: each model's own).
         compiled: measure with compiled blocks too, after the eager model.
@@ -77,7 +76,7 @@ def run(
           nothing of quality. None without a finite reference;
         or, if the model or provider cannot run, "unavailable": the reason.
     """
-    result: dict[str, Any] = {**facts(device, commit), "rows": []}
+    result: Result = {**facts(device), "rows": []}
     for model in models:
         progress(f"{model.name}: {model.label}, {model.call}")
         started = time.perf_counter()
@@ -97,7 +96,7 @@ def measure_model(
     device: torch.device,
     modes: Sequence[str] = ("eager",),
     layers: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return the rows of the result for one model, which is built once for all modes."""
     count = model.shortened(layers)[1]
     rows = {mode: {one.name: _new_row(model, one, mode, count) for one in providers} for mode in modes}
@@ -120,9 +119,7 @@ def measure_model(
 class _Measurement:
     """Measurement of one model in one mode, which fills in the rows of its providers."""
 
-    def __init__(
-        self, model: Model, loaded: Loaded, device: torch.device, mode: str, rows: dict[str, dict[str, Any]]
-    ) -> None:
+    def __init__(self, model: Model, loaded: Loaded, device: torch.device, mode: str, rows: dict[str, Row]) -> None:
         self._model, self._loaded, self._device, self._mode, self._rows = model, loaded, device, mode, rows
         self._samples: dict[str, list[float]] = {}
         self._seconds: dict[str, float] = {}
@@ -184,7 +181,7 @@ class _Measurement:
                 second = self._second(row, step)
         self._seconds[provider.name] = second
 
-    def _second(self, row: dict[str, Any], step: Step) -> float:
+    def _second(self, row: Row, step: Step) -> float:
         """Return the seconds of a warm step, and write its memory to the row."""
         if _on_gpu(self._device):
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -205,15 +202,15 @@ class _Measurement:
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Return (seconds of a step, what it returned)."""
-        _synchronize(self._device)
+        synchronize(self._device)
         start = time.perf_counter()
         output = step()
-        _synchronize(self._device)
+        synchronize(self._device)
         seconds = time.perf_counter() - start
         self._loaded.reset()
         return seconds, output
 
-    def _compare(self, row: dict[str, Any], output: Tensor) -> None:
+    def _compare(self, row: Row, output: Tensor) -> None:
         """Write the output's distance from the default's to the row.
 
         Raises:
@@ -290,7 +287,7 @@ def _suited(model: Model) -> tuple[ModelProvider, ...]:
     return TRAINING_MODEL_PROVIDERS if model.training else MODEL_PROVIDERS
 
 
-def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> dict[str, Any]:
+def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> Row:
     return {
         "model": model.label,
         "name": model.name,
@@ -308,11 +305,6 @@ def _turns(seconds: float) -> int:
 
 def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _synchronize(device: torch.device) -> None:
-    if _on_gpu(device):
-        torch.cuda.synchronize(device)
 
 
 def _release(device: torch.device) -> None:

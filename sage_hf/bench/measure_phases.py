@@ -10,88 +10,67 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
-from sage_hf.bench.measure import copy_bandwidth, draw, facts, reason
-from sage_hf.bench.peers import quantizers
-from sage_hf.bench.shapes import SHAPES, Shape
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.bench.cases import SHAPES, Case, Inputs, draw
+from sage_hf.bench.prewarm import call_in_processes
+from sage_hf.bench.providers import QUANTIZERS, quantizers
+from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.timing import Span, copy_bandwidth, profiled
 from sage_kernels import ops
 
-RECIPES = ("sage1", "sage2")
-CALLS = 10
+RECIPES = tuple(QUANTIZERS)
 WHOLE = "whole"
 """The phase of all kernels together."""
 PHASES = {"forward": "attention", "quantize": "quantize", "heavy": "quantize"}
 """Parts of kernels' names -> phases; what has none of them counts as statistics."""
 
 
-class Span(NamedTuple):
-    """One run of a kernel: its name, and its start and end in µs."""
-
-    kernel: str
-    start: float
-    end: float
-
-
 def run(
     device: torch.device,
-    shapes: Sequence[Shape] = SHAPES,
-    commit: str = "",
+    cases: Sequence[Case] = SHAPES,
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> Result:
     """Measure the phases of whole calls and of the quantisers alone.
 
     Args:
         device: a CUDA device.
-        shapes: what to measure.
-        commit: commit of the measured source, for the record.
-        progress: called with a text for each shape before it is measured.
+        cases: forward passes.
+        progress: called with a text for each case before it is measured.
 
     Returns:
         Plain data: facts about the machine, "copy_bandwidth" (bytes read and written per second by a copy) and "rows".
-        A row has "shape" and its sizes, "what" (a recipe's whole call, or one of `peers.quantizers`), "phase"
+        A row has the case, "what" (a recipe's whole call, or one of `providers.quantizers`), "phase"
         ("statistics", "quantize", "attention" or "whole"), "kernels" and "ms" (median of the calls); of a quantiser
         also "bytes", which it reads and writes, and "copy_share", how much of the copy's bandwidth that is;
         or, if it cannot run, "unavailable": the reason.
     """
-    kinds = {(shape.head_dim, shape.causal): shape for shape in shapes}
-    call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES, (False, True)))
+    kinds = {(case.head_dim, case.causal): case for case in cases}
+    call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
     with torch.cuda.device(device), torch.no_grad():
-        result: dict[str, Any] = {**facts(device, commit), "copy_bandwidth": copy_bandwidth(device), "rows": []}
-        for shape in shapes:
-            progress(f"{shape.name}: {shape}")
-            result["rows"] += measure_shape(shape, device, result["copy_bandwidth"])
+        result: Result = {**facts(device), "copy_bandwidth": copy_bandwidth(device), "rows": []}
+        for case in cases:
+            progress(f"{case.name}: {case}")
+            result["rows"] += measure_case(case, device, result["copy_bandwidth"])
         return result
 
 
-def measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
-    sizes = {
-        "shape": shape.name,
-        "batch": shape.batch,
-        "q_heads": shape.q_heads,
-        "kv_heads": shape.kv_heads,
-        "q_len": shape.tokens,
-        "kv_len": shape.tokens,
-        "head_dim": shape.head_dim,
-        "causal": shape.causal,
-    }
+def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row]:
+    """Return the rows of one case; one that cannot be measured says why."""
+    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
+    sizes: Row = {"shape": case.name} | {name: getattr(case, name) for name in names}
     try:
-        query, key, value = draw(shape, "biased", device)
-        known = quantizers(query, key, value, RECIPES, only_preferred=True)
+        inputs = draw(case, device, biased=True, heads_first=True)
+        known = quantizers(inputs, RECIPES)
     except Exception as error:  # It may fail in any way: the row says how.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
-    calls: dict[str, tuple[Callable[[], object], int]] = {
-        recipe: (_whole(query, key, value, shape.causal, recipe), 0) for recipe in RECIPES
-    }
-    calls |= known
-    rows: list[dict[str, Any]] = []
-    read = key.nbytes + value.nbytes  # by the statistics
-    for what, (call, moved) in calls.items():
+    calls: dict[str, tuple[Callable[[], object], int]] = {recipe: (_whole(inputs, recipe), 0) for recipe in RECIPES}
+    rows: list[Row] = []
+    read = inputs.key.nbytes + inputs.value.nbytes  # by the statistics
+    for what, (call, moved) in (calls | known).items():
         try:
-            found = phases(trace(call))
+            found = phases(profiled(call))
         except Exception as error:  # A profiler may be refused; a kernel may fail.
             rows.append(sizes | {"what": what, "unavailable": reason(error)})
             continue
@@ -105,41 +84,18 @@ def measure_shape(shape: Shape, device: torch.device, bandwidth: float) -> list[
 
 
 @torch.no_grad()
-def _call_once(what: tuple[Shape, str, bool]) -> None:
-    """Call a recipe, or its quantisers alone."""
-    shape, recipe, quantizes = what
-    inputs = draw(shape, "normal", torch.device("cuda"))
-    if quantizes:
-        quantizers(*inputs, [recipe], only_preferred=True)
-    else:
-        _whole(*inputs, shape.causal, recipe)()
+def _call_once(what: tuple[Case, str]) -> None:
+    """Call a recipe's quantisers alone, and then the recipe."""
+    case, recipe = what
+    inputs = draw(case, torch.device("cuda"), heads_first=True)
+    quantizers(inputs, [recipe])
+    _whole(inputs, recipe)()
     torch.cuda.synchronize()
 
 
-def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, recipe: str
-) -> Callable[[], object]:
-    return lambda: ops.attention(query, key, value, is_causal=is_causal, recipe=recipe, fallback="error")
-
-
-def trace(call: Callable[[], object]) -> list[list[Span]]:
-    """Return the kernels of some calls, each call's in the order of their ends."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    found = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-    for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.append(Span(event.name, event.time_range.start, event.time_range.end))
-    if not found or len(found) % CALLS:
-        raise RuntimeError(f"the profiler saw {len(found)} kernels in {CALLS} calls")
-    found.sort(key=lambda span: span.end)
-    each = len(found) // CALLS
-    return [found[start : start + each] for start in range(0, len(found), each)]
+def _whole(inputs: Inputs, recipe: str) -> Callable[[], object]:
+    is_causal = inputs.is_causal
+    return lambda: ops.attention(*inputs.tensors, is_causal=is_causal, recipe=recipe, fallback="error")
 
 
 def phases(calls: Sequence[Sequence[Span]]) -> dict[str, tuple[float, list[str]]]:

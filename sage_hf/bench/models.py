@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sage_hf.bench.cases import Case
 from sage_hf.bench.model_inputs import (
     Draw,
     Inputs,
@@ -28,7 +29,6 @@ from sage_hf.bench.model_inputs import (
     token_batch,
     wan,
 )
-from sage_hf.bench.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Model:
     class_name: str
     config: Mapping[str, Any]
     inputs: Callable[[Draw], Inputs]
-    attention: Shape
+    attention: Case
     layers_of_model: int
     depths: tuple[str, ...] = ("num_layers",)
     layers: int | None = None
@@ -297,15 +297,15 @@ def _diffusers(
     **options: Any,
 ) -> Model:
     batch, heads, tokens, head_dim = attention
-    shape = Shape(name, batch, heads, heads, tokens, head_dim)
-    return Model(name, label, "diffusers", class_name, config, inputs, shape, layers_of_model, **options)
+    case = Case.square(name, (batch, heads, heads, tokens, head_dim))
+    return Model(name, label, "diffusers", class_name, config, inputs, case, layers_of_model, **options)
 
 
 def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> Model:
-    shape = Shape(name, 1, 32, 8, tokens, 128, causal=options.get("kind") != "decode")
+    case = Case.square(name, (1, 32, 8, tokens, 128), causal=options.get("kind") != "decode")
     inputs = text(tokens, LLAMA_3_8B["vocab_size"])
     options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": inputs, **options}
-    return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=shape, layers_of_model=32, **options)
+    return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=case, layers_of_model=32, **options)
 
 
 _HUNYUANVIDEO: dict[str, Any] = {

@@ -7,16 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_hf.bench import grid_tables, tables
-from sage_hf.bench.peers import Provider
-from sage_hf.bench.shapes import Shape
-from sage_hf.bench.tables import common_shape, heading, is_training, measured
+from sage_hf.bench import grid_tables, model_tables
+from sage_hf.bench.providers import Provider
+from sage_hf.bench.tables import Columns, common_shape, heading, is_training, measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Columns = dict[Provider, dict[Shape, dict[str, Any]]]
 
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
 """Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
@@ -39,7 +36,7 @@ def require_matplotlib() -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw the result of `measure.run` or `measure_training.run`; return the files written.
+    """Draw the result of `measure.run`; return the files written.
 
     Args:
         result: the benchmark's JSON.
@@ -104,7 +101,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    gains = sorted(tables.model_gains(result), key=lambda gain: gain.ratio)
+    gains = sorted(model_tables.model_gains(result), key=lambda gain: gain.ratio)
     if not gains:
         raise ValueError("no model was measured with the baseline and with ours, so there is nothing to plot")
     figure = Figure(figsize=(11.5, 1.6 + 0.34 * len(gains)), layout="constrained")
@@ -141,7 +138,7 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
         ends: dict[Provider, tuple[float, float]] = {}
         for one, rows in drawn.items():
             points = sorted(
-                (shape.tokens, row["tflops"])
+                (shape.q_len, row["tflops"])
                 for shape, row in rows.items()
                 if shape.head_dim == head_dim and not shape.causal
             )
@@ -194,7 +191,7 @@ def _error_figure(columns: Columns, gpu: str) -> Figure:
     axes = figure.subplots()
     for one in by_name.values():
         row = columns[one][shape]
-        is_ours = one.name.startswith("sage_hf")
+        is_ours = one.ours
         color = OUR_COLOR if is_ours else OTHER_COLOR
         place = (row["rel_l1_biased"], row["tflops"])
         axes.plot(*place, "o", color=color, markerfacecolor=color if one.scope == "end_to_end" else "none")
@@ -243,7 +240,7 @@ def _our_fastest(columns: Columns) -> Provider | None:
     speeds = {
         one: rows[shape]["tflops"]
         for one, rows in columns.items()
-        if one.name.startswith("sage_hf") and one.scope == "end_to_end" and shape in rows
+        if one.ours and one.scope == "end_to_end" and shape in rows
     }
     return max(speeds, key=speeds.__getitem__, default=None)
 
@@ -258,7 +255,7 @@ def _color(one: Provider, ours: Provider | None) -> str:
 
 
 def _bar_color(one: Provider) -> str:
-    if one.name.startswith("sage_hf"):
+    if one.ours:
         return OUR_COLOR if one.name == "sage_hf:sage_bwd" else PALE_COLOR
     return COLORS[one.name]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
 from sage_hf.bench import check, measure
-from sage_hf.bench.peers import PROVIDERS
-from sage_hf.bench.shapes import SHAPES, Shape
+from sage_hf.bench.cases import SHAPES, Case, draw
+from sage_hf.bench.providers import PROVIDERS
+from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.timing import copy_bandwidth, median_ms
 from sage_hf.metrics import tensor_errors
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
@@ -29,12 +30,12 @@ SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
 SPEED_PROVIDERS = ("sdpa_fa2", "cudnn", "sage_hf:sage1", "sage_hf:sage2", "sage_hf:sage3")
 UNTRIED = "kernels that run where `sage-hf tune` found them faster"
 """Name of the kernels that nobody has tried on such a GPU."""
-CHECKED = Shape("checked", 1, 4, 2, 1000, 0)
-"""Sizes of the calls whose errors are measured; they fill no tile, and have each head_dim of HEAD_DIMS."""
+CHECKED = (1, 4, 2, 1000)
+"""Batch, heads and tokens of the calls whose errors are measured, for each head_dim of HEAD_DIMS; they fill no tile."""
 HEAD_DIMS = (64, 128)
 
 
-def plans(device: torch.device) -> list[dict[str, Any]]:
+def plans(device: torch.device) -> list[Row]:
     """Return which kernels run each recipe in a long call, and why another recipe does, if one does."""
     chosen = [select(nominal_request(name, device)) for name in RECIPES]
     return [
@@ -53,8 +54,8 @@ def plans(device: torch.device) -> list[dict[str, Any]]:
 
 def errors(
     device: torch.device, recipes: Sequence[str] = FORWARD_RECIPES, head_dims: Sequence[int] = HEAD_DIMS
-) -> list[dict[str, Any]]:
-    """Compare native kernels with exact attention in float64, beside the recipe's reference in PyTorch.
+) -> list[Row]:
+    """Compare native kernels, and the recipe's reference in PyTorch, with exact attention in float64.
 
     Returns:
         Rows {recipe, head_dim, causal} with "kernel", "quantizer", "rel_l1" and "reference_rel_l1", which agree to some
@@ -69,14 +70,12 @@ def errors(
                 try:
                     row |= _errors_of(device, name, head_dim, is_causal)
                 except Exception as error:  # A kernel may fail in any way: its row says how.
-                    row["unavailable"] = measure.reason(error)
+                    row["unavailable"] = reason(error)
                 rows.append(row)
     return rows
 
 
-def preparation(
-    device: torch.device, recipes: Sequence[str], shapes: Sequence[Shape], calls: int = 20
-) -> list[dict[str, Any]]:
+def preparation(device: torch.device, recipes: Sequence[str], shapes: Sequence[Case], calls: int = 20) -> list[Row]:
     """Measure what each recipe does before it attends: statistics, and Q, K and V quantised.
 
     Returns:
@@ -85,24 +84,24 @@ def preparation(
     """
     rows = []
     for name, shape in product(recipes, shapes):
-        row: dict[str, Any] = {"recipe": name, "shape": shape.name}
+        row: Row = {"recipe": name, "shape": shape.name}
         try:
-            inputs = measure.draw(shape, "normal", device)
+            inputs = draw(shape, device, heads_first=True).tensors
             call = Call(*inputs, get_recipe(name), is_causal=shape.causal, scale=shape.head_dim**-0.5)
             row["quantizer"] = select(request_of(call), "error").quantizer
             quantizer = get_quantizer(row["quantizer"])
             if quantizer is None:
                 raise ValueError("the attention kernel quantises by itself")
-            row["ms"] = measure.median_ms({name: (partial(quantizer.quantize, call), calls)})[name]
+            row["ms"] = median_ms({name: (partial(quantizer.quantize, call), calls)})[name]
         except Exception as error:  # A kernel may fail in any way: its row says how.
-            row["unavailable"] = measure.reason(error)
+            row["unavailable"] = reason(error)
         rows.append(row)
     return rows
 
 
-def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool) -> dict[str, Any]:
-    shape = Shape("checked", CHECKED.batch, CHECKED.q_heads, CHECKED.kv_heads, CHECKED.tokens, head_dim)
-    inputs = measure.draw(shape, "biased", device)
+def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool) -> Row:
+    case = Case.square("checked", (*CHECKED, head_dim), is_causal)
+    inputs = draw(case, device, biased=True, heads_first=True).tensors
     call = Call(*inputs, get_recipe(recipe), is_causal=is_causal, scale=head_dim**-0.5, return_lse=is_causal)
     plan = select(request_of(call), "error")
     output, lse = ops.attention(*inputs, is_causal=is_causal, recipe=recipe, fallback="error", return_lse=is_causal)
@@ -119,10 +118,9 @@ def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool
 
 def run(
     device: torch.device,
-    write: Callable[[dict[str, Any]], None],
-    commit: str = "",
+    write: Callable[[Result], None],
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> Result:
     """Report on a GPU.
 
     Kernels that nobody has tried come last, after all else has been written: should one hang, the file is there.
@@ -130,7 +128,6 @@ def run(
     Args:
         device: a CUDA device.
         write: called with the result so far, whenever there is more.
-        commit: of the source, for the record.
         progress: called with a text for each part before it begins.
 
     Returns:
@@ -141,11 +138,11 @@ def run(
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
     properties = torch.cuda.get_device_properties(device)
-    result: dict[str, Any] = {
-        **measure.facts(device, commit),
+    result: Result = {
+        **facts(device),
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "copy_bandwidth": measure.copy_bandwidth(device),
+        "copy_bandwidth": copy_bandwidth(device),
         "plans": [],
         "errors": [],
         "preparation": [],
@@ -174,12 +171,12 @@ def run(
             write(result)
             for shape in shapes if chosen else ():
                 progress(f"{shape.name}: {shape}" + f", {UNTRIED}" * untried)
-                result["rows"] += [row | note for row in measure.measure_shape(shape, chosen, device)]
+                result["rows"] += [row | note for row in measure.measure_case(shape, chosen, device)]
                 write(result)
     return result
 
 
-def text(result: dict[str, Any]) -> str:
+def text(result: Result) -> str:
     """Return the report's tables as text: the self-check, errors, then speeds."""
     kernels = [
         [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sage_hf.bench.calls import Point, draw
-from sage_hf.bench.tune import gpu_us
+from sage_hf.tune.cases import Point, draw
+from sage_hf.tune.tune import gpu_us
 from sage_kernels import ops
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.curves import Sizes

@@ -3,12 +3,11 @@
 import torch
 
 from sage_hf.bench import measure
-from sage_hf.bench.peers import PROVIDERS
-from sage_hf.bench.shapes import SHAPES, TRAINING_SHAPES, Shape
-from sage_hf.bench.training_peers import TRAINING_PROVIDERS
+from sage_hf.bench.cases import SHAPES, TRAINING_SHAPES, Case
+from sage_hf.bench.providers import PROVIDERS, TRAINING_PROVIDERS
 
 CPU = torch.device("cpu")
-SMALL = Shape("small", 2, 4, 2, 300, 64, causal=True)
+SMALL = Case.square("small", (2, 4, 2, 300, 64), causal=True)
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
 FACTS |= {"cudnn": 91900, "packages": {"fa3-fwd": "0.0.3"}, "commit": "0" * 40, "date": "2026-01-01"}
 
@@ -28,17 +27,15 @@ def fake_result() -> dict:
                 row |= {"rel_l1_biased": 1e-3 * (index + 1), "cosine_biased": 0.9, "ms": 2.0, "tflops": 100.0 + index}
                 row |= {"peak_extra_bytes": shape.input_bytes // 2} if one.scope == "end_to_end" else {}
             rows.append(row)
-    quantizer = {"name": "operands of sage2", "batch": 2, "heads": 32, "tokens": 16384, "head_dim": 128, "bytes": 10}
-    quantizers = [quantizer | {"ms": 0.4, "share_of_copy_bandwidth": 0.84}, {"head_dim": 64, "unavailable": "no"}]
-    return {**FACTS, "copy_bandwidth": 4.3e12, "quantizers": quantizers, "rows": rows}
+    return {**FACTS, "rows": rows}
 
 
 def fake_training_result() -> dict:
-    """Make up a result of `measure_training.run`: every provider at every shape but fa3, which is missing."""
+    """Make up a result of `measure.run` of training: every provider at every shape but fa3, which is missing."""
     rows = []
     for shape in TRAINING_SHAPES:
         for index, one in enumerate(TRAINING_PROVIDERS):
-            row = measure.new_row(shape, one, "forward_backward")
+            row = measure.new_row(shape, one)
             if one.name == "fa3":
                 row["unavailable"] = "ModuleNotFoundError: no backward pass"
             else:

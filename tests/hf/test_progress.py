@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch, stream, after=0.0, layers=tiny.LAYERS):
-    """Return what a call of the denoiser shows."""
+    """Return the text that a call of the denoiser shows."""
     monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", after)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, mininterval=0, miniters=1))

@@ -9,9 +9,9 @@ import torch
 
 from sage_hf.app import warmup
 from sage_hf.app.cli import main
-from sage_hf.bench import tune
-from sage_hf.bench.fit_costs import Measured, fit
 from sage_hf.nominal import nominal_request
+from sage_hf.tune import tune
+from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
 from sage_kernels.dispatch import cost_model

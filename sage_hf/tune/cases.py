@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, run
 from sage_kernels.dispatch.curves import Sizes

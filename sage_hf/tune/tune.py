@@ -14,11 +14,11 @@ from datetime import date
 
 import torch
 
-from sage_hf.bench import grid
-from sage_hf.bench.calls import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
-from sage_hf.bench.fit_costs import Measured, fit
-from sage_hf.bench.measure_grid import Queue
+from sage_hf.bench import cases, grid
+from sage_hf.bench.timing import Queue
 from sage_hf.nominal import nominal_request
+from sage_hf.tune.cases import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
+from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import Table
@@ -37,7 +37,7 @@ RIVAL_RECIPE, RIVAL_SHARE = "sage3", 0.2
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
-GRID_KINDS: dict[grid.MaskName, Kind] = {
+GRID_KINDS: dict[cases.MaskName, Kind] = {
     "none": "none",
     "causal": "causal",
     "lower_right": "causal",
@@ -65,7 +65,7 @@ def points() -> list[Point]:
     They are in a drawn order, so that the first ones are of all kinds.
     """
     drawn = grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
-    found = [Point(replace(one.call, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
+    found = [Point(replace(one.sizes, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
     for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
         found.append(Point(Sizes(1, heads, heads // group, q_len, kv_len, head_dim), "causal"))
     for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
@@ -132,10 +132,10 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     return Table(properties.name, capability, versions(), curves)
 
 
-def unseen_points(count: int, seed: int) -> list[grid.Point]:
+def unseen_points(count: int, seed: int) -> list[cases.Case]:
     """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
     seen = {(point.sizes, point.kind) for point in points()}
-    return [point for point in grid.drawn(count, seed) if (point.call, GRID_KINDS[point.mask]) not in seen]
+    return [case for case in grid.drawn(count, seed) if (case.sizes, GRID_KINDS[case.mask]) not in seen]
 
 
 def table_in_use(device: torch.device) -> str:
@@ -169,7 +169,7 @@ def names_for(point: Point) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return what a table's figures depend on beside the GPU."""
+    """Return the versions on which a table's figures depend, next to the GPU."""
     triton = triton_version()
     return {
         "torch": torch.__version__,

@@ -1,11 +1,10 @@
 """Measure where trained models' attention is peaked, and what the recipes and their remedies do there, on a CPU.
 
-python benchmarks/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
-python benchmarks/peaked_models.py --render benchmarks/results/cpu-peaked_models.json
+python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
 
 The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
-over all layers as in `peaked_table`; "perplexity", the Llama's on held-out text with every recipe; and "recent_keys",
+over all layers as in `peaked_errors`; "perplexity", the Llama's on held-out text with every recipe; and "recent_keys",
 the same of `sage3` by the number of these. "change" is relative to exact attention, "standard_error" that of the change
 over windows of text, and "divergence" Kullback and Leibler's, of what the model predicts from what it predicts with
 exact attention. The divergence, in nats a byte, is the change that a text drawn from the model itself would have, and
@@ -15,7 +14,6 @@ varies a third as much from text to text.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import error_table
+import output_errors
 import torch
-from peaked_table import OURS, markdown, relative_l1
-from record import cpu_facts
+from peaked_errors import OURS, markdown, relative_l1
 from tensors import Triple, text_activations, video_activations
 from torch import Tensor
 
 import sage_hf
 from sage_hf import record
 from sage_hf.app.peaks import channel_loudness
-from sage_hf.bench import tables
+from sage_hf.bench import results
+from sage_hf.text import markdown_table
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
@@ -145,7 +143,7 @@ def defined_as(recipe: Recipe) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Return those of every byte at every place but the first: float32 (windows, tokens - 1, vocabulary)."""
+    """Return log-probabilities of every byte at all places but the first: float32 (windows, tokens - 1, vocabulary)."""
     batches = tokens.split(BATCH)
     return torch.cat([model(x, attention_mask=torch.ones_like(x)).logits[:, :-1].log_softmax(-1) for x in batches])
 
@@ -201,39 +199,26 @@ def effect_of_recent_keys(model: torch.nn.Module, tokens: Tensor) -> list[dict[s
     ]
 
 
-def peaks_markdown(heads: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the models' layers: for each head the largest share of one key, where most place it."""
-    lines = ["| model | layer | largest share of one key, each head | key | loudest channel |", "|---|---|---|---|---|"]
-    for row in heads:
-        shares = " ".join(f"{head['share']:.2f}" for head in row["heads"])
-        heaviest = max(row["heads"], key=lambda head: head["share"])
-        loudest = max(head["loudest_channel"] for head in row["heads"])
-        layer = row["layer"] if "step" not in row else f"{row['layer']}, step {row['step']}"
-        lines.append(f"| {row['model']} | {layer} | {shares} | {heaviest['key']} | × {loudest:.1f} |")
-    return "\n".join(lines)
-
-
 def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of the Llama's perplexity with every recipe, without → with remedies, and how it differs."""
-    lines = ["| attention | perplexity a byte | change | divergence |", "|---|---|---|---|"]
+    lines = []
     for name in dict.fromkeys(row["provider"] for row in rows):
         mine = [row for row in rows if row["provider"] == name]
         cells = [" → ".join(f"{row['perplexity']:.4f}" for row in mine), "–", "–"]
         if name != "exact":
             cells[1] = " → ".join(f"{row['change']:+.3%} ± {row['standard_error']:.3%}" for row in mine)
             cells[2] = " → ".join(f"{row['divergence']:.5f}" for row in mine)
-        lines.append(f"| {name if name == 'exact' else f'`{name}`'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name if name == "exact" else f"`{name}`", *cells])
+    return markdown_table(["attention", "perplexity a byte", "change", "divergence"], lines)
 
 
 def recent_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of the Llama's perplexity by the number of recent keys that `sage3` attends to in 16 bits."""
-    lines = ["| latest keys in 16 bits | change of perplexity | divergence |", "|---|---|---|"]
-    lines += [
-        f"| {row['recent_keys']} | {row['change']:+.3%} ± {row['standard_error']:.3%} | {row['divergence']:.5f} |"
+    lines = [
+        [str(row["recent_keys"]), f"{row['change']:+.3%} ± {row['standard_error']:.3%}", f"{row['divergence']:.5f}"]
         for row in rows
     ]
-    return "\n".join(lines)
+    return markdown_table(["latest keys in 16 bits", "change of perplexity", "divergence"], lines)
 
 
 def main() -> None:
@@ -241,45 +226,38 @@ def main() -> None:
     parser.add_argument("--video", default=str(EXAMPLES / "tiny_video"), help="CogVideoX pipeline folder")
     parser.add_argument("--llama", type=Path, default=EXAMPLES / "tiny_llama", help="folder of train_tiny_llama.py")
     parser.add_argument("--text", help="transformers text encoder, folder or id")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the JSON (default: none is written)")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: print the tables of this file")
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
     args = parser.parse_args()
-    if args.render:
-        result = json.loads(args.render.read_text(encoding="utf-8"))
-    else:
-        llama, tokens = read_llama(args.llama)
-        models = {
-            VIDEO: layers_of(video_activations(args.video, error_table.PROMPT, steps=20, at_steps=STEPS)),
-            LLAMA: llama_layers(llama, tokens[:BATCH]),
+    llama, tokens = read_llama(args.llama)
+    models = {
+        VIDEO: layers_of(video_activations(args.video, output_errors.PROMPT, steps=20, at_steps=STEPS)),
+        LLAMA: llama_layers(llama, tokens[:BATCH]),
+    }
+    if args.text:
+        models[Path(args.text).name] = layers_of(text_activations(args.text, output_errors.TEXT))
+    depth = len(models[VIDEO]) // len(STEPS)
+    heads = [
+        {
+            "model": name,
+            "layer": index % depth if name == VIDEO else index,
+            **({"step": STEPS[index // depth]} if name == VIDEO else {}),
+            "heads": head_peaks(layer),
         }
-        if args.text:
-            models[Path(args.text).name] = layers_of(text_activations(args.text, error_table.TEXT))
-        depth = len(models[VIDEO]) // len(STEPS)
-        heads = [
-            {
-                "model": name,
-                "layer": index % depth if name == VIDEO else index,
-                **({"step": STEPS[index // depth]} if name == VIDEO else {}),
-                "heads": head_peaks(layer),
-            }
-            for name, layers in models.items()
-            for index, layer in enumerate(layers)
-        ]
-        rows = [{"tensor": name, **row} for name, layers in models.items() for row in errors(layers)]
-        result = {
-            **cpu_facts(),
-            "heads": heads,
-            "perplexity": perplexities(llama, tokens),
-            "recent_keys": effect_of_recent_keys(llama, tokens[::4]),
-            "rows": rows,
-        }
-    print("\n\n".join((peaks_markdown(result["heads"]), markdown(result["rows"]))))
-    print(f"\n{perplexity_markdown(result['perplexity'])}\n\n{recent_markdown(result['recent_keys'])}")
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        path = args.output / "cpu-peaked_models.json"
-        path.write_text(tables.to_json(result), encoding="utf-8")
-        print(f"wrote {path}", file=sys.stderr)
+        for name, layers in models.items()
+        for index, layer in enumerate(layers)
+    ]
+    rows = [{"tensor": name, **row} for name, layers in models.items() for row in errors(layers)]
+    result = {
+        **results.facts(torch.device("cpu")),
+        "heads": heads,
+        "perplexity": perplexities(llama, tokens),
+        "recent_keys": effect_of_recent_keys(llama, tokens[::4]),
+        "rows": rows,
+    }
+    print(
+        f"{markdown(rows)}\n\n{perplexity_markdown(result['perplexity'])}\n\n{recent_markdown(result['recent_keys'])}"
+    )
+    results.write(results.path_of(args.output, result, "peaked_models"), result)
 
 
 if __name__ == "__main__":

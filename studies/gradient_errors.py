@@ -1,6 +1,6 @@
 """Measure what each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64.
 
-python benchmarks/gradient_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
+python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
 benchmarks/results/cpu-gradient_table.json
 
 All tensors are bfloat16. For drawn tensors dO is Gaussian. For trained models it is what the layer receives: in the
@@ -17,37 +17,58 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from record import cpu_facts
 from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 
-from sage_kernels.formats import int8
-from sage_kernels.reference import backward as reference_backward
+from sage_hf.bench import results
+from sage_hf.text import markdown_table
+from sage_kernels.formats import fp8, int8
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
-from sage_kernels.spec.recipe import RECIPES, Backward, Recipe
+from sage_kernels.spec.recipe import RECIPES, Recipe
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 RESULTS = ("O", "dQ", "dK", "dV")
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A recipe, with other numbers of consecutive tokens of Q and K that share a scale.
+class Formats:
+    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve those of the recipes.
 
     Attributes:
-        recipe: formats and transforms.
+        p: of P and dO in dV = Pᵀ·dO: "16bit", "int8" or "fp8".
+        ds: of dS, K and Q in dQ = dS·K and dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
+        dp: of dO and V in dP = dO·Vᵀ.
+        scales: extent of a scale in 8 bits. "row": a row of a tile of P or dS along the sum, and a token of dO or V in
+            dP; "tile": a tile, and a tile's tokens.
+        delta: the sum over a row of P∘dP that softmax's gradient subtracts. "output": rowsum(dO∘O) of the forward's
+            output; "consistent": the sum of the backward's own P and dP (arXiv 2603.00040).
+    """
+
+    p: str = "16bit"
+    ds: str = "16bit"
+    dp: str = "16bit"
+    scales: str = "row"
+    delta: str = "output"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe with formats of its backward pass, and numbers of consecutive tokens of Q and K that share a scale.
+
+    Attributes:
+        recipe: formats and transforms of the forward pass.
+        formats: of the backward pass.
         query_tokens: 1…128; 1 is the recipe's choice.
         key_tokens: 64 or 128; None is the recipe's choice. As in the recipes, scales of K are bfloat16.
     """
 
     recipe: Recipe
+    formats: Formats = Formats()
     query_tokens: int = 1
     key_tokens: int | None = None
 
 
-def backward(recipe: Recipe = BWD, **formats: str) -> Variant:
-    """Return the recipe with other formats in its backward pass."""
-    return Variant(replace(recipe, backward=replace(recipe.backward or Backward(), **formats)))
+INT8 = Formats(p="int8", ds="int8")
 
 
 def published(**formats: str) -> Variant:
@@ -55,14 +76,14 @@ def published(**formats: str) -> Variant:
 
     Scales are per tile, over 128 tokens of Q and 64 of K.
     """
-    variant = backward(replace(BWD_INT8, smooth_v=False, rotate=False, balance=False), **{"scales": "tile", **formats})
-    return replace(variant, query_tokens=128, key_tokens=64)
+    recipe = replace(BWD_INT8, smooth_v=False, rotate=False, balance=False)
+    return Variant(recipe, replace(INT8, **{"scales": "tile", **formats}), 128, 64)
 
 
 # Variants of the default recipe, then of the paper's, which has INT8 in four of five products.
 VARIANTS: dict[str, Variant] = {
     "`sage_bwd`": Variant(BWD),
-    "`sage_bwd`, consistent δ": backward(delta="consistent"),
+    "`sage_bwd`, consistent δ": Variant(BWD, Formats(delta="consistent")),
     "`sage_bwd`, P·V in FP8": Variant(replace(BWD, pv="fp8", smooth_v=True)),
     "`sage_bwd`, P·V in INT8": Variant(replace(BWD, pv="int8", smooth_v=True)),
     "`sage_bwd`, no balance": Variant(replace(BWD, balance=False)),
@@ -70,21 +91,21 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, no smooth K": Variant(replace(BWD, smooth_k=False)),
     "`sage_bwd`, Q a scale per 64 tokens": Variant(BWD, query_tokens=64),
     "`sage_bwd`, K a scale per 64 tokens": Variant(BWD, key_tokens=64),
-    "`sage_bwd`, Q and K a scale per 64 tokens": Variant(BWD, 64, 64),
-    "`sage_bwd`, Q and K a scale per 128 tokens": Variant(BWD, 128, 128),
-    "`sage_bwd`, dO·Vᵀ in INT8": backward(dp="int8"),
-    "`sage_bwd`, dO·Vᵀ in FP8": backward(dp="fp8"),
-    "`sage_bwd`, P in INT8": backward(p="int8"),
-    "`sage_bwd`, dS in INT8": backward(ds="int8"),
-    "`sage_bwd_int8`": Variant(BWD_INT8),
-    "`sage_bwd_int8`, consistent δ": backward(BWD_INT8, delta="consistent"),
-    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, balance=False, rotate=False)),
-    "`sage_bwd_int8`, P·V in FP16": Variant(replace(BWD_INT8, pv="fp16", smooth_v=False)),
-    "`sage_bwd_int8`, a scale per tile": backward(BWD_INT8, scales="tile"),
-    "`sage_bwd_int8` in FP8": backward(BWD_INT8, p="fp8", ds="fp8"),
-    "`sage_bwd_int8` in FP8, a scale per tile": backward(BWD_INT8, p="fp8", ds="fp8", scales="tile"),
-    "`sage_bwd_int8`, dO·Vᵀ in INT8": backward(BWD_INT8, dp="int8"),
-    "`sage_bwd_int8`, no smooth K": Variant(replace(BWD_INT8, smooth_k=False)),
+    "`sage_bwd`, Q and K a scale per 64 tokens": Variant(BWD, query_tokens=64, key_tokens=64),
+    "`sage_bwd`, Q and K a scale per 128 tokens": Variant(BWD, query_tokens=128, key_tokens=128),
+    "`sage_bwd`, dO·Vᵀ in INT8": Variant(BWD, Formats(dp="int8")),
+    "`sage_bwd`, dO·Vᵀ in FP8": Variant(BWD, Formats(dp="fp8")),
+    "`sage_bwd`, P in INT8": Variant(BWD, Formats(p="int8")),
+    "`sage_bwd`, dS in INT8": Variant(BWD, Formats(ds="int8")),
+    "`sage_bwd_int8`": Variant(BWD_INT8, INT8),
+    "`sage_bwd_int8`, consistent δ": Variant(BWD_INT8, replace(INT8, delta="consistent")),
+    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, balance=False, rotate=False), INT8),
+    "`sage_bwd_int8`, P·V in FP16": Variant(replace(BWD_INT8, pv="fp16", smooth_v=False), INT8),
+    "`sage_bwd_int8`, a scale per tile": Variant(BWD_INT8, replace(INT8, scales="tile")),
+    "`sage_bwd_int8` in FP8": Variant(BWD_INT8, Formats(p="fp8", ds="fp8")),
+    "`sage_bwd_int8` in FP8, a scale per tile": Variant(BWD_INT8, Formats(p="fp8", ds="fp8", scales="tile")),
+    "`sage_bwd_int8`, dO·Vᵀ in INT8": Variant(BWD_INT8, replace(INT8, dp="int8")),
+    "`sage_bwd_int8`, no smooth K": Variant(replace(BWD_INT8, smooth_k=False), INT8),
     "published": published(),
     "published, dO·Vᵀ in INT8": published(dp="int8"),
     "published, in FP8": published(p="fp8", ds="fp8"),
@@ -135,8 +156,86 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
         codes, scale = in_blocks(smooth, variant.key_tokens, torch.bfloat16)
         operands = replace(operands, key=codes, key_scale=scale)
     output, lse = reference.attend(operands, recipe, kv_len, dtype=query.dtype, mask=None, causal_offset=0, **options)
-    saved = reference_backward.save(operands, lse)
-    return output, *reference_backward.backward(gradient, value, output, saved, recipe, head_dim=head_dim, **options)
+    delta = (gradient.float() * output.float()).sum(-1, keepdim=True)
+    return output, *gradients(operands, lse, delta, value, gradient, variant, **options)
+
+
+TILE = 64
+"""Queries, and keys, of a tile of the backward pass."""
+
+
+def gradients(
+    operands: reference.Operands,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+    variant: Variant,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dQ, dK and dV in value's dtype, of all scores at once; arguments as of the reference's backward pass."""
+    formats, recipe, dtype = variant.formats, variant.recipe, value.dtype
+    (kv_heads, kv_len), (q_heads, q_len) = value.shape[1:3], gradient.shape[1:3]
+    group = q_heads // kv_heads
+
+    def padded(x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        return F.pad(x.float(), (0, 0, 0, -x.shape[2] % TILE), value=fill)
+
+    query, query_scale = padded(operands.query[:, :, :q_len]), padded(operands.query_scale[:, :, :q_len])
+    key, key_scale = padded(operands.key[:, :, :kv_len]), padded(operands.key_scale[:, :, :kv_len])
+    key_factor = torch.ones(1) if operands.balance is None else operands.balance.float()
+    query_factor = 1 / (key_factor if operands.balance is None else key_factor.repeat_interleave(group, 1))
+
+    def restored(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return (transforms.unrotate(x) if recipe.rotate else x) * factor
+
+    def operand(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return Q or K as dS is multiplied by it, and the factor of dS before dS is rounded."""
+        if formats.ds == "16bit":
+            return (restored(codes, factor) * scale).to(dtype).float(), torch.ones_like(scale)
+        return (codes if formats.ds == "int8" else fp8.round_to_e4m3(codes).float()), scale
+
+    query_operand, query_scaling = operand(query, query_scale, query_factor)
+    key_operand, key_scaling = (x.repeat_interleave(group, 1) for x in operand(key, key_scale, key_factor))
+    key, key_scale = (x.repeat_interleave(group, 1) for x in (key, key_scale))
+    gradient, value = padded(gradient), padded(value).repeat_interleave(group, 1)
+
+    exists = torch.ones(q_len, kv_len, dtype=torch.bool)
+    exists = F.pad(exists.tril() if is_causal else exists, (0, key.shape[2] - kv_len, 0, query.shape[2] - q_len))
+    scores = (query * query_scale * scale) @ (key * key_scale).mT
+    p = (scores - padded(lse.unsqueeze(-1))).exp().masked_fill(~exists, 0.0)
+    tokens = 1 if formats.scales == "row" else TILE
+    dp = rounded(gradient, formats.dp, (tokens, -1), dtype) @ rounded(value, formats.dp, (tokens, -1), dtype).mT
+    subtracted = (p * dp).sum(-1, keepdim=True) if formats.delta == "consistent" else padded(delta)
+    ds = p * (dp - subtracted)
+
+    whole = formats.scales == "tile"
+    by_column, by_row = ((TILE, TILE), (TILE, TILE)) if whole else ((TILE, 1), (1, TILE))
+    dv = rounded(p, formats.p, by_column, dtype).mT @ rounded(gradient, formats.p, (TILE, -1), dtype)
+    dk = rounded(ds * query_scaling, formats.ds, by_column, dtype).mT @ query_operand
+    dq = rounded(ds * key_scaling.mT, formats.ds, by_row, dtype) @ key_operand
+    dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
+    if formats.ds != "16bit":
+        dq, dk = restored(dq, 1 / query_factor), restored(dk, 1 / key_factor)
+    head_dim = operands.query.shape[-1]
+    found = dq[:, :, :q_len, :head_dim] * scale, dk[:, :, :kv_len, :head_dim] * scale, dv[:, :, :kv_len]
+    return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
+
+
+def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Round x (batch, heads, rows, columns) to `dtype` ("16bit"), or to INT8 or e4m3 with a scale per block.
+
+    A block has as many rows and columns as `extent` says, -1 for all.
+    """
+    if kind == "16bit":
+        return x.to(dtype).float()
+    rows, columns = (size if size > 0 else x.shape[axis] for size, axis in zip(extent, (2, 3), strict=True))
+    blocks = x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4).flatten(4)
+    codes, scales = int8.quantize(blocks, 1) if kind == "int8" else fp8.quantize(blocks, -1)
+    found = (codes.float() * scales).unflatten(4, (rows, columns)).transpose(3, 4)
+    return found.flatten(4).flatten(2, 3)
 
 
 def transformed(x: torch.Tensor, recipe: Recipe, balance: torch.Tensor | None, power: int) -> torch.Tensor:
@@ -176,24 +275,25 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
 
 def markdown(rows: list[dict], name: str) -> str:
     """Return a Markdown table for one set of tensors: relative L1 error (cosine similarity); `rows` as in the JSON."""
-    lines = [f"| {name} | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
-    for row in rows:
-        cells = [f"{row[name][result]['rel_l1']:.4f} ({row[name][result]['cosine']:.5f})" for result in RESULTS]
-        lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [row["variant"], *(f"{row[name][one]['rel_l1']:.4f} ({row[name][one]['cosine']:.5f})" for one in RESULTS)]
+        for row in rows
+    ]
+    return markdown_table([name, *RESULTS], lines)
 
 
 def summary(rows: list[dict]) -> str:
     """Return a Markdown table of relative L1 errors of dQ / dK / dV, for our recipes and the published one."""
     sets = [name for name in rows[0] if name != "variant"]
-    lines = ["| dQ / dK / dV | " + " | ".join(sets) + " |", "|---" * (len(sets) + 1) + "|"]
-    for row in rows:
-        if row["variant"] in SUMMARISED:
-            cells = [
-                " / ".join(f"{row[name][result]['rel_l1']:.3f}".lstrip("0") for result in RESULTS[1:]) for name in sets
-            ]
-            lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [
+            row["variant"],
+            *(" / ".join(f"{row[name][one]['rel_l1']:.3f}".lstrip("0") for one in RESULTS[1:]) for name in sets),
+        ]
+        for row in rows
+        if row["variant"] in SUMMARISED
+    ]
+    return markdown_table(["dQ / dK / dV", *sets], lines)
 
 
 def main() -> None:
@@ -220,7 +320,7 @@ def main() -> None:
             row[name] = errors(samples, truths, VARIANTS[row["variant"]])
         print(markdown(rows, name), end="\n\n", flush=True)
     if arguments.output:
-        facts = {**cpu_facts(), "tokens": arguments.tokens}
+        facts = {**results.facts(torch.device("cpu")), "tokens": arguments.tokens}
         arguments.output.write_text(json.dumps({**facts, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {arguments.output}", file=sys.stderr)
 

@@ -243,16 +243,6 @@ CASES: tuple[Case, ...] = (
     Loud("×10", 8192, q_heads=8),
 )
 
-LEFT_OUT = frozenset(
-    case.name
-    for case in CASES
-    if isinstance(case, Sinks)
-    and case.kv_len in _LENGTHS
-    and ((case.mass, case.kv_len) != (0.8, 32768) or (case.causal and case.count > 1))
-    and (case.count > 1 or case.place != "front" or (case.causal and case.mass != 0.8))
-)
-"""Names of the tensors that pages leave out: other numbers and places of sinks are shown at one mass and length."""
-
 # For a CPU.
 SMALL_CASES: tuple[Case, ...] = (
     *(Sinks(mass, 2048) for mass in _MASSES),

@@ -1,6 +1,6 @@
 """Train a small video model densely and with VSA on this GPU, run the dense one sparsely, and judge what they draw.
 
-python benchmarks/sparse_quality.py --minutes 9.4 --output benchmarks/results
+python studies/sparse_quality.py --minutes 9.4 --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
@@ -29,20 +29,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
-from record import git_commit
+from PIL import Image, ImageDraw, ImageFont
 from sparse_video import Clips, Denoiser, Size, Training, generate, held_out_loss, score, shown_scenes
 from torch import Tensor
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.bench.measure import facts, reason
+from sage_hf.bench.results import facts, path_of, reason
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
 from sage_kernels.dispatch.registry import set_routing
 
-NAME = "sparse_quality"
 SPARSITY = 0.75
 KEEPS = (0.25, 0.5, 0.15)
 ROUTERS = ("mean", "subblock", "share")
@@ -59,8 +57,8 @@ POINTS = 50
 """Points of a curve of losses."""
 SHOWN = 8
 """Prompts of the picture."""
-LABEL_WIDTH = 250
-ENLARGED = 2
+LABEL_WIDTH, HEAD_HEIGHT = 300, 66
+ENLARGED = 3
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,12 @@ def variants(fallback: str | None = None) -> list[Variant]:
             sparse = Sparse(router, keep, from_tokens=1)
             found.append(Variant("dense", f"sage2, {router} {keep:g}", _config(sparse, fallback)))
     return found
+
+
+def _order(one: Variant) -> tuple[bool, bool, float]:
+    """Return the place of a way in the picture: dense models before VSA's, dense calls before sparse ones."""
+    sparse = None if one.config is None else one.config.sparse
+    return one.trained == "vsa", one.vsa, -getattr(sparse, "keep", 1.0)
 
 
 Message = dict[str, Any]
@@ -223,7 +227,7 @@ class Record:
         self.frames: dict[str, Any] = {}
         self.running = set(KINDS)
         self.result: dict[str, Any] = {
-            **facts(device, git_commit() if args.commit is None else args.commit),
+            **facts(device),
             "size": asdict(size) | {"tokens": size.tokens},
             "sparsity": SPARSITY,
             "learning_rate": args.learning_rate,
@@ -256,22 +260,28 @@ class Record:
         self._file().write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def _draw(self) -> None:
-        """Write the picture: the middle frame of some prompts with each way to run seed 0's models."""
-        labels = [label for one in variants() if (label := f"{one.trained}: {one.run}") in self.frames]
+        """Write the picture: prompts, and below them a frame of each way to run seed 0's models, in order."""
+        ordered = sorted(variants(), key=_order)
+        labels = [label for one in ordered if (label := f"{one.trained}: {one.run}") in self.frames]
         side = ENLARGED * self.pixels
-        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, len(labels) * side), "white")
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(labels) * side), "white")
+        draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+        scenes = shown_scenes()
+        for column, scene in enumerate(scenes[:: len(scenes) // SHOWN]):
+            middle = (LABEL_WIDTH + column * side + side // 2, HEAD_HEIGHT // 2)
+            draw.multiline_text(middle, "\n".join(scene), "black", font, anchor="mm", align="center", spacing=2)
         for line, label in enumerate(labels):
             frames = self.frames[label]
             pixels = (np.concatenate(list(frames), -1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
             image = Image.fromarray(pixels).resize((len(frames) * side, side), Image.Resampling.NEAREST)
-            picture.paste(image, (LABEL_WIDTH, line * side))
-            ImageDraw.Draw(picture).text((4, line * side + side // 2 - 6), label, fill="black")
+            picture.paste(image, (LABEL_WIDTH, HEAD_HEIGHT + line * side))
+            draw.text((8, HEAD_HEIGHT + line * side + side // 2), label, "black", font, anchor="lm")
         self.args.output.mkdir(parents=True, exist_ok=True)
         picture.save(self._file().with_suffix(".png"))
         self.result["picture"] = labels
 
     def _file(self) -> Path:
-        return self.args.output / f"{'-'.join(self.result['gpu'].lower().split())}-{NAME}.json"
+        return path_of(self.args.output, self.result, "sparse_quality")
 
     def _say(self, text: str) -> None:
         print(f"{time.time() - self.started:6.1f} s  {text}", flush=True)
@@ -368,7 +378,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     record = Record(args)

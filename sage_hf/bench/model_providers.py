@@ -1,4 +1,4 @@
-"""The providers that are compared in whole models: the model as it comes, others' attention in its place, and ours."""
+"""Providers that are compared in whole models: the model's own attention, others' in its place, and ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.apply import apply
 from sage_hf.bench.models import Model
-from sage_hf.bench.peers import sageattention
+from sage_hf.bench.providers import PYTORCH, fa3_attention, sageattention
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.explain import explain
@@ -34,8 +34,6 @@ Observe = Callable[[Step], tuple[Tensor, Kernels]]
 """Runs a step; returns its output, and the kernels that ran."""
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
 """(query, key, value, is_causal, scale) -> output, all (batch, heads, tokens, head_dim)."""
-
-PYTORCH = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class ModelProvider:
 
     @property
     def ours(self) -> bool:
-        """Return whether it is one of ours."""
+        """Return whether the provider is one of ours."""
         return self.name.startswith("sage_hf:")
 
 
@@ -71,7 +69,7 @@ def replaced_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def _pytorch(*backends: SDPBackend) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
-    """Use PyTorch's attention as it comes, or with the first of these backends that supports a call."""
+    """Use PyTorch's attention as it is, or with the first of these backends that supports a call."""
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
@@ -156,17 +154,7 @@ def in_place_of_pytorch(
 
 def _load_fa3() -> Attend:
     import_module("fa3_fwd._C")
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        # Tokens before heads, by strides, without a copy. 0 splits: its own choice, which matters for one query.
-        tensors = [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value)]
-        splits = 0 if query.shape[2] == 1 else 1
-        return torch.ops.fa3_fwd.fwd(*tensors, softmax_scale=scale, is_causal=is_causal, num_splits=splits)[
-            0
-        ].transpose(1, 2)
-
-    return attend
+    return fa3_attention
 
 
 def _load_sageattention2() -> Attend:
@@ -252,7 +240,7 @@ def _calls(module: nn.Module) -> Counter[str]:
     return calls
 
 
-DEFAULT = ModelProvider("default", "as it comes", _pytorch())
+DEFAULT = ModelProvider("default", "baseline", _pytorch())
 CUDNN = ModelProvider(
     "cudnn",
     "cuDNN",

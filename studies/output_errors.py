@@ -1,7 +1,7 @@
 """Measure what each choice in the FP4 and INT8 recipes is worth: relative L1 error of the output against float64.
 
-python benchmarks/error_table.py --video examples/tiny_video --text FOLDER_OR_ID --output
-results/error_table.json
+python studies/output_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
+benchmarks/results/cpu-error_table.json
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from record import cpu_facts
 from tensors import Triple, dit_like, gaussian, text_activations, video_activations
 
+from sage_hf.bench import results
+from sage_hf.text import markdown_table
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES, Recipe
@@ -61,10 +62,8 @@ def relative_l1(triples: list[Triple], truths: list[torch.Tensor], recipe: Recip
 def markdown(rows: list[dict]) -> str:
     """Return the errors as a Markdown table; `rows` as in the JSON."""
     names = list(rows[0]["rel_l1"])
-    lines = ["| variant | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for row in rows:
-        lines.append(f"| {row['variant']} | " + " | ".join(f"{row['rel_l1'][name]:.4f}" for name in names) + " |")
-    return "\n".join(lines)
+    lines = [[row["variant"], *(f"{row['rel_l1'][name]:.4f}" for name in names)] for row in rows]
+    return markdown_table(["variant", *names], lines)
 
 
 def main() -> None:
@@ -100,7 +99,7 @@ def main() -> None:
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
         print(f"\nsage3 / sage3_paper on trained models: {ratios}, geometric mean {mean:.3f}")
     if arguments.output:
-        facts = {**cpu_facts(), "tokens": arguments.tokens}
+        facts = {**results.facts(torch.device("cpu")), "tokens": arguments.tokens}
         arguments.output.write_text(json.dumps({**facts, "rows": rows, "sage3_over_paper": ratios}, indent=1) + "\n")
         print(f"wrote {arguments.output}", file=sys.stderr)
 

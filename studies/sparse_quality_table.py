@@ -1,16 +1,13 @@
-"""Tables of the trained proof of sparse attention, in Markdown.
-
-python benchmarks/sparse_quality_table.py benchmarks/results/nvidia-h200-sparse_quality.json
-"""
+"""Tables of the trained proof of sparse attention, in Markdown."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from sage_hf.text import markdown_table
 
 PROMPTS = 48
 ATTRIBUTES = ("colour", "shape", "direction", "all")
@@ -29,7 +26,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"from the same weights on the same batches: {steps:,} steps of {size['batch']} clips, {len(seeds)} "
         f"{'seed' if len(seeds) == 1 else 'seeds'}, {result['gpu']}:"
     )
-    trained = [["attention in training", "held-out loss"]]
+    trained = []
     for name, label in TRAININGS.items():
         of_kind = [row for row in training if row["trained"] == name]
         label = label if name == "dense" else f"{label}, {result['sparsity']:.0%} of tiles left out"
@@ -42,7 +39,7 @@ def markdown(result: dict[str, Any]) -> str:
         "the shape's colour, form and direction, and all three, are those of the prompt (by chance 6, 12, 12 and .4)"
         + (": means, and the lowest and highest seed:" if len(seeds) > 1 else ":")
     )
-    runs = [["trained", "run with", "tiles", "weight", "PSNR", "SSIM", *ATTRIBUTES]]
+    runs = []
     for name, run in dict.fromkeys((row["trained"], row["run"]) for row in rows):
         found = [row for row in rows if (row["trained"], row["run"]) == (name, run)]
         weight = "–"
@@ -51,7 +48,9 @@ def markdown(result: dict[str, Any]) -> str:
         quality = [_number(found, key, digits) for key, digits in (("psnr", 1), ("ssim", 3))]
         scores = [_spread([row["score"][one] for row in found], 1) for one in ATTRIBUTES]
         runs.append([TRAININGS[name], f"`{run}`", _percent(found, "tiles"), weight, *quality, *scores])
-    return "\n\n".join((head, _table(trained), prompts, _table(runs)))
+    header = ["trained", "run with", "tiles", "weight", "PSNR", "SSIM", *ATTRIBUTES]
+    table = markdown_table(["attention in training", "held-out loss"], trained)
+    return "\n\n".join((head, table, prompts, markdown_table(header, runs)))
 
 
 def whole_seeds(result: dict[str, Any]) -> list[int]:
@@ -80,13 +79,3 @@ def _percent(rows: list[dict[str, Any]], key: str) -> str:
 
 def _number(rows: list[dict[str, Any]], key: str, digits: int) -> str:
     return _spread([row[key] for row in rows], digits) if key in rows[0] else "–"
-
-
-def _table(lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=argparse.FileType(encoding="utf-8"), help="JSON of sparse_quality.py")
-    print(markdown(json.load(parser.parse_args().result)))

@@ -1,12 +1,10 @@
-"""Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels beside them.
+"""Measure errors where attention is peaked, with and without the recipes' remedies, and of others' kernels.
 
-python benchmarks/peaked_table.py --output benchmarks/results                  # on this GPU: our kernels and peers
-python benchmarks/peaked_table.py --resume --output benchmarks/results         # the rest, after it was cut short
-python benchmarks/peaked_table.py --device cpu --output benchmarks/results     # the reference, on shorter tensors
-python benchmarks/peaked_table.py --render benchmarks/results/cpu-peaked.json  # print the table of a JSON
+python studies/peaked_errors.py --output benchmarks/results                  # on this GPU: our kernels and peers
+python studies/peaked_errors.py --device cpu --output benchmarks/results     # the reference, on shorter tensors
 
 Errors are relative L1 errors of the output against exact attention in float64, Σ|O - O'| / Σ|O|, on the tensors of
-`peaked`. Short tensors come first, and of each those whose kernels are fast: others' and INT8's. The JSON is
+`peaked_tensors`. Short tensors come first, and of each those whose kernels are fast: others' and INT8's. The JSON is
 <device>-peaked.json, written whenever a provider is done with tensors of one size; a row has "tensor", "provider" (a
 recipe or a peer), "rel_l1" and, for recipes, "remedies" and "kernel".
 """
@@ -15,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import re
 import sys
 import time
 from collections import defaultdict
@@ -27,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peaked import CASES, SMALL_CASES, Case, Inputs, Sinks
-from record import cpu_facts, git_commit
+from peaked_tensors import CASES, SMALL_CASES, Case, Inputs, Sinks
 from torch import Tensor
 
-from sage_hf.bench import measure, tables
-from sage_hf.bench.peers import PROVIDERS, Provider
-from sage_hf.bench.warming import call_in_processes
+from sage_hf.bench import cases as bench_cases
+from sage_hf.bench import results
+from sage_hf.bench.prewarm import call_in_processes
+from sage_hf.bench.providers import PROVIDERS, Provider
+from sage_hf.text import markdown_table
 from sage_kernels import ops
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import Plan
@@ -123,11 +120,18 @@ def measure_peer(inputs: Inputs, truth: Tensor, peer: Provider) -> dict[str, Any
     if inputs.is_causal and inputs.causal_offset and peer.name not in ALIGNED_BY_LAST_KEY:
         return row | {"unavailable": "causal attention of the last queries only"}
     try:
-        prepared = peer.prepare(*inputs[:3], inputs.is_causal)
+        prepared = peer.prepare(_for_peers(inputs))
         output = prepared.call().double() * prepared.output_scale
     except Exception as error:  # A peer may fail in any way: its row says how.
-        return row | {"unavailable": measure.reason(error)}
+        return row | {"unavailable": results.reason(error)}
     return row | {"rel_l1": relative_l1(truth, output)}
+
+
+def _for_peers(inputs: Inputs) -> bench_cases.Inputs:
+    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = inputs.query.shape, inputs.key.shape
+    mask: bench_cases.MaskName = "causal" if inputs.is_causal else "none"
+    case = bench_cases.Case("peaked", batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask)
+    return bench_cases.Inputs(case, *inputs[:3])
 
 
 def alike(cases: Sequence[Case]) -> list[list[Case]]:
@@ -175,7 +179,7 @@ def run(
     Args:
         device: where to.
         cases: the tensors.
-        peers: others' kernels to measure beside our recipes.
+        peers: others' kernels to measure too.
         write: called with the rows so far whenever a provider has measured a group of `alike` cases.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -218,25 +222,6 @@ def run(
     return found()
 
 
-def complete(rows: Sequence[dict[str, Any]], peers: Sequence[Provider]) -> list[dict[str, Any]]:
-    """Return the rows of those tensors that every provider has measured."""
-    there = defaultdict(set)
-    for row in rows:
-        there[row["tensor"]].add(row["provider"])
-    wanted = {*OURS, *(peer.name for peer in peers)}
-    return [row for row in rows if wanted <= there[row["tensor"]]]
-
-
-def merged(
-    rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], cases: Sequence[Case]
-) -> list[dict[str, Any]]:
-    """Return the rows with those kept of other tensors, in the order of the cases; others follow."""
-    new = {row["tensor"] for row in rows}
-    order = {case.name: index for index, case in enumerate(cases)}
-    together = [*rows, *(row for row in kept if row["tensor"] not in new)]
-    return sorted(together, key=lambda row: order.get(row["tensor"], len(order)))
-
-
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(
         f"{row['provider']}{'*' if row.get('remedies') else ''} {row['rel_l1']:.4f}" for row in rows if "rel_l1" in row
@@ -251,57 +236,28 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             errors[row["tensor"], row["provider"]][row.get("remedies")] = row["rel_l1"]
     found = {provider for _, provider in errors}
     columns = [name for name in (*LABELS, *OURS) if name in found]
-    lines = ["| tensor | " + " | ".join(LABELS.get(name, f"`{name}`") for name in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for tensor in dict.fromkeys(row["tensor"] for row in rows):
-        cells = (" → ".join(f"{error:.4f}" for error in errors[tensor, name].values()) or "–" for name in columns)
-        lines.append(f"| {tensor} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = [
+        [tensor, *(" → ".join(f"{error:.4f}" for error in errors[tensor, name].values()) or "–" for name in columns)]
+        for tensor in dict.fromkeys(row["tensor"] for row in rows)
+    ]
+    return markdown_table(["tensor", *(LABELS.get(name, f"`{name}`") for name in columns)], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", metavar="TEXT", help="measure only tensors whose name contains it")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the JSON (default: none is written)")
-    parser.add_argument(
-        "--resume", action="store_true", help="measure only tensors that the JSON of the same machine and commit lacks"
-    )
-    parser.add_argument("--render", type=Path, metavar="JSON", help="measure nothing: print the table of this file")
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
     args = parser.parse_args()
-    if args.render:
-        print(markdown(json.loads(args.render.read_text(encoding="utf-8"))["rows"]))
-        return
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
-    commit = git_commit() if args.commit is None else args.commit
-    facts: dict[str, Any] = measure.facts(device, commit) if on_gpu else cpu_facts() | {"commit": commit}
+    facts = results.facts(device)
+    path = results.path_of(args.output, facts, "peaked")
     cases = [case for case in (CASES if on_gpu else SMALL_CASES) if args.only in case.name]
-    slug = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower()) if on_gpu else "cpu"
-    path = args.output / f"{slug}-peaked.json" if args.output else None
-    kept: list[dict[str, Any]] = []
-    if args.resume and path is not None and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if {**before, "rows": [], "date": ""} == {**facts, "rows": [], "date": ""}:
-            kept = complete(before["rows"], PEERS if on_gpu else ())
-    there = {row["tensor"] for row in kept}
-
-    def write(rows: list[dict[str, Any]]) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(tables.to_json({**facts, "rows": merged(rows, kept, cases)}), encoding="utf-8")
-
-    missing = [case for case in cases if case.name not in there]
     if on_gpu:
-        started = time.perf_counter()
-        print(f"compiling for {len(missing)} tensors", file=sys.stderr, flush=True)
-        warm(missing)
-        print(f"compiled in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    rows = run(device, missing, PEERS if on_gpu else (), write)
-    print(markdown(merged(rows, kept, cases)))
-    if path is not None:
-        print(f"wrote {path}", file=sys.stderr)
+        warm(cases)
+    rows = run(device, cases, PEERS if on_gpu else (), lambda rows: results.write(path, {**facts, "rows": rows}))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""Measure on this GPU what the tables of README and docs show.
+
+python benchmarks/run.py --output benchmarks/results               forward attention at named shapes, as `sage-hf bench`
+python benchmarks/run.py --grid --output benchmarks/results        and so on, with all options of `sage-hf bench`
+python benchmarks/run.py --unseen 33 --output benchmarks/results   calls of the grid's kinds that a seed draws
+python benchmarks/run.py norm-rope --output benchmarks/results     norm and rotation of queries
+python benchmarks/run.py first-calls --output benchmarks/results   first calls, with empty caches and with full ones
+python benchmarks/run.py sparse --output benchmarks/results        attention over block lists
+python benchmarks/run.py cold-variety --calls 350                  what first calls of many kinds compile
+
+A benchmark writes <gpu>-<benchmark>.json; `python docs/pages.py` draws the pictures and fills in the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import cold_variety
+import first_calls
+import norm_rope
+import sparse
+
+from sage_hf.bench import command, grid_tables
+from sage_hf.tune.tune import table_in_use, unseen_points
+
+BENCHMARKS = {"norm-rope": norm_rope, "first-calls": first_calls, "sparse": sparse, "cold-variety": cold_variety}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_arguments(parser)
+    parser.add_argument(
+        "--unseen",
+        type=int,
+        metavar="SEED",
+        help="time calls of the grid's kinds that this seed draws, and that no table of costs was fitted to: how well "
+        "the table in use chooses",
+    )
+    parser.add_argument("--calls", type=int, default=100, metavar="N", help="number of --unseen calls (default: 100)")
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar=" | ".join(BENCHMARKS))
+    for name, module in BENCHMARKS.items():
+        description = module.__doc__ or ""
+        own = benchmarks.add_parser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(own)
+    args = parser.parse_args(argv)
+    if args.benchmark:
+        BENCHMARKS[args.benchmark].execute(args)
+    elif args.unseen is not None:
+        measure_unseen(args)
+    else:
+        command.execute(args)
+
+
+def measure_unseen(args: argparse.Namespace) -> None:
+    """Measure drawn calls, write <gpu>-unseen.json as they come, and print how well they were chosen for."""
+    device = command.gpu(args.device)
+    drawn = {"seed": args.unseen, "table": table_in_use(device)}
+    path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), drawn)
+    print(f"{grid_tables.unseen_text(result)}\n\nwrote {path}")
+
+
+if __name__ == "__main__":
+    main()

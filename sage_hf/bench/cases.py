@@ -1,0 +1,253 @@
+"""One attention call as data: its sizes and mask, its tensors, and the named calls of the benchmarks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from sage_kernels.dispatch.curves import Sizes
+
+MaskName = Literal["none", "causal", "lower_right", "lengths", "keys", "window", "documents", "bias"]
+
+CACHED = ("decoding", "chunked prefill")
+"""Names of the calls whose K and V come from a cache."""
+WINDOW = 1024
+DOCUMENT = 700
+"""Length of the documents that share a sequence."""
+BACKWARD = 3.5
+"""Operations of forward and backward, two and five matrix products, relative to those of the forward."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention.
+
+    Attributes:
+        name: short, for the command line and tables; on the grid the kind of call.
+        batch, q_heads, kv_heads, q_len, kv_len, head_dim: sizes of query, and of key and value.
+        mask: "none"; "causal", upper left; "lower_right", causal with the last query at the last key; "lengths", each
+            sample has its own number of keys; "keys", the same with padding in the middle; "window", a band of WINDOW
+            keys on each side of the diagonal; "documents", blocks on the diagonal; "bias", added, for each head.
+        training: forward and backward.
+    """
+
+    name: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    mask: MaskName = "none"
+    training: bool = False
+
+    @classmethod
+    def square(
+        cls, name: str, sizes: tuple[int, int, int, int, int], causal: bool = False, training: bool = False
+    ) -> Case:
+        """Make a call with as many queries as keys; `sizes` are batch, q_heads, kv_heads, tokens and head_dim."""
+        batch, q_heads, kv_heads, tokens, head_dim = sizes
+        return cls(name, batch, q_heads, kv_heads, tokens, tokens, head_dim, "causal" if causal else "none", training)
+
+    @classmethod
+    def parse(cls, text: str, training: bool = False) -> Case:
+        """Read B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal, such as 1,32,8,4096,128,causal.
+
+        Raises:
+            ValueError: it is not such a text, a size is below 1, or Hq is no multiple of Hkv.
+        """
+        numbers, _, rest = text.partition(",causal")
+        try:
+            batch, q_heads, kv_heads, tokens, head_dim = sizes = tuple(map(int, numbers.split(",")))
+        except ValueError:
+            raise ValueError(f"{text!r} is no shape: expected B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal") from None
+        if rest or min(sizes) < 1 or q_heads % kv_heads:
+            raise ValueError(f"{text!r} is no shape: sizes must be at least 1, and Hq a multiple of Hkv")
+        return cls.square(text, (batch, q_heads, kv_heads, tokens, head_dim), text.endswith("causal"), training)
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Case:
+        """Return the call that a row of a result was measured at."""
+        mask: MaskName = row["mask"] if "mask" in row else "causal" if row["causal"] else "none"
+        sizes = {name: row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")}
+        training = row["direction"] == "forward_backward"
+        return cls(row.get("kind") or row["shape"], **sizes, mask=mask, training=training)
+
+    def __str__(self) -> str:
+        heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"
+        tokens = str(self.q_len) if self.q_len == self.kv_len else f"{self.q_len}·{self.kv_len}"
+        text = f"{self.batch}×{heads}×{tokens}×{self.head_dim}"
+        return text if self.mask == "none" else f"{text}, {self.mask}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Return the sizes of the call, as cost models have them."""
+        return Sizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
+
+    @property
+    def direction(self) -> str:
+        """Return the direction in a row of a result."""
+        return "forward_backward" if self.training else "forward"
+
+    @property
+    def causal(self) -> bool:
+        """Return whether row i attends to keys 0…i."""
+        return self.mask == "causal"
+
+    @property
+    def scores(self) -> int:
+        """Return the number of scores."""
+        return self.batch * self.q_heads * self.q_len * self.kv_len
+
+    @property
+    def dense_operations(self) -> float:
+        """Return the multiplications and additions of both matrix products of a forward pass without a mask."""
+        return 4.0 * self.scores * self.head_dim
+
+    @property
+    def operations(self) -> float:
+        """Return the multiplications and additions of all matrix products; half of them if causal."""
+        return self.dense_operations * (0.5 if self.causal else 1.0) * (BACKWARD if self.training else 1.0)
+
+    @property
+    def input_bytes(self) -> int:
+        """Return the bytes of query, key and value in bfloat16."""
+        return 2 * self.batch * (self.q_heads * self.q_len + 2 * self.kv_heads * self.kv_len) * self.head_dim
+
+    @property
+    def output_bytes(self) -> int:
+        """Return the bytes of the output in bfloat16."""
+        return 2 * self.batch * self.q_heads * self.q_len * self.head_dim
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call on a device, with its mask in every form that a provider may take.
+
+    Attributes:
+        case: whose tensors these are.
+        query, key, value: bfloat16 (batch, heads, tokens, head_dim).
+        mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask and where
+            `is_causal` says it.
+        lengths: int32 (batch,), the number of keys of each sample where they come first; else None.
+        gradient: of the output, for training; else None.
+    """
+
+    case: Case
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    gradient: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether attention is causal, aligned upper left."""
+        return self.case.causal
+
+    @property
+    def grouped(self) -> bool:
+        """Return whether heads of Q share one of K."""
+        return self.case.q_heads != self.case.kv_heads
+
+    @cached_property
+    def lower_right(self) -> Any:
+        """Return PyTorch's own object for a causal mask that is aligned lower right."""
+        return causal_lower_right(self.case.q_len, self.case.kv_len)
+
+
+def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bool = False) -> Inputs:
+    """Draw standard normal tensors, the same ones at every call; Q, K and V require gradients for training.
+
+    Args:
+        case: the call.
+        device: where to.
+        biased: K also gets a mean in each channel, drawn with 3 standard deviations, and V one with half a standard
+            deviation, as in diffusion transformers.
+        heads_first: in memory, heads come before tokens; otherwise tokens before heads, as projections leave them, but
+            for the K and V of a cache.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(heads: int, tokens: int, heads_first: bool = heads_first) -> Tensor:
+        size = (heads, tokens) if heads_first else (tokens, heads)
+        x = torch.randn(case.batch, *size, case.head_dim, generator=generator, device=device, dtype=torch.bfloat16)
+        return x if heads_first else x.transpose(1, 2)
+
+    query = normal(case.q_heads, case.q_len)
+    key, value = (normal(case.kv_heads, case.kv_len, heads_first or case.name in CACHED) for _ in range(2))
+    if biased:
+        key += 3 * normal(case.kv_heads, 1)
+        value += 0.5 * normal(case.kv_heads, 1)
+    gradient = normal(case.q_heads, case.q_len) if case.training else None
+    for x in (query, key, value):
+        x.requires_grad_(case.training)
+    lengths = None
+    if case.mask in ("lengths", "keys"):
+        drawn = random.Random(f"{case.name}, {case}")
+        found = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
+        lengths = torch.tensor(found, dtype=torch.int32, device=device)
+    mask = _mask(case, lengths, generator, device)
+    return Inputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)
+
+
+def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device: torch.device) -> Tensor | None:
+    queries = torch.arange(case.q_len, device=device)[:, None] + (case.kv_len - case.q_len)
+    keys = torch.arange(case.kv_len, device=device)
+    match case.mask:
+        case "lower_right":
+            return (keys <= queries)[None, None]
+        case "lengths":
+            assert lengths is not None
+            return (keys < lengths[:, None])[:, None, None]
+        case "keys":  # Half of the keys that exist come first, the other half last.
+            assert lengths is not None
+            first = (lengths[:, None] + 1) // 2
+            return ((keys < first) | (keys >= case.kv_len - (lengths[:, None] - first)))[:, None, None]
+        case "window":
+            return ((keys - queries).abs() <= WINDOW)[None, None]
+        case "documents":
+            return (keys // DOCUMENT == queries // DOCUMENT)[None, None]
+        case "bias":
+            size = (1, case.q_heads, case.q_len, case.kv_len)
+            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+    return None
+
+
+# From 4k to 119k tokens, at the head_dims of today's models. The smallest inputs are larger than any L2, so that no
+# flush is needed between calls.
+SHAPES: tuple[Case, ...] = (
+    Case.square("4k-128", (4, 32, 32, 4096, 128)),
+    Case.square("8k-128", (2, 32, 32, 8192, 128)),
+    Case.square("16k-128", (2, 32, 32, 16384, 128)),
+    Case.square("16k-128-causal", (2, 32, 32, 16384, 128), causal=True),
+    Case.square("4k-64", (4, 32, 32, 4096, 64)),
+    Case.square("16k-64", (2, 32, 32, 16384, 64)),
+    Case.square("16k-64-causal", (2, 32, 32, 16384, 64), causal=True),
+    Case.square("cogvideox-2b", (2, 30, 30, 17776, 64)),
+    Case.square("mochi", (1, 24, 24, 44776, 128)),
+    Case.square("hunyuanvideo-720p", (1, 24, 24, 119056, 128)),
+    Case.square("flux", (1, 24, 24, 4608, 128)),
+    Case.square("llama-3-prefill", (1, 32, 8, 32768, 128), causal=True),
+)
+
+# What models are trained on: plain, causal, a small head_dim, a language model's grouped queries, a video's tokens.
+TRAINING_SHAPES: tuple[Case, ...] = (
+    Case.square("8k-128", (2, 32, 32, 8192, 128), training=True),
+    Case.square("8k-128-causal", (2, 32, 32, 8192, 128), causal=True, training=True),
+    Case.square("8k-64", (2, 32, 32, 8192, 64), training=True),
+    Case.square("llama-3-training", (1, 32, 8, 16384, 128), causal=True, training=True),
+    Case.square("cogvideox-2b-training", (1, 30, 30, 17776, 64), training=True),
+)

@@ -1,0 +1,115 @@
+"""Results of benchmarks: facts about machine and source, JSON files, and rows that stay from an earlier run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_hf.files import replacing
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+"""Facts, and "rows"; some benchmarks have more tables of rows."""
+
+PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
+COMMIT = "SAGE_HF_COMMIT"
+"""Environment variable that names the commit of the source where there is no checkout to ask."""
+
+
+def facts(device: torch.device) -> Result:
+    """Return facts about the machine, the versions and the source, for the record."""
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else "",
+        "torch": torch.__version__,
+        "triton": packages.pop("triton", ""),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "packages": packages,
+        "commit": os.environ.get(COMMIT) or _commit_of_the_checkout(),
+        "date": date.today().isoformat(),
+    }
+
+
+def _commit_of_the_checkout() -> str:
+    """Return the commit of the checkout that holds this file; "" for an installed package, or without git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        git = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def reason(error: Exception) -> str:
+    """Return the type and the first line of an error, for a row's "unavailable"."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def path_of(folder: Path, result: Result, benchmark: str) -> Path:
+    """Return the file of a benchmark's result: <gpu>-<benchmark>.json."""
+    return folder / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
+
+
+def read(path: Path) -> Result | None:
+    """Return the result in a file; None if there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write(path: Path, result: Result) -> None:
+    """Write a result to a file, whose folder is made; a run that is cut leaves the file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(to_json(result), encoding="utf-8")
+
+
+def to_json(result: Result) -> str:
+    """Return a result as JSON, with one line for each row of each of its tables."""
+
+    def lines(rows: Sequence[Row]) -> str:
+        return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
+
+    def is_table(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+    named = (
+        f"{json.dumps(name)}: {lines(value) if is_table(value) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in result.items()
+    )
+    return "{\n" + ",\n".join(named) + "\n}\n"
+
+
+def merged(result: Result, before: Result | None, key: Callable[[Row], Any], order: Sequence[Any]) -> Result:
+    """Return a result with the rows that an earlier one has under other keys.
+
+    They stay only if everything but the date is the same: machine, versions and commit.
+
+    Args:
+        result: the new result.
+        before: the earlier one, if there is one.
+        key: of a row.
+        order: keys in the order in which rows come; others follow.
+    """
+    if before is None or {**before, "rows": [], "date": ""} != {**result, "rows": [], "date": ""}:
+        return result
+    rows = {key(row): row for row in (*before["rows"], *result["rows"])}
+    places = {one: place for place, one in enumerate(order)}
+    return {**result, "rows": [rows[one] for one in sorted(rows, key=lambda one: places.get(one, len(order)))]}

@@ -1,0 +1,311 @@
+"""Times of calls: on the GPU in turns or replayed as CUDA graphs, on the host, and of each kernel by the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Item = TypeVar("Item")
+Steps = tuple[Sequence[Call], int]
+"""(the consecutive steps of a call, the number of calls)."""
+
+# In turns with others, a call is timed for about SECONDS, in TURNS turns.
+SECONDS = 0.5
+MIN_CALLS, MAX_CALLS = 5, 100
+TURNS = 4
+
+# As a graph, a call is replayed for about WINDOW_MS: once to warm up, then REPLAYS times.
+WINDOW_MS = 20.0
+REPLAYS = 6
+MAX_CAPTURED = 32
+# The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
+REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
+# Calls before a capture: ours repeats what the first ones found out by then, its backward pass too.
+SETTLING_CALLS = 2
+# Host times are taken in turns, for about HOST_MS of each call; the fewest and the most turns.
+HOST_MS = 8.0
+HOST_TURNS = 11, 31
+
+LOOPED_CALLS, ROUNDS = 50, 21
+PROFILED_CALLS = 10
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
+    """Yield the items for each of some turns, in an order drawn anew.
+
+    A call's predecessor decides the GPU's clock, which follows its power, and the contents of caches: in one order,
+    each call would always follow the same other one.
+    """
+    draw = random.Random(0)
+    for _ in range(turns):
+        yield draw.sample(items, len(items))
+
+
+def first_calls(call: Call) -> tuple[float, int, int]:
+    """Call twice, to compile and to estimate time and memory.
+
+    Returns:
+        (seconds that the first call took longer than the second, most bytes allocated during the second, number of
+        calls for `median_steps_ms`).
+    """
+    first = _seconds(call)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    second = _seconds(call)
+    peak = torch.cuda.max_memory_allocated() - before
+    return max(0.0, first - second), peak, max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def median_ms(calls: Mapping[Any, tuple[Call, int]]) -> dict[Any, float]:
+    """Return the median time of each call in ms; `calls` is key -> (call, number of calls); see `median_steps_ms`."""
+    steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
+    return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
+
+
+def median_steps_ms(calls: Mapping[Any, Steps]) -> dict[Any, list[float]]:
+    """Return the median times in ms of calls that consist of steps: of the whole, then of each step.
+
+    Each is called several times in a row, at the clocks and temperature that it causes itself, as in a model that calls
+    it again and again. Calls take such turns in drawn orders, so that drift affects all of them.
+    """
+    events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
+    for turn, order in enumerate(drawn_orders(list(calls), TURNS)):
+        for key in order:
+            steps, count = calls[key]
+            for _ in range(count * turn // TURNS, count * (turn + 1) // TURNS):
+                marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+                marks[0].record()
+                for step, mark in zip(steps, marks[1:], strict=True):
+                    step()
+                    mark.record()
+                events[key].append(marks)
+    torch.cuda.synchronize()
+
+    def median(turns: list[list[torch.cuda.Event]], first: int, last: int) -> float:
+        return statistics.median(marks[first].elapsed_time(marks[last]) for marks in turns)
+
+    return {
+        key: [median(events[key], 0, -1), *(median(events[key], step, step + 1) for step in range(len(steps)))]
+        for key, (steps, _) in calls.items()
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes read and written per second by a copy of 1 GiB."""
+    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / (median_ms({"copy": (lambda: target.copy_(source), 20)})["copy"] * 1e-3)
+
+
+@dataclass
+class Timed:
+    """A call that a `Queue` times.
+
+    Attributes:
+        call: the call.
+        context: the call runs inside, and its cost is no part of the call's.
+        once_ms: the GPU's time of one call.
+        replay: runs the captured calls, of which there are `calls`.
+        marks: start and end of each replay.
+        host_times: in microseconds.
+    """
+
+    call: Call
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    once_ms: float = 1.0
+    replay: Call = lambda: None
+    calls: int = 1
+    marks: list[tuple[Any, Any]] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """Return the median of the GPU's times for a call."""
+        return statistics.median(start.elapsed_time(end) for start, end in self.marks) / self.calls
+
+    @property
+    def host_us(self) -> float:
+        """Return the median of the host times."""
+        return statistics.median(self.host_times)
+
+
+class Queue:
+    """A stream of the GPU on which everything runs, and the memory that all its graphs share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Queue]:
+        """Make the stream the current one while the block runs."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            # The pool lives as long as one of its graphs.
+            x = torch.ones(1, device=self.device)
+            keeper = self._capture(lambda: x + x, 1)
+            yield self
+            self._stream.synchronize()
+            keeper.reset()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU; raise RuntimeError if it failed."""
+        self._stream.synchronize()
+
+    def once_ms(self, call: Call) -> float:
+        """Return the GPU's time of one call, and what the host needs beyond the time that the GPU is kept busy."""
+        torch.cuda._sleep(CALL_CYCLES)
+        start, end = self._mark(), torch.cuda.Event(enable_timing=True)
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def gpu_us(self, call: Call, ms: float, replays: int) -> float:
+        """Return the GPU's time for a call in microseconds, the median of some replays of about so long each."""
+        call()
+        count = max(1, min(MAX_CAPTURED, int(ms / self.once_ms(call))))
+        graph = self._capture(call, count)
+        graph.replay()
+        marks = [self._mark()]
+        for _ in range(replays):
+            graph.replay()
+            marks.append(self._mark())
+        self._stream.synchronize()
+        times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+        return statistics.median(times) / count * 1e3
+
+    def prepare(self, call: Call, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
+        """Call until a call does no more than all later ones, and capture as many calls as fit into a replay."""
+        for _ in range(SETTLING_CALLS):
+            call()
+        once_ms = self.once_ms(call)
+        calls = max(1, min(MAX_CAPTURED, int(WINDOW_MS / (REPLAYS + 1) / max(1e-3, once_ms))))
+        return Timed(call, context, once_ms, self._capture(call, calls).replay, calls)
+
+    def take_host_times(self, timed: Sequence[Timed]) -> None:
+        """Take the host times of all calls in turns, in drawn orders: from an idle GPU until the call returns.
+
+        A host time is of one call behind others, not of a call in a loop: in the host's caches, other calls have taken
+        the place of its code and data, as between the layers of a model. All providers take longer so.
+        """
+        fewest, most = HOST_TURNS
+        longest = max((one.once_ms for one in timed), default=HOST_MS)
+        for order in drawn_orders(timed, max(fewest, min(most, int(HOST_MS / longest)))):
+            for one in order:
+                with one.context():
+                    self._stream.synchronize()
+                    started = time.perf_counter()
+                    one.call()
+                    one.host_times.append(1e6 * (time.perf_counter() - started))
+        self._stream.synchronize()
+
+    def replay(self, timed: Sequence[Timed]) -> None:
+        """Replay all graphs in turns, in drawn orders, and wait until the last has ended.
+
+        Before each timed replay the GPU is kept busy: else the calls of a short one would wait for the host's launch.
+        """
+        for turn, order in enumerate(drawn_orders(timed, REPLAYS + 1)):
+            for one in order:
+                if turn:
+                    torch.cuda._sleep(REPLAY_CYCLES)
+                start = self._mark()
+                one.replay()
+                if turn:
+                    one.marks.append((start, self._mark()))
+        self._stream.synchronize()
+
+    def _capture(self, call: Call, calls: int) -> torch.cuda.CUDAGraph:
+        """Return a graph of some calls. Unlike torch.cuda.graph it frees no memory before, which takes long."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.synchronize()
+        graph.capture_begin(self._pool)
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> dict[str, float]:
+    """Return the host time of each call in µs: the median over rounds of calls in a loop, with an idle GPU.
+
+    Args:
+        calls: key -> (function, the number of calls that it makes). Rounds go through them in drawn orders.
+        device: of the calls.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for order in drawn_orders(list(calls), ROUNDS):
+        for name in order:
+            run, made = calls[name]
+            count = max(1, LOOPED_CALLS // made)
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            times[name].append((time.perf_counter() - start) / (count * made))
+    return {name: 1e6 * statistics.median(rounds) for name, rounds in times.items()}
+
+
+class Span(NamedTuple):
+    """One run of a kernel: its name, and its start and end in µs."""
+
+    kernel: str
+    start: float
+    end: float
+
+
+def profiled(call: Call) -> list[list[Span]]:
+    """Return the kernels of some calls by PyTorch's profiler, each call's in the order of their ends.
+
+    Raises:
+        RuntimeError: the profiler saw no kernels, or not the same number in each call.
+    """
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_CALLS):
+            call()
+        torch.cuda.synchronize()
+    found = [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not found or len(found) % PROFILED_CALLS:
+        raise RuntimeError(f"the profiler saw {len(found)} kernels in {PROFILED_CALLS} calls")
+    found.sort(key=lambda span: span.end)
+    each = len(found) // PROFILED_CALLS
+    return [found[start : start + each] for start in range(0, len(found), each)]
