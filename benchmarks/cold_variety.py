@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sage_kernels.spec.masks import key_mask
+
 RECIPES = ("sage2", "sage1", "sage3", "sage_bwd")
 HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 72, 80, 96, 112, 128, 128, 144, 160, 192, 224, 256)
 MASKS = ("none", "none", "causal", "keys", "bool", "additive", "window", "rows without keys")
@@ -202,8 +204,8 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     device = torch.device("cuda", 0)
 
     def stand_in(x: torch.Tensor, memory: Any = None) -> torch.Tensor:
-        rehearsed = trace.current()
-        return trace.StandIn(x, memory or rehearsed.new_memory(x), device, rehearsed)
+        traced = trace.current()
+        return trace.StandIn(x, memory or traced.new_memory(x), device, traced)
 
     class Pretending(TorchDispatchMode):
         """Run operators on the meta device, and say that it is a GPU."""
@@ -244,7 +246,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
     for one in drawn:
         tensors, options = inputs_of(one, "meta")
         mask, causal, recipe = options["attn_mask"], options["is_causal"], options["recipe"]
-        with recording() as launches, trace.rehearsing(compiles_only=True) as rehearsed:
+        with recording() as launches, trace.tracing(compiles_only=True) as traced:
             tensors, mask = [stand_in(x) for x in tensors], None if mask is None else stand_in(mask)
             call = ops.checked_call(*tensors, mask, causal, 0, None, recipe, one.return_lse)
             ran = plan_training(call) if recipe == "sage_bwd" else dispatch.plan_of(call, "native").kernel
@@ -253,7 +255,7 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
         for made in launches:
             if 0 not in made.grid:
                 made.kernel.run(grid=made.grid, warmup=True, **made.arguments, **made.options)
-        for source in (compilation.func.__self__ for compilation in rehearsed.compilations):
+        for source in (compilation.func.__self__ for compilation in traced.compilations):
             kernels[source.file].variants.add(tuple(sorted(source.macros.items())))
         rows.append((one, ran, 0.0))
     return kernels, rows
@@ -261,16 +263,17 @@ def plan(drawn: list[Drawn]) -> tuple[Kernels, list[tuple[Drawn, str, float]]]:
 
 def plan_training(call: Any) -> str:
     """Run the host code of both passes of a call; return the kernel's name, or why gradients are exact."""
-    from sage_kernels import training
+    from sage_kernels.dispatch.exact_choice import why_exact_gradients
     from sage_kernels.dispatch.run import attend_and_save, backward, plan_training, request_of
-    from sage_kernels.exact import sdpa
     from sage_kernels.spec.call import BackwardCall, Mask
+    from sage_kernels.spec.options import Options
 
-    valid = sdpa.key_mask(call.mask.tensor, call.kv_len)
+    valid = key_mask(call.mask.tensor, call.kv_len)
     if call.mask.tensor is not None and valid is None:
         return "exact gradients"
     call = replace(call, mask=Mask.of_keys(valid))
-    if training.why_exact(call.query, call.key, call.value, valid=valid, is_causal=call.is_causal):
+    options = Options(call.is_causal, recipe="sage_bwd")
+    if why_exact_gradients(call.query, call.key, call.value, call.mask, options):
         return "exact gradients"
     output, saved = attend_and_save(call, "native")
     chosen = plan_training(request_of(call, grad=True), "native")

@@ -383,9 +383,9 @@ def recipes() -> str:
     for recipe in RECIPES.values():
         smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
         backward = recipe.backward
-        gradients = "exact attention" if backward is None else f"{backward.p}, {backward.ds}, {backward.dp}"
+        gradients = "exact attention" if backward is None else f"{backward}, {backward}, 16bit"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
-        rotated = "equalised, rotated" if recipe.balance else "rotated" if recipe.rotate else "as they are"
+        rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
         heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
         heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""

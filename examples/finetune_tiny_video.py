@@ -32,7 +32,7 @@ from tiny_video_score import generate
 from torch import Tensor
 from tqdm.auto import tqdm
 from train_tiny_video import CAPTION_DROPOUT, DEFAULT_FOLDER, caption_ids, to_model_range
-from training_loop import build_accelerator, fit, kernels_that_ran, run_own_numerics
+from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics
 from training_report import (
     compare,
     comparison_table,
@@ -153,12 +153,11 @@ def train(
     accelerator: Accelerator,
     transformer: CogVideoXTransformer3DModel,
     task: Task,
-    *,
     seed: int,
     batch_size: int,
-    **how: Any,
+    plan: TrainingPlan,
 ) -> dict[str, Any]:
-    """Train a transformer in place on batches that depend on the seed alone; see `fit` for ``how`` and the result."""
+    """Train a transformer in place on batches that depend on the seed alone; see `fit` for the result."""
     transformer = accelerator.prepare(transformer)
 
     def loss_of_step(step: int) -> Tensor:
@@ -176,8 +175,8 @@ def train(
         loss_of_step,
         held_out_loss,
         use_recipe,
-        tokens_per_step=batch_size * tokens,
-        **how,
+        batch_size * tokens,
+        plan,
     )
 
 
@@ -235,8 +234,8 @@ class Experiment:
 
         def run() -> dict[str, Any]:
             transformer = self.load(args.folder / "transformer")
-            how = {"recipe": recipe, "lr": args.lr, "steps": args.steps, "points": args.points, "title": path.name}
-            trained = train(self.accelerator, transformer, self.task, seed=seed, batch_size=args.batch_size, **how)
+            plan = TrainingPlan(recipe, args.lr, args.steps, args.points, path.name)
+            trained = train(self.accelerator, transformer, self.task, seed, args.batch_size, plan)
             self.accelerator.unwrap_model(transformer, keep_fp32_wrapper=False).save_pretrained(path)
             self.accelerator.free_memory()
             return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}

@@ -56,7 +56,7 @@ def all_scenes() -> list[Scene]:
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Return whether a scene is held out: for each shape and direction, three of the eight colours, in rotation."""
+    """Check whether a scene is held out: for each shape and direction, three of the eight colours, in rotation."""
     colour, shape = list(COLOURS).index(scene.colour), SHAPES.index(scene.shape)
     return (colour + 2 * shape + 3 * list(DIRECTIONS).index(scene.direction)) % len(COLOURS) < 3
 

@@ -36,7 +36,7 @@ from source_text import (
 )
 from torch import Tensor
 from tqdm.auto import tqdm
-from training_loop import build_accelerator, fit, kernels_that_ran, run_own_numerics
+from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics
 from training_report import (
     compare,
     comparison_table,
@@ -136,9 +136,9 @@ def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Ten
 
 
 def train(
-    accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, **how: Any
+    accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, plan: TrainingPlan
 ) -> dict[str, Any]:
-    """Train a model in place on windows that depend on the seed alone; ``how`` and the result are those of `fit`."""
+    """Train a model in place on windows that depend on the seed alone; the result is that of `fit`."""
     model = accelerator.prepare(model)
     training = text.training.to(accelerator.device)
     windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)
@@ -153,8 +153,8 @@ def train(
         loss_of_step,
         lambda: held_out_loss(accelerator, model, windows, size.batch_size),
         use_recipe,
-        tokens_per_step=size.batch_size * size.seq_len,
-        **how,
+        size.batch_size * size.seq_len,
+        plan,
     )
 
 
@@ -193,8 +193,8 @@ class Experiments:
             model = build_model(architecture, self.size, seed)
             if base is not None:
                 model = type(model).from_pretrained(base, dtype=torch.float32)
-            how = {"recipe": recipe, "lr": lr, "steps": steps, "points": args.points}
-            trained = train(self.accelerator, model, text, self.size, seed, title=f"{folder} {path.name}", **how)
+            plan = TrainingPlan(recipe, lr, steps, args.points, f"{folder} {path.name}")
+            trained = train(self.accelerator, model, text, self.size, seed, plan)
             self.accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
             self.accelerator.free_memory()
             return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}

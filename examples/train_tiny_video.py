@@ -7,14 +7,12 @@
 
 Steps 1 and 2 take under ten minutes each on one data-centre GPU with ``--mixed-precision bf16`` (and ``--compile`` for
 the transformer). The result is a diffusers folder for ``CogVideoXPipeline.from_pretrained("examples/tiny_video")``.
-An interrupted run continues with ``--resume``: what a step draws depends on (seed, step, process) only, so the
-continued run does what the uninterrupted one would have done.
+What a step draws depends on (seed, step, process) only.
 """
 
 import argparse
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,28 +109,14 @@ class DenoisingObjective(nn.Module):
         return {"loss": F.mse_loss(predicted.float(), velocity)}
 
 
-class Progress:
-    """Number of steps done and losses logged so far; part of every checkpoint."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.log: list[dict[str, float]] = []
-
-    def state_dict(self) -> dict:
-        return {"step": self.step, "log": self.log}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.step, self.log = state["step"], state["log"]
-
-
 def fit(
     accelerator: Accelerator,
     objective: nn.Module,
     draw_batch: Callable[[int, int], dict[str, Tensor]],
     show: Callable[[nn.Module, Path], None],
     args: argparse.Namespace,
-) -> tuple[nn.Module, Progress]:
-    """Train ``objective`` up to ``args.steps`` steps, with checkpoints, samples and a log.
+) -> tuple[nn.Module, list[dict[str, float]]]:
+    """Train ``objective`` for ``args.steps`` steps, with samples and a log.
 
     Args:
         objective: maps the keyword arguments that ``draw_batch`` returns to a dict with "loss".
@@ -140,51 +124,33 @@ def fit(
         show: called with the averaged objective and a path without suffix, to which it writes a sample.
 
     Returns:
-        The exponential moving average of the objective, and the progress.
+        The exponential moving average of the objective, and the losses logged.
     """
-    run_dir = args.run_dir / args.command
+    samples = args.run_dir / args.command / "samples"
+    samples.mkdir(parents=True, exist_ok=True)
     average = AveragedModel(objective, multi_avg_fn=get_ema_multi_avg_fn(args.ema_decay))
     optimizer = torch.optim.AdamW(objective.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
-    progress = Progress()
     objective, optimizer = accelerator.prepare(objective, optimizer)
-    accelerator.register_for_checkpointing(schedule, average, progress)
-
-    checkpoint = run_dir / "checkpoint"
-    if args.resume:
-        if not checkpoint.is_dir():
-            raise SystemExit(f"--resume: no checkpoint in {checkpoint}; start without --resume or set --run-dir")
-        accelerator.load_state(str(checkpoint))
-        logger.info("resumed at step %d", progress.step)
-    (run_dir / "samples").mkdir(parents=True, exist_ok=True)
-
-    with tqdm(
-        total=args.steps, initial=progress.step, disable=not accelerator.is_local_main_process, mininterval=2.0
-    ) as bar:
-        while progress.step < args.steps:
-            seed = (args.seed * 1_000_003 + progress.step) * 1_009 + accelerator.process_index
-            losses = objective(**draw_batch(progress.step, seed))
+    log: list[dict[str, float]] = []
+    with tqdm(total=args.steps, disable=not accelerator.is_local_main_process, mininterval=2.0) as bar:
+        for step in range(args.steps):
+            losses = objective(**draw_batch(step, (args.seed * 1_000_003 + step) * 1_009 + accelerator.process_index))
             accelerator.backward(losses["loss"])
             accelerator.clip_grad_norm_(objective.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             average.update_parameters(accelerator.unwrap_model(objective))
-            progress.step += 1
             bar.update()
-            done = progress.step == args.steps
-            if progress.step % args.log_every == 0 or done:
+            done = step + 1
+            if done % args.log_every == 0 or done == args.steps:
                 row = {name: round(value.item(), 5) for name, value in losses.items()}
-                progress.log.append({"step": progress.step, **row})
+                log.append({"step": done, **row})
                 bar.set_postfix(row)
-            if accelerator.is_main_process and (progress.step % args.checkpoint_every == 0 or done):
-                unfinished = checkpoint.with_suffix(".unfinished")
-                accelerator.save_state(str(unfinished))
-                shutil.rmtree(checkpoint, ignore_errors=True)
-                unfinished.rename(checkpoint)
-            if accelerator.is_main_process and (progress.step % args.sample_every == 0 or done):
-                show(average.module, run_dir / "samples" / f"step_{progress.step:06d}")
-    return average.module, progress
+            if accelerator.is_main_process and (done % args.sample_every == 0 or done == args.steps):
+                show(average.module, samples / f"step_{done:06d}")
+    return average.module, log
 
 
 def to_model_range(clips: Tensor) -> Tensor:
@@ -229,7 +195,7 @@ def train_vae(args: argparse.Namespace, size: TinySize) -> None:
         save_gif(torch.cat([clips, averaged.reconstruct(clips)]), path)
 
     started = time.perf_counter()
-    averaged, progress = fit(accelerator, objective, draw_batch, show, args)
+    averaged, log = fit(accelerator, objective, draw_batch, show, args)
     minutes = round((time.perf_counter() - started) / 60, 2)
     if not accelerator.is_main_process:
         return
@@ -249,7 +215,7 @@ def train_vae(args: argparse.Namespace, size: TinySize) -> None:
     result = {"minutes": minutes, "held_out_psnr_db": round(sum(psnr) / len(psnr), 2), "held_out_read_of_48": right}
     logger.info("vae: %s, scaling factor %g", result, averaged.vae.config.scaling_factor)
     averaged.vae.to(torch.float16).save_pretrained(args.folder / "vae")
-    update_json(args.folder / "training.json", "vae", {**result, "settings": settings(args), "losses": progress.log})
+    update_json(args.folder / "training.json", "vae", {**result, "settings": settings(args), "losses": log})
 
 
 def caption_ids(tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
@@ -337,7 +303,7 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
         save_gif(generate(pipeline(averaged), demo_scenes(), guidance_scale=args.guidance_scale), path)
 
     started = time.perf_counter()
-    averaged, progress = fit(accelerator, objective, draw_batch, show, args)
+    averaged, log = fit(accelerator, objective, draw_batch, show, args)
     minutes = round((time.perf_counter() - started) / 60, 2)
     if not accelerator.is_main_process:
         return
@@ -358,7 +324,7 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
         "prompts": [scene.caption() for scene in demo_scenes()],
     }
     (args.folder / "generation.json").write_text(json.dumps(generation, indent=1) + "\n")
-    result = {"minutes": minutes, "settings": settings(args), "losses": progress.log}
+    result = {"minutes": minutes, "settings": settings(args), "losses": log}
     update_json(args.folder / "training.json", "transformer", result)
 
 
@@ -377,10 +343,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument("--ema-decay", type=float, default=ema_decay)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--mixed-precision", choices=("no", "bf16"), default="no")
-        command.add_argument("--resume", action="store_true", help="continue from the checkpoint in --run-dir")
-        command.add_argument("--run-dir", type=Path, default=Path("runs/tiny_video"), help="checkpoints and samples")
+        command.add_argument("--run-dir", type=Path, default=Path("runs/tiny_video"), help="samples")
         command.add_argument("--log-every", type=int, default=100)
-        command.add_argument("--checkpoint-every", type=int, default=1000)
         command.add_argument("--sample-every", type=int, default=1000)
         if name == "transformer":
             command.add_argument("--compile", action="store_true", help="torch.compile the objective")

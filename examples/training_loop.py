@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def build_accelerator() -> Accelerator:
 
 
 def kernels_that_ran(model: nn.Module, recipe: str) -> list[str]:
-    """Return the kernels that ran for a recipe, as "recipe · kernel · native or emulated".
+    """List the kernels that ran for a recipe, as "recipe · kernel · native or emulated".
 
     Raises:
         RuntimeError: another recipe or exact attention ran instead, which would make a comparison meaningless.
@@ -51,19 +52,40 @@ def kernels_that_ran(model: nn.Module, recipe: str) -> list[str]:
     return sorted({f"{row.recipe} · {row.kernel} · {row.numerics}" for row in rows})
 
 
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Plan of one run.
+
+    Attributes:
+        recipe: recipe of the attention in training.
+        lr: peak learning rate.
+        steps: number of steps, at least 1.
+        points: number of points of the curve, at least 1.
+        title: text of the progress bar.
+
+    Raises:
+        SystemExit: steps or points is less than 1.
+    """
+
+    recipe: str
+    lr: float
+    steps: int
+    points: int
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.points < 1:
+            raise SystemExit(f"{self.steps} steps and {self.points} points of the curve: both must be at least 1")
+
+
 def fit(
     accelerator: Accelerator,
     model: nn.Module,
     loss_of_step: Callable[[int], Tensor],
     held_out_loss: Callable[[], float],
     use_recipe: Callable[[nn.Module, str], None],
-    *,
-    recipe: str,
-    lr: float,
-    steps: int,
     tokens_per_step: int,
-    points: int,
-    title: str,
+    plan: TrainingPlan,
 ) -> dict[str, Any]:
     """Train a model in place: AdamW, cosine schedule with 5 % of warm-up, gradients clipped to norm 1.
 
@@ -73,31 +95,23 @@ def fit(
         loss_of_step: called with 1, 2, …; returns the scalar loss of that step's batch.
         held_out_loss: called after ``use_recipe(model, "exact")``, in evaluation mode.
         use_recipe: switches the model's attention.
-        recipe: recipe of the attention in training.
-        lr: peak learning rate.
-        steps: number of steps, at least 1.
         tokens_per_step: number of tokens in a step's batch.
-        points: number of points of the curve, at least 1.
-        title: text of the progress bar.
+        plan: the recipe, and how to train.
 
     Returns:
         "curve": rows of "step", "train_loss" (mean since the row before), "largest_gradient_norm" (since the row
         before) and "held_out_loss"; values that are not finite are None. "kernels": see `kernels_that_ran`.
         "tokens_per_second": if there are several points, without the steps before the first, which compile kernels.
         "peak_memory_bytes": None on a CPU.
-
-    Raises:
-        SystemExit: steps or points is less than 1.
     """
-    if steps < 1 or points < 1:
-        raise SystemExit(f"{steps} steps and {points} points of the curve: both must be at least 1")
+    recipe, steps, points = plan.recipe, plan.steps, plan.points
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Weight decay applies to matrices, but not to gains and biases.
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.95), fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
     optimizer = accelerator.prepare(optimizer)
     on_gpu = accelerator.device.type == "cuda"
@@ -122,7 +136,7 @@ def fit(
     norms: list[Tensor] = []
     kernels: list[str] = []
     seconds, timed_steps, started = 0.0, 0, time.perf_counter()
-    with tqdm(total=steps, desc=title, mininterval=2.0) as bar:
+    with tqdm(total=steps, desc=plan.title, mininterval=2.0) as bar:
         for step in range(1, steps + 1):
             loss = loss_of_step(step)
             accelerator.backward(loss)

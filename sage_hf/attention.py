@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from sage_hf import record
-from sage_kernels import ops, training
-from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import FALLBACKS, Fallback, KernelUnavailableError, Plan, Request, exact_plan
-from sage_kernels.exact import masked_rows, sdpa
-from sage_kernels.replay import prepared, prepared_training
-from sage_kernels.spec import checks
-from sage_kernels.spec.block_list import BlockList, check_blocks, exact_attention
-from sage_kernels.spec.call import Mask
-from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.attend import attend as decide_and_run
+from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.options import Fallback, Options, check_fallback
 
 
 def set_default_fallback(fallback: str) -> None:
@@ -36,12 +28,13 @@ def default_fallback() -> Fallback:
     return _default_fallback
 
 
-def check_fallback(fallback: str) -> Fallback:
-    """Return `fallback` if it is one of the choices; otherwise raise a ValueError that lists them."""
-    for known in FALLBACKS:
-        if fallback == known:
-            return known
-    raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+def chosen_fallback(fallback: str | None) -> Fallback:
+    """Return what a caller's `fallback` means: the process's default for None.
+
+    Raises:
+        ValueError: it is not "native", "emulate" or "error".
+    """
+    return _default_fallback if fallback is None else check_fallback(fallback)
 
 
 def fallback_of_environment() -> Fallback:
@@ -57,9 +50,6 @@ def fallback_of_environment() -> Fallback:
 
 
 _default_fallback = fallback_of_environment()
-
-DROPOUT = "attention dropout is computed by exact attention alone"
-"""Reason of calls with dropout."""
 
 
 @overload
@@ -160,395 +150,30 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
-    dims = getattr(query, "ndim", 4)
-    if dims != 4 and dims == getattr(key, "ndim", 0) == getattr(value, "ndim", 0) >= 2:
-        options: dict[str, Any] = {"recipe": recipe, "fallback": fallback, "return_lse": return_lse, "blocks": blocks}
-        return _attend_with_leading_dimensions(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, options
-        )
-    if blocks is not None:
-        sparse = _attend_to_blocks(
-            blocks, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, fallback, return_lse
-        )
-        return sparse if return_lse else sparse[0]
-    output, lse = attend(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
-    )
+    options = Options(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback), return_lse)
+    output, lse = attend(query, key, value, attn_mask, options, blocks)
     return output if lse is None or not return_lse else (output, lse)
-
-
-def _attend_with_leading_dimensions(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    options: dict[str, Any],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute `sage_attention` of tensors (…, tokens, channels) with fewer or more than two leading dimensions."""
-    if query.dim() < 4:
-        tensors = [x[(None,) * (4 - x.dim())] for x in (query, key, value)]
-    else:
-        tensors = [x.flatten(0, -4) for x in (query, key, value)]
-        if mask is not None and mask.dim() > 3:
-            mask = mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-    found = sage_attention(*tensors, mask, dropout_p, is_causal, scale, enable_gqa, **options)  # type: ignore[call-overload]
-    if isinstance(found, torch.Tensor):
-        return found.reshape(*query.shape[:-1], value.shape[-1])
-    output, lse = found
-    return output.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
 
 
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    causal_offset: int = 0,
-    recipe: str = "sage3",
-    fallback: str | None = None,
-    return_lse: bool = False,
-    tokens_first: bool = False,
+    attn_mask: torch.Tensor | None,
+    options: Options,
+    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `sage_attention`, but accept a mask and causality together; see there for the other arguments.
+    """Compute `sage_attention`, but accept a mask and causality together, and let observers see the call.
 
     Args:
-        attn_mask, is_causal: a query attends to what both allow.
-        causal_offset: causal query i attends to keys 0…i + causal_offset; only 0 has gradients or exact attention.
-        tokens_first: query, key, value and the output are (batch, tokens, heads, channels).
+        query, key, value, attn_mask, blocks: as in `sage_attention`; with `options.tokens_first`, query, key, value and
+            the output are (batch, tokens, heads, channels).
+        options: all else; a query attends to what mask and causality both allow.
 
     Returns:
-        (output, lse); without return_lse, the lse is None or has no elements.
+        (output, lse); the lse counts with `options.return_lse` only.
     """
-    chosen_fallback, slot = _default_fallback if fallback is None else fallback, None
-    # While something else than Dynamo traces, modes are active, and nothing is known of a call.
-    if not torch.compiler.is_dynamo_compiling() and dropout_p == 0.0:
-        if torch._C._is_any_autocast_enabled() and all(isinstance(x, torch.Tensor) for x in (query, key, value)):
-            checks.check_memory(query, key, value)
-            query, key, value = sdpa.in_autocast_dtype(query, key, value)
-        kind = recipe, chosen_fallback, return_lse, tokens_first
-        options = is_causal.__class__, is_causal, causal_offset, scale.__class__, scale, enable_gqa, kind
-        grad = ops.wants_gradient(query, key, value, attn_mask)
-        slot = prepared.look_up(query, key, value, attn_mask, options, grad)
-        if slot is not None and slot.prepared is not None:
-            output, lse = slot.run(query, key, value, attn_mask)
-            if record.observers:
-                shown = query, key, value, output
-                query, key, value, seen = (x.transpose(1, 2) for x in shown) if tokens_first else shown
-                record.notify_observers(
-                    *(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, seen)
-                )
-            return output, lse
-    return _attend(
-        *(slot, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-        *(causal_offset, recipe, chosen_fallback, return_lse, tokens_first),
-    )
-
-
-def _attend(
-    slot: prepared.Slot | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    causal_offset: int,
-    recipe: str,
-    fallback: str,
-    return_lse: bool,
-    tokens_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attend` for a call that is not prepared; prepare it if it has a slot."""
-    checked_fallback = check_fallback(fallback)
-    checks.check_causal(is_causal)
-    is_causal = bool(is_causal)
-    lse: torch.Tensor | None
-    if tokens_first:
-        if slot is not None:
-            slot.tokens_first = True
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    get_recipe(recipe)
-    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
-    checks.check_memory(query, key, value, attn_mask)
-    query, key, value = sdpa.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, enable_gqa)
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
-    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
-    wants_gradient = _wants_gradient(query, key, value, mask)
-    valid = sdpa.key_mask(mask, key.shape[2]) if wants_gradient else None
-    reason = DROPOUT if dropout_p and recipe != "exact" else ""
-    if wants_gradient and not reason:
-        reason = _why_exact(query, key, value, mask, valid, is_causal, recipe, checked_fallback)
-
-    if recipe == "exact" or reason:
-        if recipe != "exact" and checked_fallback == "error":
-            advice = "set it to 0" if dropout_p else "run under torch.no_grad() if no gradient is needed"
-            raise KernelUnavailableError(
-                f'{reason}: {advice}, or use fallback="native" for exact attention with gradients'
-            )
-        plan = _record_exact(query, key, value, mask, is_causal, recipe, return_lse, reason, wants_gradient)
-        output, lse = _exact(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, return_lse)
-        if slot is not None and plan is not None and not return_lse:
-            exactly = partial(prepared.prepare_exact, plan, query, key, value, attn_mask, is_causal, scale)
-            slot.prepare(partial(exactly, empties_rows=recipe != "exact"))
-    elif wants_gradient:
-        if slot is not None and slot.calls == 0 and not return_lse:
-            # At once: what a first call saves for its backward pass, checkpointing compares to what a later one does.
-            prepare = partial(prepared_training.prepare, query, key, value, mask, is_causal, scale)
-            slot.prepare(partial(prepare, recipe, checked_fallback), at_once=True)
-        if slot is not None and slot.prepared is not None:
-            run.announce(slot.prepared.plan)
-            output, lse = slot.prepared(query, key, value, mask)
-        else:
-            output, lse = training.attention(
-                query,
-                key,
-                value,
-                valid=valid,
-                is_causal=is_causal,
-                scale=scale,
-                recipe=recipe,
-                fallback=checked_fallback,
-                return_lse=return_lse,
-            )
-    elif slot is None:
-        output, lse = ops.attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=is_causal,
-            causal_offset=causal_offset,
-            scale=scale,
-            recipe=recipe,
-            fallback=checked_fallback,
-            return_lse=return_lse,
-        )
-    else:  # nothing watches operators
-        checked = ops.checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-        plan = run.plan_of(checked, checked_fallback)
-        output, lse = result = run.run(checked, plan)
-        # The length of a step of decoding is that of each layer, and of no later step.
-        at_once = slot.calls == 0 and prepared.is_step(plan)
-        slot.prepare(partial(prepared.prepare, checked, plan, mask, result), at_once)
-    if not torch.compiler.is_compiling():
-        record.notify_observers(*(query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output))
-    return output.transpose(1, 2) if tokens_first else output, lse
-
-
-def _exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: str,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run PyTorch's attention with gradients; return (output, lse), the lse without a gradient and of all weights.
-
-    Rows that may attend to no key are 0, unless exact attention is the recipe that was asked for.
-    """
-    if is_causal and mask is not None:
-        mask, is_causal = sdpa.with_causality(mask, query, key), False
-    attend_exactly = sdpa.sdpa if recipe == "exact" else masked_rows.attend
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
-    output = attend_exactly(query, key, value, mask=mask, is_causal=is_causal, **options)
-    if not return_lse:
-        return output, query.new_empty(0, dtype=torch.float32)
-    with torch.no_grad():
-        return output, ops.log_sum_exp(query, key, mask=mask, is_causal=is_causal, scale=scale)
-
-
-def _record_exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    recipe: str,
-    return_lse: bool,
-    reason: str,
-    grad: bool,
-) -> Plan | None:
-    """Record that exact attention runs: because it was asked for, or in place of a recipe (`reason`).
-
-    Returns:
-        The plan, unless the call is being compiled.
-    """
-    if torch.compiler.is_compiling():
-        if recipe != "exact":
-            record.report_exact(None, reason, recipe)
-        return None
-    request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, grad and bool(reason))
-    plan = exact_plan(request, *([] if recipe == "exact" else [("", reason)]))
-    run.announce(plan)
-    return plan
-
-
-def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether reverse-mode or forward-mode differentiation would go through one of the tensors."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return True
-    return ops.has_tangent(*tensors)
-
-
-def _why_exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    valid: torch.Tensor | None,
-    is_causal: bool,
-    recipe: str,
-    fallback: Fallback,
-    blocks: BlockList | None = None,
-) -> str:
-    """Return why this call falls back to exact gradients; "" if the recipe computes its own."""
-    if recipe == "exact":
-        return ""
-    if get_recipe(recipe).backward is None:
-        return f"{recipe} is forward only and gradients are wanted"
-    if ops.has_tangent(query, key, value, mask):
-        return f"{recipe} has no forward-mode derivative"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return f"{recipe} cannot be differentiated inside a transform of torch.func"
-    if mask is not None and valid is None:
-        return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
-    if fallback == "error":
-        return ""  # `training.attention` raises, and says why
-    options: dict[str, Any] = {"valid": valid, "blocks": blocks, "is_causal": is_causal}
-    return training.why_exact(query, key, value, **options, recipe=recipe, fallback=fallback)
-
-
-def _validate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    enable_gqa: bool,
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim), or as many "
-                "dimensions as the others have"
-            )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} but query is {query.dtype} on {query.device}: "
-                "convert them with .to(query)"
-            )
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
-        raise ValueError(f"batch sizes differ: {shapes}: expand key and value to query's")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"head_dim of query and key differ: {shapes}")
-    if key.shape[1:3] != value.shape[1:3]:
-        raise ValueError(f"heads or tokens of key and value differ: {shapes}")
-    q_heads, kv_heads = query.shape[1], key.shape[1]
-    if q_heads != kv_heads and not enable_gqa:
-        raise ValueError(f"{q_heads} query heads but {kv_heads} key heads: pass enable_gqa=True for grouped queries")
-    if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
-        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
-    if mask is not None:
-        _validate_mask(query, key, mask)
-
-
-def _validate_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
-    if mask.device != query.device:
-        raise ValueError(
-            f"attn_mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
-        )
-    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    broadcasts = mask.dim() <= 4 and all(
-        size == 1 or size == target for size, target in zip(reversed(mask.shape), reversed(full), strict=False)
-    )
-    if not broadcasts:
-        raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
-        )
-
-
-def _attend_to_blocks(
-    blocks: BlockList,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    recipe: str,
-    fallback: str | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `sage_attention` over a block list; return (output, lse), the lse empty if it is not wanted."""
-    checked_fallback = default_fallback() if fallback is None else check_fallback(fallback)
-    get_recipe(recipe)
-    checks.check_kinds(query, key, value, attn_mask, scale, mask_name="attn_mask")
-    checks.check_memory(query, key, value, attn_mask, blocks.counts, blocks.tiles)
-    query, key, value = sdpa.in_autocast_dtype(query, key, value)
-    _validate(query, key, value, attn_mask, enable_gqa)
-    if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p} is not supported beside blocks: set the attention dropout to 0")
-    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
-    checks.check_causal(is_causal)
-    keys, is_causal, reason = Mask.of_blocks(blocks, mask, key.shape[2]), bool(is_causal), ""
-    wants_gradient = recipe != "exact" and _wants_gradient(query, key, value)
-    if wants_gradient:
-        facts = (query, key, value, mask, keys.valid, is_causal, recipe, checked_fallback, blocks)
-        reason = _why_exact(*facts)
-        if reason and checked_fallback == "error":
-            raise KernelUnavailableError(f"{reason}: run under torch.no_grad() if no gradient is needed")
-    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale, "return_lse": return_lse}
-    if recipe == "exact" or reason:
-        check_blocks(blocks, query, key)  # otherwise the operator does
-        request = None
-        if not torch.compiler.is_compiling():
-            request = Request.of(query, key, value, mask, is_causal, recipe, return_lse, bool(reason))
-            request = replace(request, mask=keys.kind)
-        if reason:
-            record.report_exact(request, reason, recipe)
-        elif request is not None:
-            record.file_plan(exact_plan(request))
-        output, found = exact_attention(query, key, value, blocks, **options)
-        lse = query.new_empty(0, dtype=torch.float32) if found is None else found
-    elif wants_gradient:
-        del options["mask"]
-        output, lse = training.attention(
-            query, key, value, valid=keys.valid, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
-        )
-    else:
-        output, lse = ops.attention(
-            query, key, value, blocks=blocks, recipe=recipe, fallback=checked_fallback, **options
-        )
-    if not torch.compiler.is_compiling():
-        record.notify_observers(query, key, value, attn_mask, is_causal, 0, scale, enable_gqa, output)
+    output, lse = decide_and_run(query, key, value, attn_mask, blocks, options)
+    if record.observers and not torch.compiler.is_compiling():
+        record.notify_observers(query, key, value, attn_mask, options, output)
     return output, lse

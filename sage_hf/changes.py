@@ -26,7 +26,7 @@ class Change:
 
     @property
     def is_in_force(self) -> bool:
-        """Return whether it has not been undone."""
+        """Check whether it has not been undone."""
         return self in changes_of(self.model)
 
     def undo(self) -> None:

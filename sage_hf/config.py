@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sage_hf.patterns import matches
 from sage_hf.sparse.config import Sparse
-from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 
@@ -41,11 +41,11 @@ class StepRule:
 
     @property
     def counts_from_end(self) -> bool:
-        """Return whether the rule covers steps that are known only once the number of steps is."""
+        """Check whether the rule covers steps that are known only once the number of steps is."""
         return (self.start or 0) < 0 or (self.stop or 0) < 0
 
     def covers(self, step: int, num_steps: int | None) -> bool:
-        """Return whether the rule covers `step` (0 is the first) of `num_steps`.
+        """Check whether the rule covers `step` (0 is the first) of `num_steps`.
 
         Raises:
             ValueError: the rule counts from the end and `num_steps` is None.

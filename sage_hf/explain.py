@@ -13,6 +13,7 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.diffusers.bridge import backend_of
 from sage_hf.diffusers.layers import fixed_backend
 from sage_hf.diffusers.processor import layer_of, sage_of
 from sage_hf.diffusers.vsa import VSAProcessor
@@ -89,7 +90,7 @@ class Explanation:
     norm_rope: int = 0
 
     def joined(self, later: Explanation) -> Explanation:
-        """Return one explanation of two runs of a model: equal rows become one, whose calls are those of both.
+        """Join two runs of a model: equal rows become one, with the calls of both.
 
         What sparse calls kept is that of the later run, and says so.
         """
@@ -186,7 +187,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 
 
 def _counts(plan: Plan) -> tuple[bool, bool, bool]:
-    """Return whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
+    """Check whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
     request, recipe = plan.request, get_recipe(plan.recipe)
     dense = not request.mask.startswith("block")
     heavy = heavy_keys_of(recipe, request.kv_len, request.mask) > 0
@@ -195,7 +196,7 @@ def _counts(plan: Plan) -> tuple[bool, bool, bool]:
 
 
 def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
-    """Return which keys the recipe attends to in 16 bits, and in how many of the layers' calls it did."""
+    """Return a note on the keys that the recipe keeps in 16 bits, and on how many of the layers' calls had them."""
     recipe = RECIPES[name]
     choice = "first or heaviest" if recipe.heavy_choice == "heaviest" else "the first"
     text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
@@ -224,9 +225,7 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
     if (sage := sage_of(layer)) is not None:
         return asked(sage.recipe, sage.training), ""
     processor: Any = layer.processor
-    backend = getattr(processor, "_attention_backend", None)
-    backend = getattr(backend, "value", backend)
-    if backend in NAMES:
+    if (backend := backend_of(processor)) in NAMES:
         recipe, _ = NAMES[backend]
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
     if reason := fixed_backend(processor):

@@ -6,7 +6,7 @@ A low-bit recipe goes by its own name ("sage3"), with the process's default fall
 
 from __future__ import annotations
 
-from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES
 
 

@@ -11,7 +11,7 @@ _RANGE = re.compile(r"(?<![^.])(\d+)-(\d+)(?![^.])")
 
 
 def matches(pattern: str, layer: str) -> bool:
-    """Return whether the layer's name is one that the pattern names: `blocks.*.attn1`, `blocks.0-3.attn1`."""
+    """Check whether the layer's name is one that the pattern names: `blocks.*.attn1`, `blocks.0-3.attn1`."""
     return fnmatchcase(layer, pattern) or any(fnmatchcase(layer, one) for one in _without_ranges(pattern))
 
 

@@ -21,8 +21,9 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import Outcome, Plan, Request, exact_plan
-from sage_kernels.runtime import dynamo
+from sage_kernels.dispatch.registry import Outcome, Plan
+from sage_kernels.exact.sdpa import in_autocast_dtype
+from sage_kernels.spec.options import Options
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +43,8 @@ class AttentionCall:
 
     Attributes:
         layer: the module on whose behalf the call was made, or None.
-        query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
+        query, key, value: (batch, heads, tokens, channels), in autocast's dtype.
+        attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: what ran.
     """
@@ -191,42 +193,27 @@ def notify_observers(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    enable_gqa: bool,
+    options: Options,
     output: torch.Tensor,
 ) -> None:
-    """Describe the thread's latest call to the observers, if there are any; arguments as in `AttentionCall`."""
+    """Describe the thread's latest call to the observers; arguments as of `attention.attend`."""
     plan, _thread.latest = _thread.latest, None
-    if observers and plan is not None:
-        layer = _thread.layers[-1] if _thread.layers else None
-        call = AttentionCall(
-            *(layer, query, key, value, attn_mask, is_causal, causal_offset, scale, enable_gqa, output, plan)
-        )
-        for observer in tuple(observers):
-            observer(call)
+    if plan is None:
+        return
+    if options.tokens_first:
+        query, key, value, output = (x.transpose(1, 2) for x in (query, key, value, output))
+    query, key, value = in_autocast_dtype(query, key, value)
+    layer = _thread.layers[-1] if _thread.layers else None
+    causality = options.is_causal, options.causal_offset
+    call = AttentionCall(
+        layer, query, key, value, attn_mask, *causality, options.scale, options.enable_gqa, output, plan
+    )
+    for observer in tuple(observers):
+        observer(call)
 
 
-def report_exact(request: Request | None, reason: str, recipe: str) -> None:
-    """Record that exact attention runs in place of `recipe`, as a caller of the operators decided.
-
-    Args:
-        request: the facts of the call; None if they are not known or the call is being compiled.
-        reason: why the recipe does not run: the limit, without this call's sizes, so that it is logged once.
-        recipe: the recipe asked for.
-    """
-    if torch.compiler.is_compiling():
-        _log_while_compiling(recipe, reason)
-    elif request is None:
-        _log_fallback(recipe, "exact", reason)
-    else:
-        file_plan(exact_plan(request, ("", reason)))
-
-
-@dynamo.assume_constant_result
-def _log_while_compiling(recipe: str, reason: str) -> None:
-    """Call `_log_fallback` while the compiler traces the caller."""
+def _log_exact(recipe: str, reason: str) -> None:
+    """Log that exact attention runs in place of a recipe in a graph that is being compiled."""
     _log_fallback(recipe, "exact", reason)
 
 
@@ -252,3 +239,4 @@ def _log_once(key: tuple[str, ...], message: str) -> None:
 
 
 run.plan_listeners.append(file_plan)
+run.fallback_listeners.append(_log_exact)

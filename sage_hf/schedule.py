@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +13,10 @@ from huggingface_hub.utils import logging
 from torch import Tensor, nn
 
 from sage_hf.config import SageConfig
+from sage_hf.diffusers.bridge import follow_pipelines, running_pipeline
 from sage_kernels.runtime import dynamo
 
 TIMESTEP_ARGUMENTS = ("timestep", "t")
-PIPELINE_ARGUMENTS = {"self", "components", "pipe", "pipeline"}
-"""Names of the argument by which functions of a denoising loop take the pipeline; `components` in modular ones."""
 
 logger = logging.get_logger(__name__)
 
@@ -41,13 +38,13 @@ class StepSchedule:
     timesteps between two steps (KDPM2), which belong to the step before them. Every other distinct timestep is a step,
     even if a scheduler has more of them than it was asked for (PNDM).
 
-    The running pipeline is found by `running_pipeline`. A call from elsewhere, for example from another thread, counts
-    as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling drops that pipeline: an unpickled
-    schedule follows the pipeline that runs it, and raises if there is none.
+    The running pipeline is the one whose call encloses the denoiser's, in the same thread. A call from elsewhere, such
+    as a loop of your own, counts as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling
+    drops that pipeline: an unpickled schedule follows the pipeline that runs it, and raises if there is none.
 
-    Limits: your own loop inside the call of another pipeline counts as that pipeline's loop, unless it is in a function
-    that takes its own pipeline. Threads must not run one denoiser at the same time. A configuration holds for every
-    pipeline that shares the denoiser; the one applied last is in force.
+    Limits: a loop of your own inside the call of another pipeline counts as that pipeline's loop. Threads must not run
+    one denoiser at the same time. A configuration holds for every pipeline that shares the denoiser; the one applied
+    last is in force.
 
     A processor's recipe is assigned only when it changes, so a compiled layer guards on a string that rarely changes.
     """
@@ -85,12 +82,17 @@ class StepSchedule:
         self.step = 0
         self.num_steps: int | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        follow_pipelines()  # also in a process that only loads what another one switched
+
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
         """Follow the calls of `denoiser` until `remove()` of the returned handle.
 
         Raises:
             ValueError: the denoiser's forward takes no timestep.
         """
+        follow_pipelines()
         model = getattr(denoiser, "_orig_mod", denoiser)
         self._argument = timestep_argument(model)
         self._parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
@@ -104,8 +106,7 @@ class StepSchedule:
             self._assumed = True
             logger.warning(
                 f"{type(denoiser).__name__} is called from outside a pipeline: its denoising steps are read from the "
-                "scheduler of the pipeline given to sage_hf.apply; if another scheduler is in use, take its pipeline "
-                "as an argument named `pipe` in the function that calls the denoiser"
+                "scheduler of the pipeline given to sage_hf.apply, so run the loop with that scheduler"
             )
         self.advance(args[place] if place < len(args) else kwargs[self._argument], pipe)
 
@@ -205,27 +206,6 @@ class Generation:
             else:
                 self._place, self._direction = 0, 0
         self._last = value
-
-
-def running_pipeline() -> Any:
-    """Return the pipeline whose denoising loop is calling, or None.
-
-    It is found on the stack, innermost function first, as an argument named `self`, `components`, `pipe` or `pipeline`
-    whose scheduler holds timesteps: the `self` of a pipeline's `__call__`, the `components` of a modular pipeline's
-    block, the `pipe` of your own function.
-
-    Before Python 3.13, reading `f_locals` keeps a function's current locals (a few latents) alive until the next read
-    or until the function returns, so only functions with such an argument are read.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        names = PIPELINE_ARGUMENTS.intersection(code.co_varnames[: code.co_argcount])
-        for value in [frame.f_locals.get(name) for name in names]:
-            if isinstance(getattr(getattr(value, "scheduler", None), "timesteps", None), Tensor):
-                return value
-        frame = frame.f_back
-    return None
 
 
 def timestep_argument(denoiser: nn.Module) -> str:

@@ -58,7 +58,7 @@ def find_targets(pipe_or_model: object) -> list[Target]:
 
 
 def _attends_in_steps(model: object) -> bool:
-    """Return whether a part of a pipeline has attention and is told the time: a denoiser, a prior or a ControlNet.
+    """Check whether a part of a pipeline has attention and is told the time: a denoiser, a prior or a ControlNet.
 
     Text encoders and autoencoders are not told, except decoders that denoise, which diffusers has among autoencoders.
     """
@@ -69,7 +69,7 @@ def _attends_in_steps(model: object) -> bool:
 
 
 def denoises(model_class: type) -> bool:
-    """Return whether models of a class are told the time: denoisers, priors and ControlNets, but no autoencoders."""
+    """Check whether models of a class are told the time: denoisers, priors and ControlNets, but no autoencoders."""
     if any(base.__module__.startswith("diffusers.models.autoencoders.") for base in model_class.__mro__):
         return False
     return any("time" in name for name in inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]

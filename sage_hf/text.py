@@ -13,7 +13,7 @@ _HANDLER = "sage_hf.spelled"
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Return what stands in for characters that an encoding lacks, and where to go on; a codec's error handler."""
+    """Return a substitute for characters that an encoding lacks, and the place to go on; a codec's error handler."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_SPELLED)

@@ -76,7 +76,7 @@ def published(**formats: str) -> Variant:
 
     Scales are per tile, over 128 tokens of Q and 64 of K.
     """
-    recipe = replace(BWD_INT8, smooth_v=False, rotate=False, balance=False)
+    recipe = replace(BWD_INT8, smooth_v=False, rotate=False, equalize=False)
     return Variant(recipe, replace(INT8, **{"scales": "tile", **formats}), 128, 64)
 
 
@@ -86,8 +86,8 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, consistent δ": Variant(BWD, Formats(delta="consistent")),
     "`sage_bwd`, P·V in FP8": Variant(replace(BWD, pv="fp8", smooth_v=True)),
     "`sage_bwd`, P·V in INT8": Variant(replace(BWD, pv="int8", smooth_v=True)),
-    "`sage_bwd`, no balance": Variant(replace(BWD, balance=False)),
-    "`sage_bwd`, no balance, not rotated": Variant(replace(BWD, balance=False, rotate=False)),
+    "`sage_bwd`, no balance": Variant(replace(BWD, equalize=False)),
+    "`sage_bwd`, no balance, not rotated": Variant(replace(BWD, equalize=False, rotate=False)),
     "`sage_bwd`, no smooth K": Variant(replace(BWD, smooth_k=False)),
     "`sage_bwd`, Q a scale per 64 tokens": Variant(BWD, query_tokens=64),
     "`sage_bwd`, K a scale per 64 tokens": Variant(BWD, key_tokens=64),
@@ -99,7 +99,7 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, dS in INT8": Variant(BWD, Formats(ds="int8")),
     "`sage_bwd_int8`": Variant(BWD_INT8, INT8),
     "`sage_bwd_int8`, consistent δ": Variant(BWD_INT8, replace(INT8, delta="consistent")),
-    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, balance=False, rotate=False), INT8),
+    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, equalize=False, rotate=False), INT8),
     "`sage_bwd_int8`, P·V in FP16": Variant(replace(BWD_INT8, pv="fp16", smooth_v=False), INT8),
     "`sage_bwd_int8`, a scale per tile": Variant(BWD_INT8, replace(INT8, scales="tile")),
     "`sage_bwd_int8` in FP8": Variant(BWD_INT8, Formats(p="fp8", ds="fp8")),
@@ -146,13 +146,13 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
     operands = reference.quantize_operands(query, key, value, recipe)
     if variant.query_tokens != 1:
         codes, scale = in_blocks(
-            transformed(query.float(), recipe, operands.balance, 1), variant.query_tokens, torch.float32
+            transformed(query.float(), recipe, operands.equalizer, 1), variant.query_tokens, torch.float32
         )
         q_len = query.shape[2]
         operands = replace(operands, query=codes[:, :, :q_len], query_scale=scale[:, :, :q_len])
     if variant.key_tokens is not None:
         smooth = transforms.smooth(key.float())[0] if recipe.smooth_k else key.float()
-        smooth = transformed(smooth, recipe, operands.balance, -1)
+        smooth = transformed(smooth, recipe, operands.equalizer, -1)
         codes, scale = in_blocks(smooth, variant.key_tokens, torch.bfloat16)
         operands = replace(operands, key=codes, key_scale=scale)
     output, lse = reference.attend(operands, recipe, kv_len, dtype=query.dtype, mask=None, causal_offset=0, **options)
@@ -185,8 +185,8 @@ def gradients(
 
     query, query_scale = padded(operands.query[:, :, :q_len]), padded(operands.query_scale[:, :, :q_len])
     key, key_scale = padded(operands.key[:, :, :kv_len]), padded(operands.key_scale[:, :, :kv_len])
-    key_factor = torch.ones(1) if operands.balance is None else operands.balance.float()
-    query_factor = 1 / (key_factor if operands.balance is None else key_factor.repeat_interleave(group, 1))
+    key_factor = torch.ones(1) if operands.equalizer is None else operands.equalizer.float()
+    query_factor = 1 / (key_factor if operands.equalizer is None else key_factor.repeat_interleave(group, 1))
 
     def restored(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return (transforms.unrotate(x) if recipe.rotate else x) * factor
@@ -238,10 +238,10 @@ def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dt
     return found.flatten(4).flatten(2, 3)
 
 
-def transformed(x: torch.Tensor, recipe: Recipe, balance: torch.Tensor | None, power: int) -> torch.Tensor:
-    """Return Q (power 1) or K (power -1), whose head_dim is a power of two, balanced and rotated as the recipe says."""
-    if balance is not None:
-        x = x * (balance**power).repeat_interleave(x.shape[1] // balance.shape[1], 1)
+def transformed(x: torch.Tensor, recipe: Recipe, equalizer: torch.Tensor | None, power: int) -> torch.Tensor:
+    """Return Q (power 1) or K (power -1), with head_dim a power of two, equalized and rotated as the recipe says."""
+    if equalizer is not None:
+        x = x * (equalizer**power).repeat_interleave(x.shape[1] // equalizer.shape[1], 1)
     return transforms.rotate(x) if recipe.rotate else x
 
 

@@ -35,7 +35,7 @@ from sage_kernels import ops
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import Plan
 from sage_kernels.exact import sdpa
-from sage_kernels.spec.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 
 OURS = ("sage1", "sage2", "sage3", "sage3_paper")
 PEERS = tuple(
@@ -100,10 +100,10 @@ def attend(inputs: Inputs, recipe: str) -> tuple[Tensor, str]:
 def measure_recipe(inputs: Inputs, truths: Tensor, name: str) -> list[list[dict[str, Any]]]:
     """Return the recipe's rows for each sample of a batch: without its remedies and, if it has any, with them."""
     recipe = RECIPES[name]
-    plain = replace(without_remedies(recipe), name=f"{name} without remedies")
+    plain = replace(without_outlier_handling(recipe), name=f"{name} without remedies")
     with registered(plain):
         outputs = {False: attend(inputs, plain.name)}
-    if without_remedies(recipe) != recipe:
+    if without_outlier_handling(recipe) != recipe:
         outputs[True] = attend(inputs, name)
     return [
         [
@@ -162,7 +162,9 @@ def warm(cases: Sequence[Case]) -> None:
 @torch.no_grad()
 def _compile(what: tuple[Case, str, bool]) -> None:
     case, name, plain = what
-    recipe = replace(without_remedies(RECIPES[name]), name=f"{name} without remedies") if plain else RECIPES[name]
+    recipe = (
+        replace(without_outlier_handling(RECIPES[name]), name=f"{name} without remedies") if plain else RECIPES[name]
+    )
     with registered(recipe) if plain else nullcontext():
         attend(case.draw("cuda").to(torch.bfloat16), recipe.name)
 

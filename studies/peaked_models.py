@@ -35,7 +35,7 @@ from sage_hf.text import markdown_table
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, Recipe, without_remedies
+from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
@@ -107,7 +107,7 @@ def head_peaks(layer: Layer) -> list[dict[str, Any]]:
 
 def variants(name: str) -> dict[bool, Recipe]:
     """Return the recipe without remedies (False) and, if it has any, with them (True)."""
-    recipe, plain = RECIPES[name], without_remedies(RECIPES[name])
+    recipe, plain = RECIPES[name], without_outlier_handling(RECIPES[name])
     return {False: plain} if plain == recipe else {False: plain, True: recipe}
 
 

@@ -74,12 +74,12 @@ print((time.process_time() - start) / torch_seconds)
 
 
 HEAVY = {"torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "sympy"}
-REHEARSALS = f"""
+TRACES = f"""
 import sys
 import pytest, torch
 from tests.helpers import fake_gpu
 from sage_kernels import backends
-from sage_kernels.replay import trace as rehearsal
+from sage_kernels.replay import trace
 from sage_kernels.spec.call import BackwardCall, Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
@@ -87,33 +87,33 @@ from sage_kernels.dispatch.registry import get_backward, get_forward, get_quanti
 fake_gpu.install(pytest.MonkeyPatch())
 forward, quantizer = get_forward("int8_forward_hopper"), get_quantizer("int8_quantize_hopper")
 query, valid = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2), torch.ones(1, 192, dtype=torch.bool)
-with rehearsal.rehearsing() as rehearsed:
+with trace.tracing() as traced:
     for recipe in ("sage2", "sage1", "sage_bwd"):
-        for mask in (Mask(), Mask.of_keys(rehearsed.stand_in(valid))):
-            tensors = [rehearsed.stand_in(query) for _ in range(3)]
+        for mask in (Mask(), Mask.of_keys(traced.stand_in(valid))):
+            tensors = [traced.stand_in(query) for _ in range(3)]
             call = Call(*tensors, get_recipe(recipe), mask, False, 0, 0.125)
             if recipe != "sage_bwd":
                 forward.attend(call, quantizer)
                 continue
             output, saved = forward.attend_and_save(call, quantizer)
             GRADIENTS
-    with pytest.raises(rehearsal.NotRepeatableError):
+    with pytest.raises(trace.NotRepeatableError):
         tensors[0] + 1
-assert rehearsed.steps and not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
+assert traced.steps and not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 """
 
 
-def test_a_rehearsal_imports_nothing_that_takes_long(forks):
-    forks.run(REHEARSALS.replace("GRADIENTS", "pass"))
+def test_tracing_imports_nothing_that_takes_long(forks):
+    forks.run(TRACES.replace("GRADIENTS", "pass"))
 
 
-def test_a_rehearsal_of_gradients_imports_triton_and_nothing_else_that_takes_long(forks):
+def test_tracing_gradients_imports_triton_and_nothing_else_that_takes_long(forks):
     pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
     prepare = """
-from sage_kernels.language import backward_operands, launch, rotation
-launch.pack, matrix = fake_gpu.pack, rotation.rotation_matrix
+from sage_kernels.language import backward_operands, rotation
+matrix = rotation.rotation_matrix
 backward_operands.rotation_matrix = lambda channels, dtype, device: matrix(channels, dtype, torch.device("cpu"))
 forward,"""
     gradients = "BackwardCall(output, tensors[2], output, saved, 64, call.recipe, mask, False, 0, 0.125)"
-    code = REHEARSALS.replace("GRADIENTS", f'get_backward("int8_backward_hopper").backward({gradients})')
+    code = TRACES.replace("GRADIENTS", f'get_backward("int8_backward_hopper").backward({gradients})')
     forks.run(code.replace("\nforward,", prepare, 1))

@@ -29,7 +29,6 @@ from sage_kernels.spec import recipe as spec_recipe
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
 from tests.helpers.kernels import preferred_forward
-from tests.kernels.test_registry import HONOURED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -328,12 +327,6 @@ def adding_registration(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(code, names)
     names["register_kernels"]()
     assert registered == ["PlainForward", *theirs]
-
-
-@claim('"plain": {"smooth_k"')
-def adding_honoured(code: str) -> None:
-    ((name, fields),) = eval(f"{{{code.strip()}}}").items()
-    assert name == "plain" and fields <= set.union(*map(set, HONOURED.values()))
 
 
 @claim("def of_window")

@@ -1,5 +1,7 @@
 """Check what imports what: backends are siblings on a floor that needs none of them."""
 
+import ast
+
 import pytest
 from imports import MODULES, arrows, imported_modules, imported_names
 
@@ -89,3 +91,43 @@ def test_the_kernel_backend_imports_nothing_above_it():
     for name in kernel_modules():
         above = {one.split(".")[0] for one in imported_names(name)} & ABOVE
         assert not above, f"{name} imports {above}"
+
+
+PRIVATE = {"torch": {"sage_kernels.runtime.torch_private"}, "triton": {"sage_kernels.language.triton_abi"}}
+"""Modules that may use private names of a package; `testing` and what measures are no part of a call."""
+
+
+def private_names(name: str, package: str) -> set[str]:
+    """The dotted private names of a package that a module uses, but for operators of `torch.ops`."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    known = {package: package}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package and not node.level:
+            known |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+        elif isinstance(node, ast.Import):
+            known |= {one.asname: one.name for one in node.names if one.asname and one.name.split(".")[0] == package}
+            found |= {one.name for one in node.names if one.name.split(".")[0] == package}
+    found |= set(known.values())
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in known:
+            found.add(".".join((known[node.id], *reversed(parts))))
+    private = {one for one in found if any(part[0] == "_" and part[:2] != "__" for part in one.split("."))}
+    return {one for one in private if not one.startswith("torch.ops.")}
+
+
+@pytest.mark.parametrize("package", PRIVATE)
+def test_private_names_of_a_package_stand_in_one_file(package):
+    for name in MODULES:
+        if name in PRIVATE[package] or name.startswith(("sage_hf.bench", "sage_hf.tune", "sage_kernels.testing")):
+            continue
+        assert not private_names(name, package), name
+
+
+def test_private_names_are_found():
+    found = private_names("sage_kernels.runtime.torch_private", "torch")
+    assert {"torch.utils._python_dispatch.TorchDispatchMode", "torch.Tensor._make_subclass"} <= found

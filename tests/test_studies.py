@@ -21,7 +21,7 @@ import sage_hf
 from sage_hf.bench.providers import Provider
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, without_remedies
+from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
 
 CPU = torch.device("cpu")
 QUALITY_RESULTS = sorted(pages.RESULTS.glob("nvidia-*-sparse_quality.json"))
@@ -114,7 +114,9 @@ def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_its_reme
     assert {row["provider"] for row in rows} == set(peaked_errors.OURS)
     for row in rows:
         recipe = RECIPES[row["provider"]]
-        output, _ = reference.attention(*inputs[:3], recipe if row["remedies"] else without_remedies(recipe), **options)
+        output, _ = reference.attention(
+            *inputs[:3], recipe if row["remedies"] else without_outlier_handling(recipe), **options
+        )
         assert row["rel_l1"] == pytest.approx(((output - truth).abs().sum() / truth.abs().sum()).item(), rel=1e-6)
     assert not any("without" in name for name in RECIPES)
 
@@ -131,14 +133,14 @@ def test_a_table_of_peaked_errors_shows_them_without_and_with_remedies():
 
 
 def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_remedies(monkeypatch):
-    recipe = replace(without_remedies(RECIPES["sage2"]), rotate=True)
+    recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2",))
     layer = peaked_models.Layer(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
     truth, _ = sdpa.attention(*layer[:3])
     rows = peaked_models.errors([layer])
     assert [row["remedies"] for row in rows] == [False, True]
-    for row, tried in zip(rows, (without_remedies(recipe), recipe), strict=True):
+    for row, tried in zip(rows, (without_outlier_handling(recipe), recipe), strict=True):
         error = (reference.attention(*layer[:3], tried)[0] - truth).abs().sum() / truth.abs().sum()
         assert row["rel_l1"] == pytest.approx(error.item(), rel=1e-6)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .cuda.registration import register_kernels as register_cuda
-from .exact.efficient import register_kernels as register_efficient
 from .external.flash_attention3 import register_kernels as register_flash3
 from .gluon.registration import register_kernels as register_gluon
 from .reference.registration import register_kernels as register_reference
@@ -13,5 +12,4 @@ register_cuda()
 register_gluon()
 register_triton()
 register_reference()
-register_efficient()
 register_flash3()

@@ -1,62 +1,29 @@
 """Normalise the heads of queries or keys and rotate them by their position, in one pass over memory.
 
-PyTorch's operators read and write such a tensor about ten times for that. A call that is repeated is prepared, as
-attention's are (`prepared`).
+PyTorch's operators read and write such a tensor about ten times for that. A recurring call is replayed, as
+attention's are (`replay.cache`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch import registry, self_check
-from .replay.launch_plan import Tape
-from .replay.prepared import CALLS, is_capturing, is_plain, modes_are_active, repeatable, settings
-from .replay.trace import Rehearsal
+from .dispatch import self_check
+from .dispatch.head_kernels import HeadKernel, head_kernel, plain_kernel
+from .replay import cache
+from .runtime import torch_private
 from .spec.checks import check_memory
-from .spec.heads import HeadKernel, Norm, Rope, check_heads, form_of, head_kernel, plain_kernel
+from .spec.heads import Norm, Rope, check_heads
 
 DTYPES = torch.float16, torch.bfloat16
 
 Tensors = list[torch.Tensor]
-Run = Callable[[Tensors], Tensors]
-"""(arguments) -> outputs; it only allocates, takes views and launches."""
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """Knowledge of calls that agree in all but addresses and values.
-
-    Attributes:
-        kernel: runs them.
-        tape: its launches; None where they cannot be repeated.
-        new: none of them has run yet.
-    """
-
-    kernel: HeadKernel
-    tape: Tape | None = None
-    new: bool = True
-
-    def run(self, run: Run, tensors: Tensors) -> Tensors:
-        """Return the outputs of a call; prepare the first one, as layers repeat it at once."""
-        if not is_plain(*tensors):
-            check_memory(*tensors)
-            return run(tensors)
-        if self.tape is not None:
-            return self.tape.run(*[one.data_ptr() for one in tensors])
-        outputs = run(tensors)
-        if self.new and not is_capturing():
-            self.tape = repeatable(lambda rehearsal: _rehearse(rehearsal, run, tensors), tensors, outputs)
-            self.new = False
-        return outputs
-
-
-_slots: dict[tuple[object, ...], _Slot] = {}
-registry.forgetters.append(_slots.clear)
 
 
 def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
@@ -78,7 +45,7 @@ def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = Non
         ValueError: norm or rotation do not fit x.
         RuntimeError: a tensor has elements but no memory.
     """
-    if modes_are_active():
+    if torch_private.modes_are_active():
         check_heads(x, norm, rope)
         return plain_kernel().forward(x, norm, rope)
     if not torch.is_grad_enabled():
@@ -108,39 +75,41 @@ def is_served(x: torch.Tensor) -> bool:
     """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
     if not _enabled or not x.is_cuda or x.dtype not in DTYPES or torch.version.hip is not None:
         return False
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or modes_are_active():
+    if torch.compiler.is_compiling() or torch_private.autocast_is_active() or torch_private.modes_are_active():
         return False
-    return is_plain(x)
+    return cache.is_plain(x)
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-    slot = _slot(x, norm, rope)
-    if slot.kernel.name == "reference":
-        return slot.kernel.forward(x, norm, rope)
+    def run(kernel: HeadKernel, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+        return [kernel.forward(x, *_with_tensors(norm, rope, others))]
 
-    def run(tensors: Tensors) -> Tensors:
-        return [slot.kernel.forward(tensors[0], *_with_tensors(norm, rope, tensors[1:]))]
-
-    return slot.run(run, [x, *_tensors(norm, rope)])[0]
+    return _run("norm_rope", run, [x, *_tensors(norm, rope)], x, norm, rope)[0]
 
 
-def _slot(x: torch.Tensor, norm: Norm | None, rope: Rope | None, gradient: torch.Tensor | None = None) -> _Slot:
-    """Return what is known of a forward pass, or of a backward pass with this gradient of its output."""
-    key = (
-        form_of(x),
-        None if norm is None else norm.facts,
-        None if rope is None else rope.facts,
-        form_of(gradient),
-        settings(),
-    )
-    slot = _slots.get(key)
-    if slot is None:
-        check_heads(x, norm, rope)
-        if len(_slots) == CALLS:
-            _slots.clear()
-        self_check.check_heads(x.shape[3], x.device)
-        slot = _slots[key] = _Slot(head_kernel(x, norm, rope, grad=gradient is not None))
-    return slot
+def _run(
+    kind: str, run: Callable[..., Tensors], tensors: Tensors, x: torch.Tensor, norm: Norm | None, rope: Rope | None
+) -> Tensors:
+    """Return the outputs of a pass by the best kernel for it, replayed if there is a replay.
+
+    Args:
+        kind: "norm_rope", or "norm_rope backward".
+        run: (kernel, tensors) -> outputs; it only allocates, takes views and launches, unless the reference runs.
+        tensors: its arguments.
+        x, norm, rope: as of `norm_rope`.
+    """
+    facts = None if norm is None else norm.facts, None if rope is None else rope.facts
+    entry = cache.find(kind, tensors, facts)
+    if entry is not None and entry.replay is not None:
+        return cast(Tensors, entry.replay(*tensors))
+    check_heads(x, norm, rope)
+    check_memory(*tensors)
+    self_check.check_heads(x.shape[3], x.device)
+    kernel = head_kernel(x, norm, rope, grad=kind != "norm_rope")
+    outputs = run(kernel, *tensors)
+    if entry is not None and kernel.name != "reference":
+        entry.consider(partial(cache.traced, None, partial(run, kernel), tensors, outputs, list))
+    return outputs
 
 
 def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
@@ -157,7 +126,9 @@ def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
     return given
 
 
-def _with_tensors(norm: Norm | None, rope: Rope | None, tensors: Tensors) -> tuple[Norm | None, Rope | None]:
+def _with_tensors(
+    norm: Norm | None, rope: Rope | None, tensors: Sequence[torch.Tensor]
+) -> tuple[Norm | None, Rope | None]:
     """Return norm and rotation with others in place of the tensors that `_tensors` returns."""
     others = iter(tensors)
     if norm is not None:
@@ -166,11 +137,6 @@ def _with_tensors(norm: Norm | None, rope: Rope | None, tensors: Tensors) -> tup
     if rope is not None:
         rope = replace(rope, cosine=next(others), sine=None if rope.sine is None else next(others))
     return norm, rope
-
-
-def _rehearse(rehearsal: Rehearsal, run: Run, tensors: Tensors) -> Tape:
-    stand_ins: Tensors = [rehearsal.stand_in(one, tensors[0].device) for one in tensors]
-    return Tape(rehearsal, stand_ins, run(stand_ins), tensors[0].device)
 
 
 class _NormRope(torch.autograd.Function):
@@ -197,14 +163,12 @@ class _NormRope(torch.autograd.Function):
         gradient = gradient.resolve_neg()
         if gradient.stride(-1) != 1:
             gradient = gradient.contiguous()
-        slot = _slot(x, norm, rope, gradient)
 
-        def run(tensors: Tensors) -> Tensors:
-            gradient, x, *others = tensors
-            found = slot.kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
+        def run(kernel: HeadKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+            found = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
             return [one for one in found if one is not None]
 
-        x_gradient, *found = slot.run(run, [gradient, x, *others])
+        x_gradient, *found = _run("norm_rope backward", run, [gradient, x, *others], x, norm, rope)
         weight_gradient = found.pop(0) if norm is not None and norm.weight is not None else None
         bias_gradient = found.pop(0) if norm is not None and norm.bias is not None else None
         return x_gradient, weight_gradient, bias_gradient, None, None

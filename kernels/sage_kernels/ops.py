@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch import run
-from .dispatch.registry import Fallback
+from .dispatch import replays, run
 from .exact import sdpa
-from .replay import prepared, prepared_lists
+from .replay import cache
 from .spec import checks
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Call, Mask, softmax_scale
+from .spec.derivatives import refuse_tangents
 from .spec.layout import Lengths
+from .spec.masks import mask_in_dtype
+from .spec.options import Fallback, Options
 from .spec.recipe import get_recipe
 
 _library = torch.library.Library("sage_kernels", "DEF")
@@ -93,11 +93,6 @@ def attention(
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
     checks.check_causal(is_causal)
-    if blocks is None and not torch.compiler.is_compiling() and not wants_gradient(query, key, value, mask):
-        options = is_causal, causal_offset, scale, recipe, fallback, return_lse
-        repeated, _ = _repeat(query, key, value, mask, *options)
-        if repeated is not None:
-            return repeated
     checks.check_kinds(query, key, value, mask, scale)
     refuse_tangents(query, key, value, mask)
     if blocks is not None:
@@ -177,160 +172,124 @@ def log_sum_exp(
     return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
 
 
-def _repeat(
+def find(
+    kind: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
-) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, prepared.Slot | None]:
-    """Repeat a prepared call of `attention` without gradients.
+    blocks: BlockList | None,
+    options: Options,
+    grad: bool = False,
+) -> cache.Entry | None:
+    """Return what is known of a call (`cache.find`)."""
+    lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
+    return cache.find(kind, (query, key, value, mask, *lists), (*options, *sizes), grad)
+
+
+def replay(
+    prepared: cache.Replay,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Announce and replay a call that `find` found."""
+    run.announce(prepared.plan)
+    result: tuple[torch.Tensor, torch.Tensor | None] = prepared(query, key, value, mask, *(blocks or ())[:2])
+    return result
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+    entry: cache.Entry | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check, plan, announce and run a call without gradients, outside of operators.
+
+    Args:
+        query, key, value, mask, blocks: as in `attention`.
+        options: the call's.
+        entry: what `find` knows of it.
 
     Returns:
-        What it returns, None if it is not prepared; and then what is known of such calls, None if they never are.
+        (output, lse): see `run.run`.
     """
-    options = is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    slot = prepared.look_up(query, key, value, mask, ("attention", *options))
-    if slot is None or slot.prepared is None:
-        return None, slot
-    output, lse = slot.run(query, key, value, mask)
-    return (output, query.new_empty(0, dtype=torch.float32) if lse is None else lse), slot
+    checks.check_tensors(query, key, value, mask)
+    checks.check_head_dims(query, value)
+    bias = mask
+    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
+        bias = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
+    if blocks is None:
+        keys = Mask.of(bias, key.shape[2])
+    else:
+        checks.check_memory(blocks.counts, blocks.tiles)
+        check_blocks(blocks, query, key)
+        keys = Mask.of_blocks(blocks, bias, key.shape[2])
+    recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
+    is_causal, offset = bool(options.is_causal), options.causal_offset
+    call = Call(query, key, value, recipe, keys, is_causal, offset, scale, return_lse=options.return_lse)
+    plan = run.plan_of(call, options.fallback)
+    result = run.run(call, plan)
+    if entry is not None:
+        entry.consider(partial(replays.of_call, call, plan, mask, result))
+    return result
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether reverse-mode differentiation goes through a tensor."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                return True
-    return False
-
-
-def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Return whether forward-mode differentiation goes through a tensor; always False inside torch.compile."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-
-
-def refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError if an operator would drop a forward-mode gradient."""
-    if has_tangent(*tensors):
-        raise NotImplementedError(
-            "the operators of sage_kernels have no forward-mode derivative: use exact attention, as "
-            "sage_hf.sage_attention does"
-        )
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replay a call without gradients, or run it as an operator does: with outputs that have memory of their own."""
+    entry = find("attention", query, key, value, mask, blocks, options)
+    if entry is not None and entry.replay is not None:
+        output, lse = replay(entry.replay, query, key, value, mask, blocks)
+    else:
+        output, lse = forward(query, key, value, mask, blocks, options, entry)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = is_causal, causal_offset, scale, recipe, fallback, return_lse
-    repeated, slot = _repeat(query, key, value, mask, *options)
-    if repeated is not None:
-        return repeated
-    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-    plan = run.plan_of(call, fallback)
-    output, lse = run.run(call, plan)
-    if slot is not None:
-        slot.prepare(partial(prepared.prepare, call, plan, mask, (output, lse), tokens_first=True))
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
-
-
-def checked_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    return_lse: bool,
-) -> Call:
-    """Return a call of `attention` whose tensors fit each other; raise ValueError if they do not."""
-    checks.check_tensors(query, key, value, mask)
-    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        mask = sdpa.mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
-    return Call(
-        query,
-        key,
-        value,
-        get_recipe(recipe),
-        Mask.of(mask, key.shape[2]),
-        is_causal,
-        causal_offset,
-        softmax_scale(scale, query.shape[3]),
-        return_lse=return_lse,
-    )
+    return _run(query, key, value, mask, None, _options(*options))
 
 
 def _block_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    counts: torch.Tensor,
-    tiles: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors = query, key, value, counts, tiles, *(() if mask is None else (mask,))
-    options = block_m, block_n, is_causal, causal_offset, scale.__class__, scale, recipe, fallback, return_lse
-    slot = prepared_lists.find(tensors, *options)
-    if slot is not None and slot.prepared is not None:
-        run.announce(slot.prepared.plan)
-        output, lse = slot.prepared(*tensors)
-        return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
-    call = checked_call(query, key, value, mask, is_causal, causal_offset, scale, recipe, return_lse)
-    blocks = BlockList(counts, tiles, block_m, block_n)
-    checks.check_memory(counts, tiles)
-    check_blocks(blocks, query, key)
-    call = replace(call, mask=Mask.of_blocks(blocks, call.mask.tensor, key.shape[2]))
-    plan = run.plan_of(call, fallback)
-    output, lse = run.run(call, plan)
-    if slot is not None and call.mask.tensor is mask:
-        slot.prepare(call, plan, (output, lse))
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+    return _run(query, key, value, mask, BlockList(*arguments[:4]), _options(*arguments[4:]))
+
+
+def _options(
+    is_causal: bool, causal_offset: int, scale: float | None, recipe: str, fallback: Fallback, return_lse: bool
+) -> Options:
+    """Return the options that the schema of each operator ends with."""
+    return Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback, return_lse=return_lse)
 
 
 def _packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend_packed(query, key, value, _lengths(arguments), None, *arguments[5:])
+    return _attend_packed(query, key, value, Lengths(*arguments[:5]), None, _options(*arguments[5:]))
 
 
 def _packed_block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend_packed(query, key, value, _lengths(arguments), BlockList(*arguments[5:9]), *arguments[9:])
-
-
-def _lengths(arguments: tuple[Any, ...]) -> Lengths:
-    """Return the lengths that the schema of packed operators has behind Q, K and V."""
-    return Lengths(*arguments[:5])
+    return _attend_packed(
+        query, key, value, Lengths(*arguments[:5]), BlockList(*arguments[5:9]), _options(*arguments[9:])
+    )
 
 
 def _attend_packed(
@@ -339,16 +298,12 @@ def _attend_packed(
     value: torch.Tensor,
     lengths: Lengths,
     blocks: BlockList | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # As one batch element that holds all sequences: (1, heads, total tokens, channels).
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(query, key, value, None)
+    checks.check_head_dims(query, value)
     lists = (None, None) if blocks is None else (blocks.counts, blocks.tiles)
     checks.check_memory(lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, *lists)
     checks.check_lengths(query, key, *lengths)
@@ -358,17 +313,17 @@ def _attend_packed(
         query,
         key,
         value,
-        get_recipe(recipe),
+        get_recipe(options.recipe),
         NO_MASK if blocks is None else Mask.of_blocks(blocks, None, lengths.max_seqlen_k),
-        is_causal,
-        causal_offset,
-        softmax_scale(scale, query.shape[3]),
+        options.is_causal,
+        options.causal_offset,
+        softmax_scale(options.scale, query.shape[3]),
         lengths,
-        return_lse,
+        options.return_lse,
     )
-    output, lse = run.attend(call, fallback)
+    output, lse = run.attend(call, options.fallback)
     output = output[0].transpose(0, 1).contiguous()
-    return output, lse[0] if return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+    return output, lse[0] if options.return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
 
 
 def _log_sum_exp(
@@ -395,39 +350,11 @@ def _fake_log_sum_exp(
 
 
 def _fake_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, q_heads, q_len, _ = query.shape
+    (batch, q_heads, q_len, _), return_lse = query.shape, arguments[-1]
     output = query.new_empty(batch, q_len, q_heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
-
-
-def _fake_block_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    counts: torch.Tensor,
-    tiles: torch.Tensor,
-    block_m: int,
-    block_n: int,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-    recipe: str,
-    fallback: Fallback,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake_attention(query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse)
 
 
 def _fake_packed_attention(
@@ -445,41 +372,13 @@ def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Ten
     )
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """The operator `attention` as autograd sees it where gradients are wanted: they are refused on backward."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return _below_autograd(*arguments)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
-        _no_backward(ctx, *gradients)
-
-
-def _below_autograd(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.sage_kernels.attention.default(*arguments)
-
-
-def _differentiable_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat a prepared call at once, without another pass through PyTorch's dispatcher."""
-    query, key, value, mask, *options = arguments
-    if wants_gradient(query, key, value, mask):
-        return _ForwardOnly.apply(*arguments)
-    repeated, _ = _repeat(query, key, value, mask, *options)
-    return _below_autograd(*arguments) if repeated is None else repeated
-
-
-for _name, _run, _fake in (
+for _name, _implementation, _fake in (
     ("attention", _attention, _fake_attention),
-    ("block_attention", _block_attention, _fake_block_attention),
+    ("block_attention", _block_attention, _fake_attention),
     ("packed_attention", _packed_attention, _fake_packed_attention),
     ("packed_block_attention", _packed_block_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
-    if _name != "attention":
-        torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
-_library.impl("attention", _differentiable_attention, "Autograd")
+    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)

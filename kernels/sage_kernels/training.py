@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import ops
-from .dispatch import run, training_choice
-from .dispatch.registry import Fallback, KernelUnavailableError, Plan, Request, select
-from .runtime import dynamo
+from .dispatch import run
 from .spec import checks, transforms
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import BackwardCall, Call, Mask, MaskKind, softmax_scale
-from .spec.layout import KEY_BLOCK, Lengths, is_aligned, padded_channels, padded_rows
+from .spec.call import BackwardCall, Call, Mask, softmax_scale
+from .spec.derivatives import refuse_tangents
+from .spec.layout import KEY_BLOCK, Lengths, padded_channels, padded_rows
 from .spec.operands import Saved
+from .spec.options import Fallback
 from .spec.recipe import get_recipe
 
 # The fields of `Lengths`; for sequences that are not packed, its tensors are None and its numbers 0.
@@ -25,7 +22,7 @@ _LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int ma
 # The fields of `BlockList`; without a list, its tensors are None and its numbers 0.
 _BLOCKS = "Tensor? counts, Tensor? tiles, int block_m, int block_n"
 _OPTIONS = "bool is_causal, int causal_offset, float? scale, str recipe, str fallback"
-_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor balance, Tensor lse"
+_SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_scale, Tensor equalizer, Tensor lse"
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 for _schema in (
@@ -55,7 +52,7 @@ def attention(
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
     The kernels of both passes are chosen by one plan. Exact attention, whose gradients PyTorch computes, is not run
-    here: ask `why_exact` first.
+    here: ask `exact_choice.why_exact_gradients` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
@@ -85,7 +82,7 @@ def attention(
     """
     checks.check_causal(is_causal)
     checks.check_kinds(query, key, value, None, scale)
-    ops.refuse_tangents(query, key, value)
+    refuse_tangents(query, key, value)
     output, *saved = torch.ops.sage_kernels.training_attention(
         *(query, key, value, valid, *_fields(blocks), None, None, 0, 0, None),
         *(is_causal, causal_offset, scale, recipe, fallback),
@@ -132,79 +129,13 @@ def packed_attention(
     """
     checks.check_causal(is_causal)
     checks.check_kinds(query, key, value, None, scale)
-    ops.refuse_tangents(query, key, value)
+    refuse_tangents(query, key, value)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     output, *_ = torch.ops.sage_kernels.training_attention(
         query, key, value, None, *_fields(blocks), *lengths, is_causal, causal_offset, scale, recipe, fallback
     )
     return output.squeeze(0).transpose(0, 1)
-
-
-def why_exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    valid: torch.Tensor | None = None,
-    blocks: BlockList | None = None,
-    is_causal: bool = False,
-    recipe: str = "sage_bwd",
-    fallback: Fallback = "native",
-) -> str:
-    """Return why `attention` cannot serve the call, so that exact gradients are needed; "" if it can.
-
-    With fallback "native" that includes calls that would train slower, see `training_routes`.
-
-    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
-    dimensions. If a call's sizes exceed a kernel's limits, `attention` then raises KernelUnavailableError.
-    """
-    if torch.compiler.is_compiling():
-        head_dims = (
-            operator.index(query.shape[3]),
-            operator.index(value.shape[3]),
-        )  # constants, even if sizes are dynamic
-        kind = _mask(valid, blocks).kind
-        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), kind, *head_dims)
-    request = _request(query, key, value, valid, blocks, is_causal, recipe)
-    reason = _reason(request, fallback, run.choose)
-    routed = fallback == "native" and blocks is None  # exact attention over a list is no rival
-    return reason or (training_choice.why_exact(select(request)) if routed else "")
-
-
-@dynamo.assume_constant_result
-def _why_exact_at_any_size(
-    recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
-) -> str:
-    """Return `why_exact` of a small call; it takes names, because the compiler's constants are plain data."""
-    options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
-    query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
-    request = Request.of(query, query, value, recipe=recipe, grad=True)
-    where = torch.device(device)
-    capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
-    return _reason(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
-
-
-def _request(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    blocks: BlockList | None,
-    is_causal: bool,
-    recipe: str,
-) -> Request:
-    request = Request.of(query, key, value, None, is_causal, recipe, grad=True)
-    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
-    mask = _mask(valid, blocks)
-    return replace(request, aligned=aligned, mask=mask.kind, list_sizes=mask.list_sizes)
-
-
-def _reason(request: Request, fallback: Fallback, choose: Callable[[Request, Fallback], Plan] = select) -> str:
-    try:
-        return choose(request, fallback).reason
-    except KernelUnavailableError as error:
-        return str(error)
 
 
 def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
@@ -263,6 +194,7 @@ def _training_attention(
     fallback: Fallback,
 ) -> tuple[torch.Tensor, ...]:
     checks.check_tensors(query, key, value, None)
+    checks.check_head_dims(query, value)
     checks.check_memory(valid, counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k)
     checks.check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_valid(valid, key)
@@ -311,8 +243,8 @@ def _fake_training_attention(
     channels = padded_channels(int(head_dim))
     sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q_rows, kv_rows = padded_rows(q_len, sequences), padded_rows(key.shape[2], sequences)
-    balance = (
-        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).balance else (0,)
+    equalizer = (
+        (batch if sequences is None else sequences, key.shape[1], channels) if get_recipe(recipe).equalize else (0,)
     )
     return (
         query.new_empty(batch, q_len, q_heads, value.shape[3]).transpose(1, 2),
@@ -321,7 +253,7 @@ def _fake_training_attention(
             query.new_empty(batch, q_heads, q_rows, dtype=torch.float32),
             query.new_empty(batch, key.shape[1], kv_rows, channels, dtype=torch.int8),
             query.new_empty(batch, key.shape[1], kv_rows // KEY_BLOCK, 4, dtype=torch.bfloat16),
-            query.new_empty(balance, dtype=torch.float32),
+            query.new_empty(equalizer, dtype=torch.float32),
             query.new_empty(batch, q_heads, q_len, dtype=torch.float32),
         ),
     )
@@ -335,7 +267,7 @@ def _training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
-    balance: torch.Tensor,
+    equalizer: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -360,7 +292,7 @@ def _training_attention_backward(
         output_gradient,
         value,
         output,
-        Saved(saved_query, query_scale, saved_key, key_scale, balance, lse),
+        Saved(saved_query, query_scale, saved_key, key_scale, equalizer, lse),
         head_dim,
         get_recipe(recipe),
         _mask(valid, _blocks(counts, tiles, block_m, block_n)),
@@ -385,7 +317,7 @@ def _fake_training_attention_backward(
     query_scale: torch.Tensor,
     saved_key: torch.Tensor,
     key_scale: torch.Tensor,
-    balance: torch.Tensor,
+    equalizer: torch.Tensor,
     lse: torch.Tensor,
     valid: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -456,7 +388,7 @@ def _training_lse(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
         key, counted = key.float(), None if valid is None else valid[:, None, :, None]
-        if get_recipe(recipe).balance:
+        if get_recipe(recipe).equalize:
             counted = transforms.quiet_keys(key, counted)
         mean = transforms.mean_of_tokens(key, counted)
         grouped = query.float().unflatten(1, (key.shape[1], -1))

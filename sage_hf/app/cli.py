@@ -16,7 +16,7 @@ import sage_hf
 from sage_hf.config import SageConfig
 from sage_hf.sparse.config import Sparse
 from sage_hf.text import allow_any_text, text_table
-from sage_kernels.dispatch.fallback import FALLBACKS
+from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sage_hf.bench.command import add_arguments
 
         add_arguments(command)
-    command = commands.add_parser("tune", help="measure in a minute what calls cost on this GPU, to choose kernels by")
+    command = commands.add_parser("tune", help="measure in minutes, once a GPU, what calls cost, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    command.add_argument("--seconds", type=float, help="of measuring (default: a minute)")
+    command.add_argument("--seconds", type=float, help="of compiling and measuring (default: 240)")
     command.add_argument(
         "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
@@ -168,7 +168,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def _message_of_machine(error: RuntimeError) -> str | None:
-    """Return what to print if the GPU lacks memory, or a kernel that was asked for; None of any other error."""
+    """Return the message for a GPU without enough memory or a kernel that is not available; None of other errors."""
     import torch
 
     from sage_kernels.dispatch.registry import KernelUnavailableError

@@ -24,13 +24,12 @@ from sage_hf.app.pipelines import (
     pick_device,
     tiny_video,
 )
-from sage_hf.app.progress import layer_progress
 from sage_hf.app.report import Report, VideoReport, device_name
-from sage_hf.app.video import contact_sheet, sample_frames, side_by_side, write_video
+from sage_hf.app.video import side_by_side, write_video
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation, explain
-from sage_hf.files import check_folder, replacing, writable_folder
+from sage_hf.files import check_folder, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
 from sage_kernels.dispatch.registry import KernelUnavailableError
@@ -122,7 +121,7 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
     """Render every prompt, write the files and the report into `options.output`, and return the report.
 
     Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed, png of an image), with `compare` also
-    `01-exact.mp4`, `01-side-by-side.mp4` and `contact-sheet.png`; `report.json`, `report.md`. Each file is written
+    `01-exact.mp4` and `01-side-by-side.mp4`; `report.json`, `report.md`. Each file is written
     atomically and as early as possible: after an error or Ctrl-C every existing file is finished, and the report says
     that it is not complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one
     prompt's frames are kept in memory.
@@ -209,8 +208,7 @@ class _Job:
         """Return the pipeline's output for a prompt; `settings` override the job's. Progress is shown in a terminal."""
         self.pipe.set_progress_bar_config(desc=description, disable=None)
         generator = torch.Generator("cpu").manual_seed(self.seed)
-        with layer_progress(self.pipe):
-            return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
+        return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
     def warm_up(self, prompt: str, attention: Callable[[], AbstractContextManager]) -> None:
         """Run two steps with `attention()` in force, so that nothing is compiled or loaded while time is measured.
@@ -251,7 +249,6 @@ class _Files:
     def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None]) -> None:
         self._report, self._fps, self._on_written = report, fps, on_written
         self._written: set[Path] = set()
-        self._sheet: list[tuple[str, dict[str, np.ndarray]]] = []
 
     def add_video(self, rendering: _Rendering) -> None:
         """Write a rendering of the latest prompt, and the report."""
@@ -263,7 +260,7 @@ class _Files:
         self.save_report()
 
     def add_comparison(self, exact: _Rendering, low_bit: _Rendering) -> None:
-        """Write the latest prompt's renderings side by side, the contact sheet and the report."""
+        """Write the latest prompt's renderings side by side, and the report."""
         video = self._report.videos[-1]
         if not any(video.nan.values()):
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
@@ -271,11 +268,6 @@ class _Files:
         captions = captions_of([exact.label, low_bit.label], self._report.explanation)
         captioned = {captions[rendering.label]: rendering.frames for rendering in (exact, low_bit)}
         self._write_video("side by side", "side-by-side", side_by_side(captioned, video.prompt))
-        self._sheet.append((video.prompt, {label: sample_frames(frames) for label, frames in captioned.items()}))
-        path = self._report.output / "contact-sheet.png"
-        with replacing(path) as part:
-            contact_sheet(self._sheet).save(part)
-        self._note(path)
         self.save_report()
 
     def save_report(self) -> None:
@@ -378,7 +370,5 @@ def format_outcome(report: Report) -> str:
     names = [name for video in report.videos for name in video.files.values()]
     if any(name.endswith(".gif") for name in names):
         lines += ['No mp4 encoder is installed, so the videos are gifs: pip install "sage-hf[video]"', ""]
-    if any("side by side" in video.files for video in report.videos):
-        names.append("contact-sheet.png")
     lines += ["Files:", *(f"  {report.output / name}" for name in [*names, "report.md", "report.json"])]
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from sage_kernels.dispatch import run
 from sage_kernels.dispatch.registry import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call, Mask, softmax_scale
-from sage_kernels.spec.recipe import get_recipe, without_remedies
+from sage_kernels.spec.recipe import get_recipe, without_outlier_handling
 
 logger = logging.get_logger(__name__)
 
@@ -33,7 +33,7 @@ class LayerErrors:
         calls: number of observed calls.
         errors: errors of what ran.
         peaks: how peaked exact attention is on these inputs.
-        errors_without_remedies: errors of the same recipe without its remedies for peaked attention; None if what ran
+        errors_without_outlier_handling: errors of the same recipe without its outlier handling; None if what ran
             has none, or if they were not asked for.
         recipes: what ran, in the order of its first call: ("exact",) if the recipe asked for never did.
     """
@@ -42,7 +42,7 @@ class LayerErrors:
     calls: int
     errors: TensorErrors
     peaks: Peaks = NO_PEAKS
-    errors_without_remedies: TensorErrors | None = None
+    errors_without_outlier_handling: TensorErrors | None = None
     recipes: tuple[str, ...] = ()
 
 
@@ -53,7 +53,7 @@ class _Layer:
     calls: int = 0
     errors: ErrorSums = field(default_factory=ErrorSums)
     plain_errors: ErrorSums = field(default_factory=ErrorSums)
-    has_remedies: bool = False
+    has_outlier_handling: bool = False
     peaks: Peaks = NO_PEAKS
     plans: list[Plan] = field(default_factory=list)
     """The first plan of each recipe that ran."""
@@ -66,11 +66,11 @@ class _Layer:
 class LayerErrorRecorder:
     """Observer that collects the errors of the layers of one pipeline or model; see `record_layer_errors`."""
 
-    def __init__(self, pipe_or_model: object, *, without_remedies: bool = True) -> None:
+    def __init__(self, pipe_or_model: object, *, without_outlier_handling: bool = True) -> None:
         targets = find_targets(pipe_or_model)
         self._names = {layer: target.label(name) for target in targets for name, layer in target.layers.items()}
         self._layers = {name: _Layer() for name in self._names.values()}
-        self._without_remedies = without_remedies
+        self._without_outlier_handling = without_outlier_handling
 
     @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
@@ -81,8 +81,8 @@ class LayerErrorRecorder:
         layer.calls += 1
         if call.plan.recipe not in layer.recipes:
             layer.plans.append(call.plan)
-        layer.has_remedies |= _has_remedies(call)
-        plain_output = _attend_without_remedies(call) if self._without_remedies else call.output
+        layer.has_outlier_handling |= _has_outlier_handling(call)
+        plain_output = _attend_without_outlier_handling(call) if self._without_outlier_handling else call.output
         for i in range(call.query.shape[0]):
             sample = slice(i, i + 1)
             query, key, value = (tensor[sample] for tensor in (call.query, call.key, call.value))
@@ -109,7 +109,7 @@ class LayerErrorRecorder:
                 layer.calls,
                 layer.errors.errors(),
                 layer.peaks,
-                layer.plain_errors.errors() if layer.has_remedies and self._without_remedies else None,
+                layer.plain_errors.errors() if layer.has_outlier_handling and self._without_outlier_handling else None,
                 layer.recipes,
             )
             for name, layer in self._layers.items()
@@ -132,20 +132,22 @@ class LayerErrorRecorder:
 
 
 @contextmanager
-def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True) -> Iterator[LayerErrorRecorder]:
+def record_layer_errors(
+    pipe_or_model: object, *, without_outlier_handling: bool = True
+) -> Iterator[LayerErrorRecorder]:
     """Compare each eager attention call made inside the block with exact attention in float32 on the same inputs.
 
     The block runs without gradients, so that recipes that are forward only run too; a recipe that was asked for and
     never ran is logged.
 
     This is slow: every attention is computed again in full precision, its weights once more, and with
-    `without_remedies` the low-bit one a second time. Memory stays bounded, because samples are compared one at a time
-    and only sums are kept.
+    `without_outlier_handling` the low-bit one a second time. Memory stays bounded, because samples are compared one
+    at a time and only sums are kept.
 
     Args:
         pipe_or_model: whose layers to observe.
-        without_remedies: also measure the same recipes without their remedies for peaked attention
-            (`sage_kernels.spec.recipe.without_remedies`), where they have any.
+        without_outlier_handling: also measure the same recipes without their outlier handling
+            (`sage_kernels.spec.recipe.without_outlier_handling`), where they have any.
 
     Yields:
         A recorder: `layers()` returns the errors of each layer over the calls so far.
@@ -154,7 +156,7 @@ def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True)
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.
     """
-    recorder = LayerErrorRecorder(pipe_or_model, without_remedies=without_remedies)
+    recorder = LayerErrorRecorder(pipe_or_model, without_outlier_handling=without_outlier_handling)
     with record.observe(recorder), torch.no_grad():
         yield recorder
     for sentence in recorder.never_ran():
@@ -162,13 +164,13 @@ def record_layer_errors(pipe_or_model: object, *, without_remedies: bool = True)
 
 
 def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of layers; a column without remedies if some layer has such errors."""
-    compared = any(layer.errors_without_remedies is not None for layer in layers)
-    header = ["layer", "ran", "CosSim", "rel-L1", *(["rel-L1 without remedies"] if compared else [])]
+    """Return header and rows of a table of layers; a column without outlier handling if some layer has such errors."""
+    compared = any(layer.errors_without_outlier_handling is not None for layer in layers)
+    header = ["layer", "ran", "CosSim", "rel-L1", *(["rel-L1 without outlier handling"] if compared else [])]
     header += ["RMSE", "scale", "max abs", "worst head rel-L1", "heaviest key", "loudest channel"]
     rows = []
     for layer in layers:
-        errors, plain, peaks = layer.errors, layer.errors_without_remedies, layer.peaks
+        errors, plain, peaks = layer.errors, layer.errors_without_outlier_handling, layer.peaks
         without = "–" if plain is None else f"{plain.rel_l1:.4f}"
         rows.append(
             [
@@ -188,14 +190,14 @@ def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _has_remedies(call: record.AttentionCall) -> bool:
+def _has_outlier_handling(call: record.AttentionCall) -> bool:
     recipe = get_recipe(call.plan.recipe)
-    return without_remedies(recipe) != recipe
+    return without_outlier_handling(recipe) != recipe
 
 
-def _attend_without_remedies(call: record.AttentionCall) -> torch.Tensor:
-    """Return the output of the call's recipe without its remedies, by the kernel that ran."""
-    if not _has_remedies(call):
+def _attend_without_outlier_handling(call: record.AttentionCall) -> torch.Tensor:
+    """Return the output of the call's recipe without its outlier handling, by the kernel that ran."""
+    if not _has_outlier_handling(call):
         return call.output
     mask = call.attn_mask
     return run.attend_by_plan(
@@ -203,7 +205,7 @@ def _attend_without_remedies(call: record.AttentionCall) -> torch.Tensor:
             call.query,
             call.key,
             call.value,
-            without_remedies(get_recipe(call.plan.recipe)),
+            without_outlier_handling(get_recipe(call.plan.recipe)),
             mask=Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], call.key.shape[2]),
             is_causal=call.is_causal,
             causal_offset=call.causal_offset,

@@ -25,7 +25,7 @@ from sage_kernels.spec.recipe import get_recipe
 
 
 def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
-    """Return which kernel each layer of a pipeline or model will run, for calls of 16,384 tokens without a mask.
+    """Name the kernel that each layer of a pipeline or model will run, in calls of 16,384 tokens without a mask.
 
     Args:
         pretrained: folder, or name on the Hub, of a diffusers pipeline or model or of a transformers model.

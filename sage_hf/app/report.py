@@ -99,7 +99,7 @@ class Report:
                     "heaviest_key_share": layer.peaks.share,
                     "heaviest_key": layer.peaks.key,
                     "loudest_channel": layer.peaks.loudness,
-                    "without_remedies": layer.errors_without_remedies,
+                    "without_outlier_handling": layer.errors_without_outlier_handling,
                 }
                 for layer in self.layer_errors
             ],

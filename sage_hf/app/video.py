@@ -1,8 +1,8 @@
-"""Files of videos and images, clips shown side by side, and contact sheets."""
+"""Files of videos and images, and clips shown side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,10 @@ from sage_hf.files import replacing
 INK, PAPER, FAINT = (28, 30, 34), (255, 255, 255), (110, 114, 122)
 MARGIN = 16
 PANEL_HEIGHT = 256
-SHEET_COLUMNS = 5
 
 
 def can_write_mp4() -> bool:
-    """Return whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
+    """Check whether imageio and an ffmpeg for it are installed (`pip install "sage-hf[video]"`)."""
     try:
         import imageio  # noqa: F401
         import imageio_ffmpeg  # type: ignore[import-untyped]
@@ -103,41 +102,6 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
             frame.paste(_resize(picture, panel), corner)
         frames.append(np.asarray(frame))
     return np.stack(frames)
-
-
-def contact_sheet(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], columns: int = SHEET_COLUMNS) -> Image.Image:
-    """Return a picture with a few frames of each video, for pages that cannot show videos.
-
-    Args:
-        rows: (title, uint8 videos (F, H, W, 3) by label), one for each prompt.
-        columns: number of frames shown of each video, evenly from the first to the last; fewer of shorter ones.
-    """
-    columns = min(columns, max(len(frames) for _, videos in rows for frames in videos.values()))
-    font, small = _font(20), _font(16)
-    panel = _panel_size(rows[0][1][next(iter(rows[0][1]))], 160)
-    labels = [label for _, videos in rows for label in videos]
-    gap = MARGIN // 2
-    left = 2 * MARGIN + max(int(small.getlength(label)) for label in labels)
-    width = left + columns * (panel[0] + gap) - gap + MARGIN
-    heights = [40 + len(videos) * (panel[1] + gap) for _, videos in rows]
-    page = Image.new("RGB", (width, sum(heights) + MARGIN), PAPER)
-    draw = ImageDraw.Draw(page)
-    y = MARGIN
-    for title, videos in rows:
-        draw.text((MARGIN, y), _fit(title, font, width - 2 * MARGIN), fill=INK, font=font)
-        y += 32
-        for label, frames in videos.items():
-            draw.text((MARGIN, y + panel[1] // 2), label, fill=FAINT, font=small, anchor="lm")
-            for column, frame in enumerate(sample_frames(frames, columns)):
-                page.paste(_resize(frame, panel), (left + column * (panel[0] + gap), y))
-            y += panel[1] + gap
-        y += 8
-    return page
-
-
-def sample_frames(frames: np.ndarray, count: int = SHEET_COLUMNS) -> np.ndarray:
-    """Return `count` frames of a video, evenly from the first to the last; all if there are not more."""
-    return frames[np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)]
 
 
 def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int]:

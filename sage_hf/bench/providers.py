@@ -23,6 +23,7 @@ from sage_kernels.dispatch.registry import Plan, Quantizer, Request, get_forward
 from sage_kernels.dispatch.run import request_of
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 PYTORCH = "scaled_dot_product_attention"
@@ -110,8 +111,10 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
             kernel = select(Request.of(query, key, value, **facts), "error").kernel
         options: dict[str, Any] = {"recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as for transformers, whose masks say so
-            options["causal_offset"] = case.kv_len - case.q_len
-            return Prepared(lambda: attend_with_offset(query, key, value, None, 0.0, True, None, grouped, **options)[0])
+            behind = Options(
+                True, causal_offset=case.kv_len - case.q_len, enable_gqa=grouped, recipe=recipe, fallback=fallback
+            )
+            return Prepared(lambda: attend_with_offset(query, key, value, None, behind)[0])
         options |= {"is_causal": inputs.is_causal, "enable_gqa": grouped}
         return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from .bridge import BackendProcessor, parallel_config_of, set_parallel_config
 
-class ServedAdapter:
+
+class ServedAdapter(BackendProcessor):
     """Base of IP-Adapter processors whose attention a SageAttnProcessor computes; see `serve`.
 
     Attributes:
@@ -32,20 +34,18 @@ class ServedAdapter:
         self.adapter.scale = scale
 
     @property
-    def _parallel_config(self) -> Any:  # set by diffusers' enable_parallelism
-        return self.adapter._parallel_config
+    def parallel_config(self) -> Any:
+        """Return the adapter's ParallelConfig, which `enable_parallelism` assigns."""
+        return parallel_config_of(self.adapter)
 
-    @_parallel_config.setter
-    def _parallel_config(self, config: Any) -> None:
-        self.adapter._parallel_config = config
+    @parallel_config.setter
+    def parallel_config(self, config: Any) -> None:
+        set_parallel_config(self.adapter, config)
 
     @property
-    def _attention_backend(self) -> Any:
-        return self.sage._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend: object) -> None:
-        self.sage._attention_backend = backend
+    def attention_backend(self) -> Any:
+        """Return the backend of the processor that attends."""
+        return self.sage.attention_backend
 
     def __reduce__(self) -> tuple[Any, ...]:
         return serve, (self.adapter, self.sage)

@@ -5,8 +5,6 @@ Their names are those of `sage_hf.names`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,19 +14,22 @@ from typing import Any
 
 import torch
 
-from sage_hf.attention import attend, sage_attention
+from sage_hf.attention import attend, chosen_fallback, sage_attention
 from sage_hf.names import NAMES, name_of
 from sage_hf.sparse.layer import running_layer
+from sage_kernels.spec.options import Options
 
+from .bridge import (
+    add_backend,
+    attention_across_processes,
+    choose_backend,
+    function_modes_are_active,
+    scores_are_skipped,
+)
 from .errors import UnsupportedAttentionError
 from .heads import end_trial
-from .shards import gather_mask, mask_of_own_heads
-from .skipping import function_modes_are_active, scores_are_skipped
+from .parallel import NO_SHARDS, gather_mask, mask_of_own_heads
 
-NO_SHARDS = (
-    "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
-    "configuration without `sparse`, or run this model without enable_parallelism()"
-)
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
@@ -120,7 +121,7 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             if sparse is not None:
                 raise UnsupportedAttentionError(NO_SHARDS)
             attn_mask = gather_mask(attn_mask, key.shape[1], _parallel_config.context_parallel_config)
-            return dispatch._templated_context_parallel_attention(
+            return attention_across_processes(dispatch)(
                 query,
                 key,
                 value,
@@ -145,7 +146,10 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         }
         plain = sparse is None and not (return_lse or (is_causal and attn_mask is not None))
         if plain and not torch.compiler.is_compiling() and not function_modes_are_active():
-            return attend(query, key, value, **arguments, tokens_first=True)[0]
+            options = Options(
+                *(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback)), tokens_first=True
+            )
+            return attend(query, key, value, attn_mask, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if scores_are_skipped(query, value):
             if return_lse:
@@ -162,37 +166,15 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
     return backend
 
 
-def _add_member(enum: Any, value: str) -> Any:
-    """Add a member to AttentionBackendName by the internals of `Enum`, because there is no public way to do so."""
-    member = str.__new__(enum, value)
-    member._name_, member._value_, member.__objclass__ = value.upper(), value, enum
-    member._sort_order_ = len(enum._member_names_)
-    setattr(enum, member._name_, member)
-    enum._member_names_.append(member._name_)
-    enum._member_map_[member._name_] = member
-    enum._value2member_map_[value] = member
-    return member
-
-
 def register_backends(dispatch: ModuleType) -> None:
-    """Register every name of NAMES; `dispatch` is diffusers.models.attention_dispatch."""
-    registry = dispatch._AttentionBackendRegistry
-    parallel = "supports_context_parallel" in inspect.signature(registry.register).parameters
-    options = {"supports_context_parallel": True} if parallel else {}
+    """Register every name of NAMES; `dispatch` is diffusers.models.attention_dispatch.
+
+    Ours also attend where a processor names no backend, while it runs inside `choosing`.
+    """
     for name, choice in NAMES.items():
-        member = _add_member(dispatch.AttentionBackendName, name)
-        registry.register(member, **options)(_make_backend(dispatch, *choice))
-        _MEMBERS[choice] = member
-    registry.get_active_backend = classmethod(_with_choice(registry.get_active_backend.__func__))
+        _MEMBERS[choice] = add_backend(dispatch, name, _make_backend(dispatch, *choice))
+    choose_backend(dispatch, _chosen)
 
 
-def _with_choice(get_active_backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the registry's method that says what attends where a processor names no backend, ours before the rest."""
-
-    @functools.wraps(get_active_backend)
-    def wrapper(registry: Any) -> Any:
-        if torch.compiler.is_compiling() or (choice := _thread.choice) is None:
-            return get_active_backend(registry)
-        return choice.backend, registry._backends[choice.backend]
-
-    return wrapper
+def _chosen() -> Any:
+    return None if torch.compiler.is_compiling() or (choice := _thread.choice) is None else choice.backend

@@ -19,6 +19,7 @@ from sage_hf.changes import Change, Undo, changes_of, inner
 from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
 
+from .bridge import parallel_config_of
 from .errors import UnsupportedAttentionError
 from .parallel import splits_tokens
 from .processor import layer_of, sage_of
@@ -163,7 +164,7 @@ def _denoisers(pipe_or_model: object) -> dict[str, Any]:
 def _check(model: Any) -> None:
     if name_in_diffusers(type(model)) not in MODELS:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
-    if splits_tokens(getattr(model, "_parallel_config", None)):
+    if splits_tokens(parallel_config_of(model)):
         raise UnsupportedAttentionError(NO_SHARDS)
     if _vsa_of(model) is not None:
         return

@@ -199,7 +199,7 @@ class Fused:
 def with_own_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> Fused | None:
-    """Return how to call a processor so that a kernel normalises and rotates; None: as it is.
+    """Plan a call of a processor in which a kernel normalises and rotates; None: call it as it is.
 
     Args:
         processor: the processor; one that is not of diffusers stays as it is.
@@ -245,7 +245,7 @@ def with_own_norms(
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
-    """Return what a norm computes; None if it is of no known class, has hooks, or gradients that no kernel gives."""
+    """Describe a norm for the kernel; None if its class is unknown, it has hooks, or needs gradients from no kernel."""
     known = NORM_CLASSES.get(path_of(type(module), "forward"))
     if known is None or "forward" in vars(module) or _has_hooks(module):
         return None
@@ -265,7 +265,7 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
 
 
 def gains(module: nn.Module, sample: Tensor) -> bool:
-    """Return whether a kernel is faster than a norm of a known class, if nothing is rotated."""
+    """Check whether a kernel is faster than a norm of a known class, if nothing is rotated."""
     known = NORM_CLASSES[path_of(type(module), "forward")]
     return not known.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
 
@@ -274,7 +274,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether anything is called beside a module's forward pass; true if this PyTorch does not tell."""
+    """Check whether anything is called beside a module's forward pass; true if this PyTorch does not tell."""
     if any(vars(module).get(name, True) for name in HOOKS):
         return True
     of_all_modules: Callable[[], bool] | None = getattr(nn.modules.module, "_has_any_global_hook", None)
@@ -330,7 +330,7 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
 
 
 def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
-    """Return whether a processor attends with the same queries and keys as its own operators make.
+    """Check whether a processor attends with the same queries and keys as its own operators make.
 
     The first call of a kind is run up to its attention both ways, in a layer inside of which no hooks would see that.
 
@@ -421,12 +421,12 @@ def _first_attended(run: Callable[[], Any]) -> tuple[Tensor, ...] | None:
 
 
 def _tells(x: Tensor) -> bool:
-    """Return whether anything can be told by heads: there are some, and all their values are finite."""
+    """Check whether anything can be told by heads: there are some, and all their values are finite."""
     return x.numel() > 0 and bool(x.isfinite().all())
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:
-    """Return whether two ways to the same heads differ by their roundings.
+    """Check whether two ways to the same heads differ by their roundings.
 
     Each rounds twice, by half an ulp at most, and adds up a head's channels in float32 in an order of its own.
     """
@@ -438,5 +438,5 @@ def _are_close(expected: Tensor, found: Tensor) -> bool:
 
 
 def _is_capturing(x: Tensor) -> bool:
-    """Return whether work on the device of x is captured in a graph, which could not be waited for."""
+    """Check whether work on the device of x is captured in a graph, which could not be waited for."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -12,6 +12,8 @@ from huggingface_hub.utils import logging
 
 from sage_kernels.runtime.import_hook import when_imported
 
+from . import bridge
+
 if TYPE_CHECKING:
     import torch
 
@@ -63,8 +65,7 @@ def _complete_attention(module: ModuleType) -> None:
 
 
 def _complete_modeling_utils(module: ModuleType) -> None:
-    from .models import complete_model_class
-    from .parallel import complete_parallelism
+    from .models import complete_model_class, complete_parallelism
 
     complete_model_class(module.ModelMixin)
     complete_parallelism(module.ModelMixin)
@@ -74,7 +75,7 @@ def _complete_loaders(module: ModuleType) -> None:
     """Keep our processors when IP-Adapters are loaded or unloaded, which makes every processor anew by its class."""
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
-            for name in ("_load_ip_adapter_weights", "unload_ip_adapter"):
+            for name in bridge.IP_ADAPTER_METHODS:
                 if name in vars(cls):
                     setattr(cls, name, _with_originals_in_place(vars(cls)[name]))
 
@@ -99,15 +100,17 @@ def _processors() -> Any:
 
 
 def _complete_hook_helpers(module: ModuleType) -> None:
-    from .hooks import complete_processor_registry
+    from .adapters import ServedAdapter
+    from .processor import SageAttnProcessor, layer_of, sage_of
 
-    complete_processor_registry(module)
+    def original_of(attn: torch.nn.Module) -> Any:
+        return attn.processor if sage_of(attn) is None else layer_of(attn).original
+
+    bridge.skip_as_original(module, (SageAttnProcessor, ServedAdapter), original_of)
 
 
 def _complete_layer_skip(module: ModuleType) -> None:
-    from .skipping import score_skip_modes
-
-    score_skip_modes.append(module.AttentionScoreSkipFunctionMode)
+    bridge.score_skip_modes.append(module.AttentionScoreSkipFunctionMode)
 
 
 def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]:
@@ -140,7 +143,7 @@ def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[...
 def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` to warn if `with attention_backend("sage3")` has no effect, because the processor ignores it."""
     import torch
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+    from diffusers.models import attention_dispatch
 
     from sage_hf.names import NAMES
 
@@ -150,7 +153,7 @@ def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            name = _AttentionBackendRegistry._active_backend.value
+            name = bridge.active_backend(attention_dispatch)
             family = type(self.processor)
             if (
                 name in NAMES

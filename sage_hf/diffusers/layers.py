@@ -23,16 +23,21 @@ from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 from sage_kernels.runtime import dynamo
 
 from .backends import backend_member, choosing
+from .bridge import (
+    DISPATCH,
+    StandIn,
+    fixed_backends,
+    passes_parallel_config,
+    set_parallel_config,
+    takes_backend,
+    with_backend,
+)
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import agrees, with_own_norms
-from .stand_in import StandIn
 from .vsa import NO_SHARDS, VSAProcessor
 
 logger = logging.get_logger(__name__)
-
-DISPATCH = "dispatch_attention_fn"
-"""Name of diffusers' function by which processors attend."""
 
 
 class Sage(Protocol):
@@ -108,7 +113,7 @@ class Layer:
             UnsupportedAttentionError: see `check_parallel`.
         """
         self.check_parallel()
-        self.original._parallel_config = config
+        set_parallel_config(self.original, config)
 
     def _with_own_norms(
         self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
@@ -168,7 +173,7 @@ class DispatchLayer(Layer):
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
-        if "_parallel_config" not in type(self.original).__call__.__code__.co_names:
+        if not passes_parallel_config(self.original):
             super().check_parallel()
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +181,7 @@ class DispatchLayer(Layer):
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
-        stand_in = StandIn(self.original, {"_attention_backend": backend})
-        run = partial(type(self.original).__call__, stand_in, attn, *args, **kwargs)
+        run = partial(type(self.original).__call__, with_backend(self.original, backend), attn, *args, **kwargs)
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
                 say_that_graphs_are_dense()
@@ -206,14 +210,14 @@ class VSALayer(Layer):
 
 
 def calls_dispatch(processor: Any) -> bool:
-    """Return whether a processor of diffusers attends through `dispatch_attention_fn`."""
+    """Check whether a processor of diffusers attends through `dispatch_attention_fn`."""
     code = getattr(type(processor).__call__, "__code__", None)
     return code is not None and DISPATCH in code.co_names
 
 
 @functools.cache
 def _leaves_choice(call: Callable[..., Any]) -> bool:
-    """Return whether a processor's code calls diffusers' dispatch without a backend, or with None."""
+    """Check whether a processor's code calls diffusers' dispatch without a backend, or with None."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
     except (OSError, SyntaxError):  # code that was made elsewhere than in a file
@@ -238,14 +242,14 @@ def say_that_graphs_leave_choice(family: str) -> None:
 
 
 def fixed_backend(processor: Any) -> str:
-    """Return why a processor that dispatches attends by a backend of its own choice alone; "" if it takes another.
+    """Return the reason that a processor attends only by a backend of its own choice; "" if it takes another.
 
     Processors that need FlexAttention's block masks list the backends that they run with, or name them in their code.
     """
     if not calls_dispatch(processor):
         return ""
     family = type(processor).__name__
-    if supported := getattr(processor, "_SUPPORTED_BACKENDS", None):
+    if supported := fixed_backends(processor):
         return f"{family} works with the attention backends {', '.join(supported)} alone"
     code = type(processor).__call__.__code__
     if "AttentionBackendName" in code.co_names or "flex" in code.co_consts:
@@ -269,7 +273,7 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         return VSALayer(original)
     if reason := fixed_backend(original):
         raise FixedBackendError(reason)
-    if calls_dispatch(original) and hasattr(original, "_attention_backend"):
+    if calls_dispatch(original) and takes_backend(original):
         return DispatchLayer(original)
     family = name_in_diffusers(type(original), "__call__")
     if family in FAMILIES:

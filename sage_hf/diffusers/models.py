@@ -12,14 +12,17 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 
+from .bridge import for_each_subclass, has_parallel_plan, parallel_config_of
 from .errors import FixedBackendError, UnsupportedAttentionError
-from .parallel import check_parallelism
+from .layers import Layer
+from .parallel import check_parallelism, splits_tokens
 from .processor import (
     SageAttnProcessor,
     attention_layers,
     bind,
     exchange_processor,
     layer_for,
+    layer_of,
     originals_in_place,
     put_back,
     replaceable,
@@ -137,13 +140,14 @@ def _inside(method: Any, in_place: Callable[[Any], AbstractContextManager[None]]
     return wrapper
 
 
-def _subclasses(model_class: type) -> set[type]:
-    children: list[type] = model_class.__subclasses__()
-    return {*children, *(cls for child in children for cls in _subclasses(child))}
+def _complete(cls: type) -> None:
+    _check_first(cls)
+    _on_originals(cls)
 
 
 def complete_model_class(model_class: Any) -> None:
     """Complete diffusers' ModelMixin; a method that a model or another of its bases defines takes precedence."""
+    for_each_subclass(model_class, _complete)
     set_backend, reset_backend = model_class.set_attention_backend, model_class.reset_attention_backend
 
     def attn_processors(self: torch.nn.Module) -> dict[str, Any]:
@@ -190,18 +194,39 @@ def complete_model_class(model_class: Any) -> None:
         _remove_backend(self)
         reset_backend(self)
 
-    def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(model_class, cls).__init_subclass__(**kwargs)
-        complete(cls)
-
-    def complete(cls: type) -> None:
-        _check_first(cls)
-        _on_originals(cls)
-
-    for cls in _subclasses(model_class):
-        complete(cls)
-    model_class.__init_subclass__ = classmethod(init_subclass)
     model_class.attn_processors = property(attn_processors)
     model_class.set_attn_processor = set_attn_processor
     model_class.set_attention_backend = set_attention_backend
     model_class.reset_attention_backend = reset_attention_backend
+
+
+def complete_parallelism(model_class: Any) -> None:
+    """Make `enable_parallelism` configure the layers with a SageAttnProcessor, or raise before anything is changed."""
+    if not hasattr(model_class, "enable_parallelism"):
+        return
+    enable = model_class.enable_parallelism
+
+    @functools.wraps(enable)
+    def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
+        layers = _sage_layers(self) if splits_tokens(config) else {}
+        if layers and cp_plan is None and not has_parallel_plan(self):
+            raise UnsupportedAttentionError(
+                f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
+                "this model without enable_parallelism()"
+            )
+        for name, layer in layers.items():
+            try:
+                layer.check_parallel()
+            except UnsupportedAttentionError as error:
+                raise UnsupportedAttentionError(f"{name}: {error}") from None
+        enable(self, config=config, cp_plan=cp_plan, **kwargs)
+        for layer in layers.values():
+            layer.parallelize(parallel_config_of(self))
+
+    model_class.enable_parallelism = enable_parallelism
+
+
+def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
+    """Return the computations of the layers with a SageAttnProcessor, by dotted name."""
+    modules = attention_layers(model).items()
+    return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}

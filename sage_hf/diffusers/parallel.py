@@ -1,62 +1,84 @@
-"""Context parallelism: diffusers splits a model's tokens among processes, and attention brings them together."""
+"""Context parallelism: diffusers splits a model's tokens among processes, and attention brings them together.
+
+Each process holds part of the keys and attends with part of the heads.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from .backends import NO_SHARDS
+from .bridge import Shards, parallel_config_of
 from .errors import UnsupportedAttentionError
-from .layers import Layer
-from .processor import attention_layers, layer_of, sage_of
+
+if TYPE_CHECKING:
+    from .layers import Layer
+
+NO_SHARDS = (
+    "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
+    "configuration without `sparse`, or run this model without enable_parallelism()"
+)
 
 
 def check_parallelism(model: Any, layer: Layer) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layer` cannot."""
-    if splits_tokens(getattr(model, "_parallel_config", None)):
+    if splits_tokens(parallel_config_of(model)):
         layer.check_parallel()
 
 
 def check_whole(model: Any) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism, which sparse attention cannot."""
-    if splits_tokens(getattr(model, "_parallel_config", None)):
+    if splits_tokens(parallel_config_of(model)):
         raise UnsupportedAttentionError(NO_SHARDS)
 
 
-def complete_parallelism(model_class: Any) -> None:
-    """Make `enable_parallelism` configure the layers with a SageAttnProcessor, or raise before anything is changed."""
-    if not hasattr(model_class, "enable_parallelism"):
-        return
-    enable = model_class.enable_parallelism
-
-    @functools.wraps(enable)
-    def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
-        layers = _sage_layers(self) if splits_tokens(config) else {}
-        if layers and cp_plan is None and self._cp_plan is None:
-            raise UnsupportedAttentionError(
-                f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
-                "this model without enable_parallelism()"
-            )
-        for name, layer in layers.items():
-            try:
-                layer.check_parallel()
-            except UnsupportedAttentionError as error:
-                raise UnsupportedAttentionError(f"{name}: {error}") from None
-        enable(self, config=config, cp_plan=cp_plan, **kwargs)
-        for layer in layers.values():
-            layer.parallelize(self._parallel_config)
-
-    model_class.enable_parallelism = enable_parallelism
-
-
 def splits_tokens(config: Any) -> bool:
-    """Return whether a ParallelConfig or ContextParallelConfig asks for context parallelism; False for None."""
+    """Check whether a ParallelConfig or ContextParallelConfig asks for context parallelism; False for None."""
     return hasattr(config, "ulysses_degree") or getattr(config, "context_parallel_config", None) is not None
 
 
-def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
-    """Return the computations of the layers with a SageAttnProcessor, by dotted name."""
-    modules = attention_layers(model).items()
-    return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}
+def gather_mask(mask: torch.Tensor | None, kv_len: int, config: Any) -> torch.Tensor | None:
+    """Return the mask for the keys of all processes, in the order in which diffusers gathers the keys.
+
+    Args:
+        mask: its last dimension is the keys of this process, or of all processes.
+        kv_len: number of keys of this process.
+        config: diffusers' ContextParallelConfig.
+
+    Raises:
+        ValueError: ring attention is configured, which would apply this process's mask to the keys of the others.
+    """
+    if mask is None:
+        return None
+    shards = Shards.of(config)
+    if shards.ring > 1:
+        raise ValueError(
+            f"attn_mask is not supported by ring attention (ring_degree={shards.ring}): "
+            "use ContextParallelConfig(ulysses_degree=...) for this model, or call it without a mask"
+        )
+    if mask.shape[-1] != kv_len:
+        return mask
+    group = shards.group
+    lengths = [kv_len] * shards.ulysses
+    if shards.uneven:
+        shares = [torch.empty(1, dtype=torch.int64, device=mask.device) for _ in lengths]
+        dist.all_gather(shares, torch.full_like(shares[0], kv_len), group=group)
+        lengths = [int(share) for share in shares]
+    padded = torch.nn.functional.pad(mask, (0, max(lengths) - kv_len)).contiguous()
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[..., :length] for part, length in zip(parts, lengths, strict=True)], dim=-1)
+
+
+def mask_of_own_heads(mask: torch.Tensor | None, heads: int, config: Any) -> torch.Tensor | None:
+    """Return the part of a mask (batch, all heads, 1 or q_len, kv_len) for the `heads` that this process attends with.
+
+    Masks shared by all heads, (batch, 1, …) or without a dimension of heads, are returned unchanged.
+    """
+    if mask is None or mask.dim() < 4 or mask.shape[1] == 1:
+        return mask
+    shards = Shards.of(config)
+    share = -(-mask.shape[1] // shards.ulysses)  # the last processes have fewer if it does not divide
+    return mask.narrow(1, shards.rank * share, heads)

@@ -10,23 +10,24 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.attention import check_fallback, sage_attention
+from sage_hf.attention import sage_attention
 from sage_hf.attributes import LAYER
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer
+from sage_kernels.spec.options import check_fallback
 from sage_kernels.spec.recipe import get_recipe
 
 from .adapters import ServedAdapter, serve
 from .backends import backend_member
+from .bridge import BackendProcessor, parallel_config_of, scores_are_skipped
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .heads import end_trial
 from .layers import Layer, recognize, show_parameters_of_families
-from .skipping import scores_are_skipped
 
 logger = logging.get_logger(__name__)
 
 
-class SageAttnProcessor:
+class SageAttnProcessor(BackendProcessor):
     """Attention processor for diffusers models.
 
     One instance may serve all layers of a model, `model.set_attn_processor(SageAttnProcessor("sage3"))`: each attention
@@ -49,7 +50,6 @@ class SageAttnProcessor:
         self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
         self._before: Any = None  # the processor that `exchange_processor` took out of that module
         self._by_backend = False  # whether that was for `set_attention_backend`
-        self._parallel_config: Any = None  # of context parallelism; the layers' original processors have it too
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
@@ -97,15 +97,11 @@ class SageAttnProcessor:
         return layer if processor is self else None
 
     @property
-    def _attention_backend(self) -> Any:
-        """Return the backend of the recipe: models of diffusers make masks by what their layers' processors have."""
+    def attention_backend(self) -> Any:
+        """Return diffusers' backend of the recipe."""
         import diffusers.models.attention_dispatch  # noqa: F401 - which registers the backends
 
         return backend_member(self.recipe, self.fallback)
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend: object) -> None:
-        """Keep the recipe: a model's `set_attention_backend`, which assigns to all layers, says that it does."""
 
     def __repr__(self) -> str:
         training = "" if self.training is None else f", training={self.training!r}"
@@ -149,7 +145,7 @@ def sage_of(module: torch.nn.Module) -> SageAttnProcessor | None:
 
 
 def layer_of(module: torch.nn.Module) -> Layer:
-    """Return what `module` computes with its present processor; `module` is not changed.
+    """Return the computation of `module` with its present processor; `module` is not changed.
 
     Raises:
         UnsupportedAttentionError: the computation is not supported.
@@ -159,7 +155,7 @@ def layer_of(module: torch.nn.Module) -> Layer:
 
 
 def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
-    """Return what `processor` will compute when it is set in `module`, which is not changed.
+    """Return the computation of `processor` once it is set in `module`, which is not changed.
 
     A SageAttnProcessor that is set passes its layer on to the new one. A processor that was in this module before
     computes the same as then, even if another one has replaced it for a while.
@@ -231,7 +227,7 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
 
 def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Layer) -> Any:
     """Make `processor` compute `layer` in `module`, and return the processor to set in the module."""
-    processor._parallel_config = getattr(layer.original, "_parallel_config", None)
+    processor.parallel_config = parallel_config_of(layer.original)
     if processor._layer is not None:
         processor._layer = layer
     else:

@@ -12,6 +12,7 @@ from sage_hf.sparse.order import TileOrder
 from sage_hf.sparse.vsa import tiles_kept, vsa_attention
 from sage_kernels.runtime import dynamo
 
+from .bridge import ParallelProcessor
 from .errors import UnsupportedAttentionError
 
 GATE = "to_gate_compress"
@@ -43,7 +44,7 @@ class VSAModel:
         self.order = TileOrder.of(layout.grid(denoiser, arguments), arguments["hidden_states"].device)
 
 
-class VSAProcessor:
+class VSAProcessor(ParallelProcessor):
     """Processor of a Wan block's self-attention by VSA; exact, unless `sage_hf.apply` chooses a recipe.
 
     Attributes:
@@ -110,7 +111,7 @@ class VSAProcessor:
         return attn.to_out[1](attn.to_out[0](output))
 
     def describe(self) -> str:
-        """Return what the latest call kept, as one line of text; "" before any call."""
+        """Return the share of tiles that the latest call kept, as one line of text; "" before any call."""
         if self.model.order is None:
             return ""
         tiles = self.model.order.tiles
@@ -118,12 +119,12 @@ class VSAProcessor:
         return f"VSA: {kept} of {tiles} tiles of 4×4×4 tokens ({kept / tiles:.1%}), those with the best coarse scores"
 
     @property
-    def _parallel_config(self) -> None:
-        """Return None: diffusers' `enable_parallelism` assigns to this attribute where it exists."""
+    def parallel_config(self) -> None:
+        """Return None; assigning a ParallelConfig, as `enable_parallelism` does, raises UnsupportedAttentionError."""
         return None
 
-    @_parallel_config.setter
-    def _parallel_config(self, config: object) -> None:
+    @parallel_config.setter
+    def parallel_config(self, config: object) -> None:
         if config is not None:
             raise UnsupportedAttentionError(NO_SHARDS)
 

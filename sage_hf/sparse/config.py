@@ -57,7 +57,7 @@ class Sparse:
             raise ValueError(f"sparse.dense_layers: expected patterns of layer names, got {layers!r}")
 
     def is_dense(self, layer: str) -> bool:
-        """Return whether a pattern of `dense_layers` matches the layer's name."""
+        """Check whether a pattern of `dense_layers` matches the layer's name."""
         return any(matches(pattern, layer) for pattern in self.dense_layers)
 
     def describe(self) -> str:

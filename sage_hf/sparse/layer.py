@@ -15,10 +15,10 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_hf.attention import check_fallback, default_fallback, sage_attention
+from sage_hf.attention import chosen_fallback, sage_attention
 from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
-from sage_kernels.exact import sdpa
 from sage_kernels.runtime import dynamo
+from sage_kernels.spec.masks import key_mask
 
 from .config import BLOCK, Sparse
 from .grids import Grid, Layout, arguments_of, layout_of
@@ -82,7 +82,7 @@ class SparseModel:
 
     @property
     def is_reordered(self) -> bool:
-        """Return whether the denoiser's tokens are in 4×4×4 order already."""
+        """Check whether the denoiser's tokens are in 4×4×4 order already."""
         return self.reordering is not None and self.reordering.active
 
     def order(self, tokens: int, device: torch.device) -> Order | None:
@@ -234,14 +234,14 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
-        if attn_mask is not None and sdpa.key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
+        if attn_mask is not None and key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
             return "a mask that says more than which keys exist"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))
-        chosen = default_fallback() if fallback is None else check_fallback(fallback)
+        chosen = chosen_fallback(fallback)
         try:
             kernel = select(request, chosen).kernel
         except KernelUnavailableError:
@@ -261,7 +261,7 @@ class SparseLayer:
 
 
 def sparsity_of(layer: SparseLayer) -> str:
-    """Return what the calls of a layer kept, as one line of text; "" before any call."""
+    """Summarise the tiles that a layer's calls kept, as one line of text; "" before any call."""
     kept, parts = layer.kept, []
     if kept.calls:
         assert kept.tiles is not None

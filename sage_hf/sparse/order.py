@@ -57,7 +57,7 @@ class TileOrder:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every tile has 64 tokens."""
+        """Check whether every tile has 64 tokens."""
         return self.tokens.shape[0] == self.valid.shape[0]
 
     def sort(self, x: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ class Reordering:
             self._order, self.active = order, True
 
     def _understands(self, arguments: Mapping[str, Any], tokens: int) -> bool:
-        """Return whether arguments with one entry for each token have it where the layout says.
+        """Check whether arguments with one entry for each token have it where the layout says.
 
         A tensor without a dimension of as many entries is the same for all tokens.
         """

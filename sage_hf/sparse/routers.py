@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Protocol
 
@@ -49,38 +49,12 @@ class Router(Protocol):
 
 
 @dataclass(frozen=True)
-class MeanRouter:
-    """Router that keeps the tiles whose mean key has the largest scores with the block's mean query.
-
-    Attributes:
-        keep: share of the tiles that a block keeps, at least one tile, `dense` ones not counted.
-        block_m, block_n: rows a block, keys a tile.
-    """
-
-    keep: Keep
-    block_m: int = 128
-    block_n: int = 128
-
-    def __post_init__(self) -> None:
-        _check_keep(self.keep)
-
-    def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Return float32 (batch, q_heads, blocks of rows, tiles): mean query · mean key · scale, of real tokens."""
-        return _mean_scores(block_means(query, self.block_m), block_means(key, self.block_n), _scale(scale, query))
-
-    def route(
-        self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
-    ) -> BlockList:
-        """Return the tiles kept; see `Router.route`."""
-        return SubBlockRouter(self.keep, self.block_m, self.block_n, 1, 1).route(query, key, scale, dense)
-
-
-@dataclass(frozen=True)
 class SubBlockRouter:
     """Router by means of parts of blocks, after SGLang's SubBlock: log Σ_ab exp(mean Q_a · mean K_b · scale).
 
     Attributes:
-        keep, block_m, block_n: as in `MeanRouter`.
+        keep: share of the tiles that a block keeps, at least one tile, `dense` ones not counted.
+        block_m, block_n: rows a block, keys a tile.
         parts_m, parts_n: equal parts that a block of rows and a tile of keys are cut into. A part without tokens, in a
             partial block, does not count.
     """
@@ -131,6 +105,18 @@ class SubBlockRouter:
         rows, columns = _flags(dense, query, self.block_m), _flags(dense, key, self.block_n)
         counts, tiles = kernels.list_most(scores, numbers, rows, columns)
         return BlockList(counts, tiles, self.block_m, self.block_n)
+
+
+@dataclass(frozen=True)
+class MeanRouter(SubBlockRouter):
+    """Router that keeps the tiles whose mean key has the largest scores with the block's mean query.
+
+    Attributes:
+        keep, block_m, block_n: as in `SubBlockRouter`.
+    """
+
+    parts_m: int = field(default=1, init=False)
+    parts_n: int = field(default=1, init=False)
 
 
 @dataclass(frozen=True)
@@ -316,7 +302,7 @@ def _numbers(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:
 
 
 def _flags(dense: Sequence[slice], x: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Return which blocks of x's tokens hold one of the `dense` tokens, uint8 (1, 1, blocks); None if none does."""
+    """Flag the blocks of x that hold a `dense` token, uint8 (1, 1, blocks); return None if no block does."""
     flags = None
     for tokens in dense:
         start, stop, _ = tokens.indices(x.shape[2])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import attend
+from sage_hf.attention import attend, chosen_fallback
 from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
+from sage_kernels.spec.masks import attended_rows, with_causality
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -100,15 +104,13 @@ def sage_attention_forward(
         )
         extras = {"position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
         for_eager |= {name: extra for name, extra in extras.items() if extra is not None}
-        return record.run_in_layer(
-            module, _eager, module, query, key, value, mask, causal, scaling, dropout, for_eager, recipe, reason
-        )
+        call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
+        return record.run_in_layer(module, _eager, module, call, for_eager, reason)
     if position_bias is not None:
-        mask = sdpa.with_causality(mask, query, key) if causal else mask
+        mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
-    output = record.run_in_layer(
-        module, _attend, query, key, value, mask, causal, causality, scaling, dropout, softcap, s_aux, recipe, fallback
-    )
+    call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
+    output = record.run_in_layer(module, _attend, call, causality, softcap, s_aux, fallback)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -139,53 +141,83 @@ def _causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> tuple[i
     return offset, keys
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Attention that a model asks for.
+
+    Attributes:
+        query, key, value: (batch, heads, tokens, head_dim).
+        mask: as in `sage_hf.attention.attend`.
+        is_causal: whether attention is causal among the keys of the mask.
+        scale: factor of the scores; None: head_dim ** -0.5.
+        dropout: dropout probability of the attention weights.
+        recipe: the recipe asked for.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout: float
+    recipe: str
+
+    def report_exact(self, reason: str) -> None:
+        """Record that the call runs exactly, for this reason."""
+        options = Options(self.is_causal, recipe=self.recipe)
+        run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
+
+
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
+    call: _Call,
     causality: tuple[int, torch.Tensor | None] | None,
-    scale: float | None,
-    dropout: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    recipe: str,
     fallback: str | None,
 ) -> torch.Tensor:
     """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
 
     Args:
+        call: the attention.
         causality: the mask's, where it is nothing but causality and padding (`_causality_of`).
+        softcap, fallback: as in `sage_attention_forward`.
         sinks: (q_heads,) logits of the attention sinks.
-        The others are those of `sage_hf.attention.attend`, or of `sage_attention_forward`.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim).
     """
+    query, key, value = call.query, call.key, call.value
+    mask, is_causal, scale = call.mask, call.is_causal, call.scale
     enable_gqa = bool(query.shape[1] != key.shape[1])  # no SymBool
     wants_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
     )
-    if softcap is not None or (sinks is not None and (wants_gradient or dropout)):
+    if softcap is not None or (sinks is not None and (wants_gradient or call.dropout)):
         reason = "a softcap bends the logits" if softcap is not None else "sinks need a gradient or dropout"
-        _report_exact(query, key, value, mask, is_causal, recipe, reason)
-        return exact_attention(
-            query, key, value, mask, is_causal=is_causal, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout
-        )
-    if dropout:
-        _report_exact(query, key, value, mask, is_causal, recipe, "the model trains with attention dropout")
+        call.report_exact(reason)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": call.dropout}
+        return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)
+    if call.dropout:
+        call.report_exact("the model trains with attention dropout")
         if is_causal and mask is not None:
-            mask, is_causal = sdpa.with_causality(mask, query, key), False
+            mask, is_causal = with_causality(mask, query, key), False
         query, key, value = sdpa.in_autocast_dtype(query, key, value)
         output = sdpa.sdpa(
-            query, key, value, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            dropout_p=call.dropout,
         )
-        return output if mask is None else torch.where(sdpa.attended_rows(mask), output, 0.0)
+        return output if mask is None else torch.where(attended_rows(mask), output, 0.0)
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
-    if causality is not None and recipe != "exact" and not wants_gradient:
+    if causality is not None and call.recipe != "exact" and not wants_gradient:
         causal_offset, keys = causality
         mask, is_causal = None if keys is None else keys[:, None, None], True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
@@ -194,13 +226,15 @@ def _attend(
         key,
         value,
         mask,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=sinks is not None,
+        Options(
+            is_causal=is_causal,
+            causal_offset=causal_offset,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            recipe=call.recipe,
+            fallback=chosen_fallback(fallback),
+            return_lse=sinks is not None,
+        ),
     )
     if sinks is None or lse is None:
         return output
@@ -210,27 +244,18 @@ def _attend(
 
 
 def _eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout: float,
-    keywords: dict[str, object],
-    recipe: str,
-    reason: str,
+    module: nn.Module, call: _Call, keywords: dict[str, object], reason: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model's own eager attention; return its output (batch, q_len, q_heads, v_head_dim) and the weights."""
     eager = eager_attention_of(module)
-    _report_exact(query, key, value, mask, is_causal, recipe, reason)
-    if is_causal:
-        mask = sdpa.with_causality(mask, query, key)
+    call.report_exact(reason)
+    query, key, mask = call.query, call.key, call.mask
+    if call.is_causal:
+        mask = with_causality(mask, query, key)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    return eager(module, query, key, value, mask, scaling=scale, dropout=dropout, **keywords)
+    scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
+    return eager(module, query, key, call.value, mask, scaling=scale, dropout=call.dropout, **keywords)
 
 
 def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -238,17 +263,3 @@ def _add_to_bias(position_bias: torch.Tensor, mask: torch.Tensor | None) -> torc
     if mask is None:
         return position_bias
     return position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask
-
-
-def _report_exact(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    recipe: str,
-    reason: str,
-) -> None:
-    compiling = torch.compiler.is_compiling()
-    request = None if compiling else Request.of(query, key, value, mask, is_causal, recipe)
-    record.report_exact(request, reason, recipe)

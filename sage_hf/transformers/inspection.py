@@ -26,13 +26,13 @@ def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Resul
 
 
 def is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
-    """Return whether a value is a subclass of `nn.Module`."""
+    """Check whether a value is a subclass of `nn.Module`."""
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 @once_per_class
 def calls_interface(module_class: type) -> bool:
-    """Return whether a module of the class looks up transformers' attention functions."""
+    """Check whether a module of the class looks up transformers' attention functions."""
     return any(INTERFACE in code.co_names for code in methods(module_class))
 
 
@@ -85,7 +85,7 @@ def models_of(config_class: type) -> list[Any]:
 
 @once_per_class
 def asks_for_sdpa(model_class: type) -> bool:
-    """Return whether the model, or a module that it builds, does otherwise where the implementation is named "sdpa"."""
+    """Check whether the model, or a module that it builds, does otherwise where the implementation is named "sdpa"."""
     return any(
         "_attn_implementation" in code.co_names and "'sdpa'" in repr(code.co_consts)
         for one in built_classes(model_class)
@@ -95,7 +95,7 @@ def asks_for_sdpa(model_class: type) -> bool:
 
 @once_per_class
 def computes_with_masks(model_class: type) -> bool:
-    """Return whether attention layers that the model builds do more with their masks than hand them on.
+    """Check whether attention layers that the model builds do more with their masks than hand them on.
 
     It is read from the source of their methods; a method without a source might compute with a mask.
     """

@@ -52,7 +52,7 @@ HARMLESS = frozenset(
 
 
 def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, object]:
-    """Return those of `keywords` that only the model's eager attention can honour.
+    """Select the keywords that only the model's eager attention can honour.
 
     A keyword is ignored only if its value is None, if it is in `HARMLESS`, or if neither the code of `module` nor the
     model's eager attention names it: then it was passed to the model, and merely handed down to this call.

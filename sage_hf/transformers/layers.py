@@ -28,7 +28,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Return why setting `attn_implementation` to one of our names would not change `model`; None if it would."""
+    """Return the reason that none of our `attn_implementation`s would change `model`; None if one would."""
     if attention_layers(model):
         return None
     if not _is_pretrained_model(model):
@@ -38,7 +38,7 @@ def unsupported(model: nn.Module) -> str | None:
 
 @once_per_class
 def refusal(model_class: type) -> str | None:
-    """Return why models of a class must not get one of our names as `attn_implementation`; None if they may.
+    """Return the reason that models of a class must not get one of our `attn_implementation`s; None if they may.
 
     The class alone decides, before any layer is built. transformers accepts any registered name. A model that does not
     look the name up would compute attention by its own code with masks meant for ours, and lose causality and padding

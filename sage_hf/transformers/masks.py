@@ -40,7 +40,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @dynamo.assume_constant_result
 def _reading_of(config_class: type) -> str:
-    """Return which masks models with a config of the class can read.
+    """Name the kind of masks that models with a config of the class can read.
 
     Returns:
         "additive": an attention layer computes with its mask, and need not know boolean ones, for the model refuses
@@ -119,7 +119,7 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 @dynamo.assume_constant_result
 def _hands_padding_on(config_class: type) -> bool:
-    """Return whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
+    """Check whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 
     Models that transformers runs with flash attention do, unless they ask for its name. Others may combine it with
     masks of four dimensions, and causality would be lost.
@@ -129,7 +129,7 @@ def _hands_padding_on(config_class: type) -> bool:
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
+    """Check whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
     if _reading_of(type(kwargs.get("config"))) == "additive":

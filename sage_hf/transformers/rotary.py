@@ -117,7 +117,7 @@ def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs_ours(layer: Any) -> bool:
-    """Return whether a layer runs a recipe of ours in low bits."""
+    """Check whether a layer runs a recipe of ours in low bits."""
     implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
     recipe, _ = NAMES.get(implementation or "", ("exact", None))
     return recipe != "exact" and vars(layer).get(RECIPE) != "exact"
@@ -146,7 +146,7 @@ def _with_kernel(rotate: Rotate) -> Rotate:
 
 
 def _serves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether the kernel takes these tensors, and gains."""
+    """Check whether the kernel takes these tensors, and gains."""
     if not all(isinstance(x, Tensor) for x in (q, k, cos, sin)) or not is_served(q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
@@ -166,7 +166,7 @@ def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Return whether a function and the kernel rotate drawn tensors alike, to the bit; False if either fails."""
+    """Check whether a function and the kernel rotate drawn tensors alike, to the bit; False if either fails."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (1, 16, 3, head_dim), (1, 8, 3, head_dim), (1, 3, head_dim), (1, 3, head_dim)  # as compiled for most models
     drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]

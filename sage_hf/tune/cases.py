@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_hf.bench.cases import DOCUMENT, WINDOW
 from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, run
 from sage_kernels.dispatch.curves import Sizes
 from sage_kernels.dispatch.registry import KernelUnavailableError, get_exact
 from sage_kernels.exact import masked_rows
-from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.call import Call, Mask, MaskKind
 from sage_kernels.spec.recipe import get_recipe
 
-Kind = Literal["none", "causal", "keys", "causal_keys", "bool", "additive"]
+Kind = Literal["none", "causal", "keys", "holes", "causal_keys", "bool", "window", "documents", "additive"]
+"""Masks: of keys as padding at the end, and as holes in the middle too; bool as drawn, a band, and blocks; a bias."""
+MASKS: dict[Kind, MaskKind] = {
+    "causal": "none",
+    "causal_keys": "keys",
+    "holes": "keys",
+    "window": "bool",
+    "documents": "bool",
+}
+"""Kinds of masks that `sage_kernels` calls otherwise."""
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,9 +53,9 @@ class Point:
     grad: bool = False
 
     @property
-    def mask(self) -> str:
+    def mask(self) -> MaskKind:
         """Return the kind of mask, as `call.Mask` has it."""
-        return {"causal": "none", "causal_keys": "keys"}.get(self.kind, self.kind)
+        return MASKS.get(self.kind, cast(MaskKind, self.kind))
 
     @property
     def causal(self) -> bool:
@@ -56,12 +66,6 @@ class Point:
     def causal_offset(self) -> int:
         """Return the offset of causality, which is aligned lower right."""
         return self.sizes.kv_len - self.sizes.q_len if self.causal else 0
-
-    @property
-    def operations(self) -> float:
-        """Return the call's operations, those of masked scores included."""
-        sizes = self.sizes
-        return 4.0 * sizes.batch * sizes.q_heads * sizes.q_len * sizes.kv_len * sizes.head_dim
 
 
 def draw(device: torch.device, point: Point) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -142,17 +146,26 @@ def prepare_training(
 
 
 def _mask(device: torch.device, point: Point, generator: torch.Generator) -> Tensor | None:
-    """Return a mask of the point's kind that lets most scores live, as padding and learnt biases do."""
+    """Draw a mask of the point's kind, as models make them."""
     sizes = point.sizes
-    if point.mask == "keys":
-        padding = torch.arange(sizes.batch, device=device) % 4 * (sizes.kv_len // 8) + sizes.kv_len // 16
-        lengths = sizes.kv_len - padding
-        return (torch.arange(sizes.kv_len, device=device) < lengths[:, None])[:, None, None]
-    shape = (1, 1, sizes.q_len, sizes.kv_len)
-    if point.kind == "bool":
-        return torch.rand(shape, generator=generator, device=device) < 0.9
-    if point.kind == "additive":
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    keys = torch.arange(sizes.kv_len, device=device)
+    queries = torch.arange(sizes.q_len, device=device)[:, None] + (sizes.kv_len - sizes.q_len)
+    match point.kind:
+        case "keys" | "causal_keys" | "holes":
+            shares = 0.25 + 0.75 * torch.rand(sizes.batch, 1, generator=generator, device=device)
+            lengths = (shares * sizes.kv_len).long().clamp_min(1)
+            first = (lengths + 1) // 2 if point.kind == "holes" else lengths
+            return ((keys < first) | (keys >= sizes.kv_len - (lengths - first)))[:, None, None]
+        case "bool":
+            shape = (1, 1, sizes.q_len, sizes.kv_len)
+            return torch.rand(shape, generator=generator, device=device) < 0.9
+        case "window":
+            return ((keys - queries).abs() <= WINDOW)[None, None]
+        case "documents":
+            return (keys // DOCUMENT == queries // DOCUMENT)[None, None]
+        case "additive":
+            shape = (1, sizes.q_heads, sizes.q_len, sizes.kv_len)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
     return None
 
 
@@ -161,44 +174,30 @@ def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Point]], se
 
     Args:
         device: a CUDA device.
-        calls: a recipe with gradients also runs its backward pass, where it has one for such calls. The sizes of batch
-            and heads are left out of account.
+        calls: a recipe with gradients also runs its backward pass, where it has one for such calls. Batch and heads
+            are cut to a few.
         seconds: how long to go on beginning calls; default until all have run.
 
     Returns:
         The number of calls that ran.
     """
-    small = {
-        (recipe, replace(point, sizes=replace(point.sizes, batch=1, q_heads=2, kv_heads=2))): None
-        for recipe, point in calls
-    }
+    small = dict.fromkeys((recipe, replace(point, sizes=_small(point.sizes))) for recipe, point in calls)
     return sum(call_in_processes(partial(_run_once, device), small, seconds))
+
+
+def _small(sizes: Sizes) -> Sizes:
+    """Return sizes whose calls need the same kernels, but less work."""
+    kv_heads = min(2, sizes.kv_heads)
+    q_heads = kv_heads * (sizes.q_heads // sizes.kv_heads)
+    return replace(sizes, batch=min(2, sizes.batch), q_heads=q_heads, kv_heads=kv_heads)
 
 
 def _run_once(device: torch.device, call: tuple[str, Point]) -> bool:
     """Run a call, (recipe or exact kernel, point); return whether it is native for the point."""
-    recipe, point = call
-    query, key, value, mask = draw(device, point)
+    name, point = call
+    trains = get_exact(name) is None and get_recipe(name).backward is not None and point.mask in ("none", "keys")
     try:
-        if get_exact(recipe) is not None:
-            prepare(device, point)(recipe)()
-            torch.cuda.synchronize()
-            return True
-        if get_recipe(recipe).backward is None or point.kind in ("bool", "additive"):
-            with torch.no_grad():
-                ops.attention(query, key, value, mask=mask, is_causal=point.causal, recipe=recipe, fallback="error")
-        else:
-            valid = None if mask is None else mask[:, 0, 0]
-            output, _ = training.attention(
-                query.requires_grad_(),
-                key,
-                value,
-                valid=valid,
-                is_causal=point.causal,
-                recipe=recipe,
-                fallback="error",
-            )
-            output.sum().backward()
+        (prepare_training if trains else prepare)(device, point)(name)()
     except (KernelUnavailableError, ValueError):
         return False
     torch.cuda.synchronize(device)

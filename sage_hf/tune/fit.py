@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
+from typing import get_args
 
 import torch
 
-from sage_kernels.dispatch.curves import Curve, Sizes, features
+from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Schedule, Sizes, Weights, work
 
-Shape = tuple[int, int, int, bool]
-"""Rows, keys, slots and whether rounds are whole: the fields of `Curve` that are tried."""
 ROWS = (64, 128, 192, 256)
 KEYS = (64, 128, 176)
-SLOTS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
-WIDTHS: tuple[Callable[[int], int], ...] = (
-    lambda head_dim: -(-head_dim // 32) * 32,
-    lambda head_dim: -(-head_dim // 64) * 64,
-    lambda head_dim: 1 << (head_dim - 1).bit_length(),
-    lambda head_dim: next(width for width in (64, 96, 128, 192, 256) if head_dim <= width),
-)
-"""Head_dims to which kernels may pad one."""
-WIDTH = 128
-RIDGE = 1e-9
-OWN_POINTS = 10
-"""Points of a head_dim from which it has a curve of its own."""
-FEWEST_POINTS = 8
-"""Points of all head_dims from which there are curves."""
+ITEMS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
+ORDERS = get_args(Order)
+WIDTHS = (tuple(range(32, 257, 32)), (64, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256))
+"""Head_dims to which kernels pad: multiples of 32 and of 64, powers of 2, and FlashAttention 3's."""
+PER_WIDTH = [Weights._fields.index(name) for name in ("queries", "keys", "wide_item", "wide_tile", "ragged")]
+FEWEST = 8
+"""Calls of all head_dims from which there is a curve."""
+FEWEST_OF_A_WIDTH = 20
+"""Calls of a padded head_dim from which it has a curve of its own."""
+SWEEPS, BEST, LAST_SWEEPS = 60, 8, 400
+"""Sweeps of descent for all schedules, and for the best ones."""
 
 
 @dataclass(frozen=True)
@@ -43,112 +40,75 @@ class Measured:
 
 
 def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
-    """Return a curve for each runner, kind of mask, causality and head_dim that was measured.
+    """Fit a curve to each runner, kind of mask and causality of at least FEWEST calls.
 
-    A head_dim of few points has the curve of all head_dims together; kinds of fewer points still have none.
+    It is for all head_dims; padded head_dims of FEWEST_OF_A_WIDTH calls also have a curve of their own.
     """
-    kinds: dict[tuple[str, str, bool], dict[int, list[Measured]]] = {}
+    kinds: dict[tuple[str, str, bool], list[Measured]] = {}
     for one in measured:
-        kinds.setdefault((one.runner, one.mask, one.causal), {}).setdefault(one.sizes.head_dim, []).append(one)
+        kinds.setdefault((one.runner, one.mask, one.causal), []).append(one)
     curves = []
-    for of_head_dims in kinds.values():
-        few = {head_dim: points for head_dim, points in of_head_dims.items() if len(points) < OWN_POINTS}
-        curves += [
-            _fit_one(points, multiprocessors) for head_dim, points in of_head_dims.items() if head_dim not in few
-        ]
-        together = [one for points in of_head_dims.values() for one in points]
-        if few and len(together) >= FEWEST_POINTS:
-            curves += _fit_together(together, few, multiprocessors)
-    return tuple(sorted(curves, key=lambda curve: curve.kind))
+    for calls in kinds.values():
+        if len(calls) < FEWEST:
+            continue
+        curve = _fit_one(calls, multiprocessors)
+        curves.append(curve)
+        for low, high in sorted({_padded_alike(curve.schedule.widths, one.sizes.head_dim) for one in calls}):
+            own = [one for one in calls if low <= one.sizes.head_dim <= high]
+            if FEWEST_OF_A_WIDTH <= len(own) < len(calls):
+                curves.append(replace(_fit_one(own, multiprocessors), head_dims=(low, high)))
+    return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dims)))
 
 
-def _fit_one(points: Sequence[Measured], multiprocessors: int) -> Curve:
-    """Return the curve of points of one head_dim with the least sum of squared relative errors."""
-    shapes = _shapes(multiprocessors)
-    found = [[features(one.sizes, one.causal, *shape) for one in points] for shape in shapes]
-    best, (launch, token, item, tile, score) = _best_weights(found, points)
-    return _with_error(Curve(*_kind(points[0]), *shapes[best], launch, token, item, tile, score), points)
+def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
+    """Return the smallest and the largest head_dim that are padded to the same of these widths as this one."""
+    index = bisect_left(widths, head_dim)
+    return (widths[index - 1] + 1 if index else 1), widths[index]
 
 
-def _fit_together(
-    points: Sequence[Measured], few: Mapping[int, Sequence[Measured]], multiprocessors: int
-) -> Iterator[Curve]:
-    """Yield curves of the head_dims of few points, whose weights grow with the head_dim as all points say.
-
-    A kernel pads head_dims to one of WIDTHS. A curve lies by its own points the nearer to them the more there are.
-    """
-    shapes = list(product(_shapes(multiprocessors), WIDTHS))
-    found = [[_wide_features(one, shape, width) for one in points] for shape, width in shapes]
-    best, (launch, token, item, item_width, tile, tile_width, score) = _best_weights(found, points)
-    shape, width = shapes[best]
-    for head_dim, own in few.items():
-        wide = width(head_dim) / WIDTH
-        weights = launch, token * wide, item + item_width * wide, tile + tile_width * wide, score
-        curve = Curve(*_kind(own[0]), *shape, *weights)
-        apart = sum(math.log(one.us / curve.us(one.sizes)) for one in own) / (len(own) + OWN_POINTS / 4)
-        scaled = Curve(*_kind(own[0]), *shape, *(math.exp(apart) * weight for weight in weights))
-        yield _with_error(scaled, own)
-
-
-def _wide_features(one: Measured, shape: Shape, width: Callable[[int], int]) -> tuple[float, ...]:
-    constant, tokens, rounds, tiles, scores = features(one.sizes, one.causal, *shape)
-    wide = width(one.sizes.head_dim) / WIDTH
-    return constant, tokens * wide, rounds, rounds * wide, tiles, tiles * wide, scores
-
-
-def _shapes(multiprocessors: int) -> list[Shape]:
-    slots = [count * multiprocessors for count in SLOTS_PER_MULTIPROCESSOR]
-    return list(product(ROWS, KEYS, slots, (False, True)))
-
-
-def _kind(one: Measured) -> tuple[str, int, str, bool]:
-    return one.runner, one.sizes.head_dim, one.mask, one.causal
-
-
-def _best_weights(
-    found: Sequence[Sequence[Sequence[float]]], points: Sequence[Measured]
-) -> tuple[int, tuple[float, ...]]:
-    """Return which of several lists of the points' features fits their times best, and its weights."""
-    us = torch.tensor([one.us for one in points], dtype=torch.float64)
-    matrices = torch.tensor(found, dtype=torch.float64) / us[:, None]
-    if points[0].mask.split(",")[0] in ("none", "keys"):
-        matrices[..., -1] = 0  # no mask of scores to read, and their number would mislead beyond the points
-    weights, residuals = _nonnegative(matrices)
-    best = int(residuals.argmin())
-    return best, tuple(weights[best].tolist())
-
-
-def _with_error(curve: Curve, points: Sequence[Measured]) -> Curve:
-    """Return the curve with its error."""
-    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in points]
+def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
+    """Return the curve with the least sum of squared relative errors."""
+    kind, head_dims = calls[0], {one.sizes.head_dim for one in calls}
+    grouped = any(one.sizes.q_heads != one.sizes.kv_heads for one in calls)
+    slots = [count * multiprocessors for count in ITEMS_PER_MULTIPROCESSOR]
+    packs, widths = (False, True)[: 1 + grouped], WIDTHS if len(head_dims) > 1 else WIDTHS[:1]
+    nominal_ones = [Schedule(*one, (NOMINAL_WIDTH,)) for one in product(ROWS, KEYS, slots, ORDERS, packs)]
+    schedules = [replace(one, widths=padded) for padded, one in product(widths, nominal_ones)]
+    us = torch.tensor([one.us for one in calls], dtype=torch.float64)
+    # The padded head_dim is but a factor of some columns.
+    nominal = [replace(one.sizes, head_dim=NOMINAL_WIDTH) for one in calls]
+    works = [[work(sizes, kind.causal, schedule) for sizes in nominal] for schedule in nominal_ones]
+    factors = [[_padded_alike(padded, one.sizes.head_dim)[1] / NOMINAL_WIDTH for one in calls] for padded in widths]
+    columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
+    columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
+    if kind.mask.split(",")[0] in ("none", "keys"):
+        columns[..., -1] = 0.0  # no mask of scores to read
+    relative = columns.flatten(0, 1) / us[:, None]
+    best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
+    weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
+    least = int(errors.argmin())
+    schedule, found = schedules[int(best[least])], Weights(*weights[least].tolist())
+    served = _padded_alike(schedule.widths, min(head_dims))[0], _padded_alike(schedule.widths, max(head_dims))[1]
+    curve = Curve(kind.runner, kind.mask, kind.causal, served, schedule, found)
+    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in calls]
     return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
 
 
-def _nonnegative(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return non-negative weights w with matrix @ w nearest to 1 for each matrix, and the sums of squared differences.
+def _nonnegative(matrices: torch.Tensor, sweeps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find non-negative weights w with matrix @ w near 1 for each matrix, by descent along one weight after another.
 
     Args:
-        matrices: (number, points, columns).
+        matrices: (number, calls, columns).
 
     Returns:
-        (number, columns) and (number,). The best weights are those of plain least squares over some of the columns,
-        whose number is small.
+        Weights (number, columns), and sums of squared differences (number,).
     """
-    number, points, count = matrices.shape
     scale = matrices.norm(dim=1).clamp_min(1e-30)
     scaled = matrices / scale[:, None]
     products, sums = scaled.mT @ scaled, scaled.sum(1)
-    best, least = matrices.new_zeros(number, count), matrices.new_full((number,), float("inf"))
-    for size in range(1, count + 1):
-        for columns in map(list, combinations(range(count), size)):
-            chosen = products[:, columns][:, :, columns]
-            ridge = RIDGE * torch.eye(size, dtype=matrices.dtype)  # columns may be alike, or 0
-            weights = torch.linalg.solve(chosen + ridge, sums[:, columns])
-            fitted = (weights[:, None] @ chosen @ weights[..., None]).flatten()
-            residuals = points - 2 * (weights * sums[:, columns]).sum(1) + fitted
-            better = (weights >= 0).all(1) & (residuals < least)
-            least = torch.where(better, residuals, least)
-            found = torch.zeros_like(best)
-            found[:, columns] = weights
-            best = torch.where(better[:, None], found, best)
-    return best / scale, least
+    weights = torch.zeros_like(sums)
+    for _, column in product(range(sweeps), range(sums.shape[1])):
+        slope = sums[:, column] - (products[:, column] * weights).sum(1)
+        weights[:, column] = (weights[:, column] + slope / products[:, column, column].clamp_min(1e-9)).clamp_min(0.0)
+    fitted = (weights[:, None] @ products @ weights[..., None]).flatten()
+    return weights / scale, matrices.shape[1] - 2 * (weights * sums).sum(1) + fitted

@@ -8,7 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import date
 
@@ -21,19 +21,20 @@ from sage_hf.tune.cases import BACKENDS, Kind, Point, compile_kernels, prepare, 
 from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
 from sage_kernels.dispatch import cost_model
-from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Sizes
-from sage_kernels.dispatch.registry import registered_exact, select
+from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
+from sage_kernels.dispatch.curves import Curve, Sizes
+from sage_kernels.dispatch.registry import MIN_KV_LEN, MIN_QUERY_LEN, registered_exact, select
 from sage_kernels.runtime.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
 TRAINING_RECIPE = "sage_bwd"
-DRAWN, SEED, MOST_OPERATIONS = 264, 1, 2e12
-HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256)
+RIVAL_RECIPE = "sage3"
+"""Recipe that has two kernels on consumer Blackwell."""
+DRAWN, SEED, MOST_OPERATIONS = 440, 1, 2e12
+HEAD_DIMS = (32, 40, 64, 72, 96, 128, 136, 160, 192, 256)
+"""Head_dims measured, as few as tell the paddings of kernels apart: each has kernels to be compiled."""
 CACHED = ((32, 4, 128), (16, 1, 64))
 """Heads, heads that share keys, and head_dim of calls of a few queries behind a cache."""
-RIVAL_RECIPE, RIVAL_SHARE = "sage3", 0.2
-"""Recipe that has two kernels on consumer Blackwell, and the share of the time in which the second is measured."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
 
@@ -42,17 +43,15 @@ GRID_KINDS: dict[cases.MaskName, Kind] = {
     "causal": "causal",
     "lower_right": "causal",
     "lengths": "keys",
-    "keys": "keys",
-    "window": "bool",
-    "documents": "bool",
+    "keys": "holes",
+    "window": "window",
+    "documents": "documents",
     "bias": "additive",
 }
 """Kinds of the grid's masks."""
 
-MEDIUM, LONG = 2048, 8192
-"""Keys from which on a kernel may be another one."""
-
-SECONDS, COMPILE_SECONDS = 55.0, 45.0
+SECONDS, COMPILING = 240.0, 0.45
+"""Time of a measurement, and the share of it after which no compilation begins."""
 
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
@@ -60,9 +59,9 @@ REPLAYS = 3
 
 
 def points() -> list[Point]:
-    """Return the calls that are measured: the grid's kinds as a seed draws them, and calls with gradients among them.
+    """Return the calls that are measured: those that a seed draws by the grid's kinds, and calls with gradients.
 
-    They are in a drawn order, so that the first ones are of all kinds.
+    Kinds of calls take turns, so that a few calls of every kind come first.
     """
     drawn = grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
     found = [Point(replace(one.sizes, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
@@ -72,17 +71,21 @@ def points() -> list[Point]:
         found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), "causal_keys"))
     for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
         batch = max(1, 8192 // n)
-        for kind in TRAINED:
-            found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), kind, grad=True))
+        found += [Point(Sizes(batch, 16, 16, n, n, head_dim), kind, grad=True) for kind in TRAINED]
         found.append(Point(Sizes(max(1, batch // 2), 32, 8, n, n, head_dim), "causal", grad=True))
     for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
         found.append(Point(Sizes(1, heads, heads, 17776, 17776, head_dim), grad=True))
         found.append(Point(Sizes(1, 16, 4, 16384, 16384, head_dim), "causal", grad=True))
     for head_dim, n in itertools.product((32, 256), (512, 1024, 2048, 4096)):
         found += [Point(Sizes(2, 16, 16, n, n, head_dim), kind, grad=True) for kind in ("none", "causal")]
-    found = list(dict.fromkeys(found))
-    random.Random(0).shuffle(found)
-    return found
+    kinds: dict[tuple[str, bool, bool], list[Point]] = {}
+    for point in dict.fromkeys(found):
+        mask = cost_model.kind_of(point.mask, point.causal, point.sizes)
+        kinds.setdefault((mask, point.causal, point.grad), []).append(point)
+    for index, calls in enumerate(kinds.values()):
+        random.Random(index).shuffle(calls)
+    turns = itertools.zip_longest(*kinds.values())
+    return [point for turn in turns for point in turn if point is not None]
 
 
 def _measured(head_dim: int) -> int:
@@ -93,11 +96,11 @@ def _measured(head_dim: int) -> int:
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
     """Measure a GPU, and return its table; `Table.write` stores it.
 
-    Kinds of calls that there was no time for have the curves of the table that ships for the same GPU, if one does.
+    Kinds of calls that there was no time for have the curves of the table that ships for such GPUs, if one does.
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
-        seconds: how long to measure, after COMPILE_SECONDS of compiling; the calls that are left then are left out.
+        seconds: how long to compile and to measure; the calls that are left then are left out.
         progress: called with a text for each stage.
 
     Raises:
@@ -105,31 +108,34 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     """
     if device.type != "cuda":
         raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
-    todo = points()
+    started, todo = time.perf_counter(), points()
+
+    def passed() -> float:
+        return time.perf_counter() - started
+
     progress("compiling kernels")
-    compile_kernels(device, calls_to_compile(todo), COMPILE_SECONDS)
-    progress(f"measuring {len(todo)} calls")
-    started = time.perf_counter()
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    has_rival = capability in CONSUMER_BLACKWELL
-    found = list(measure_points(device, todo, seconds * (1 - RIVAL_SHARE if has_rival else 1)))
-    if has_rival:
-        forward = [point for point in todo if not point.grad]
-        with nvfp4_forward_measured():
-            found += measure_points(device, forward, seconds * RIVAL_SHARE, lambda point: [RIVAL_RECIPE])
+    own = [(name, point) for point in todo for name in names_for(point) if name not in BACKENDS]
+    compiled = compile_kernels(device, own, COMPILING * seconds)
+    progress(f"compiled for {compiled:,} calls in {passed():.0f} s; measuring {len(todo)} calls")
+    found = list(measure_points(device, todo, seconds - passed()))
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     calls = len({(one.sizes, one.mask, one.causal) for one in found})
-    progress(
-        f"measured {calls} of them by {len(found) / calls:.1f} kernels each in {time.perf_counter() - started:.0f} s"
-    )
+    progress(f"measured {calls} of them by {len(found) / calls:.1f} kernels each until {passed():.0f} s")
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
     curves = fit(found, properties.multi_processor_count)
     shipped = cost_model.shipped_path(capability)
-    if shipped.exists() and (known := cost_model.read_table(shipped)).gpu == properties.name:
-        there = {curve.kind for curve in curves}
-        curves += tuple(curve for curve in known.curves if curve.kind not in there)
+    if shipped.exists():
+        there = set(map(_kind, curves))
+        curves += tuple(one for one in cost_model.read_table(shipped).curves if _kind(one) not in there)
+    progress(f"fitted {len(curves)} curves until {passed():.0f} s")
     return Table(properties.name, capability, versions(), curves)
+
+
+def _kind(curve: Curve) -> tuple[str, bool, bool]:
+    """Return of which calls a curve is: those of all runners of the same kind are compared, so of the same GPU."""
+    return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
 
 
 def unseen_points(count: int, seed: int) -> list[cases.Case]:
@@ -139,33 +145,25 @@ def unseen_points(count: int, seed: int) -> list[cases.Case]:
 
 
 def table_in_use(device: torch.device) -> str:
-    """Return which table of costs calls on a GPU choose by: "shipped", "tuned" or "none"."""
+    """Name the table of costs by which calls on a GPU choose: "shipped", "tuned" or "none"."""
     capability = torch.cuda.get_device_capability(device)
     table = cost_model.table_of(capability)
-    return (
-        "none" if table is None else "shipped" if table.origin == str(cost_model.shipped_path(capability)) else "tuned"
-    )
-
-
-def calls_to_compile(todo: Sequence[Point]) -> list[tuple[str, Point]]:
-    """Return one call for each kernel, as far as kinds of calls tell kernels apart."""
-    calls: dict[tuple[str, str, int, bool, bool], tuple[str, Point]] = {}
-    pairs = ((recipe, point) for point in todo for recipe in names_for(point) if recipe not in BACKENDS)
-    for recipe, point in pairs:
-        kv_len = point.sizes.kv_len
-        kind = (recipe, point.kind, point.sizes.head_dim, kv_len < MEDIUM, kv_len < LONG)
-        calls.setdefault(kind, (recipe, point))
-    return list(calls.values())
+    if table is None:
+        return "none"
+    return "shipped" if table.origin == str(cost_model.shipped_path(capability)) else "tuned"
 
 
 def names_for(point: Point) -> list[str]:
     """Return the recipes and exact kernels that are timed at a point."""
     if point.grad:
         return [TRAINING_RECIPE, *BACKENDS]
-    # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores.
+    # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores,
+    # and cuDNN makes a plan for every length, so that steps of decoding do without it.
     behind = point.causal and point.sizes.q_len != point.sizes.kv_len
-    own = [name for name in registered_exact() if name not in BACKENDS]
-    return [*RECIPES, *(["flash"] if behind else BACKENDS), *own]
+    decodes = point.mask == "none" and point.sizes.q_len < DECODED_QUERIES
+    backends = ["flash"] if behind else [name for name in BACKENDS if name != "cudnn" or not decodes]
+    too_short = point.sizes.q_len < MIN_QUERY_LEN or point.sizes.kv_len < MIN_KV_LEN
+    return [*(() if too_short else RECIPES), *backends, *(name for name in registered_exact() if name not in BACKENDS)]
 
 
 def versions() -> dict[str, str]:
@@ -179,27 +177,36 @@ def versions() -> dict[str, str]:
     }
 
 
-def measure_points(
-    device: torch.device,
-    todo: Sequence[Point],
-    seconds: float,
-    names_of: Callable[[Point], list[str]] = names_for,
-) -> Iterator[Measured]:
-    """Time each point's runners, `names_of` it, until the seconds are over; one that refuses a point is left out."""
+def variants(capability: tuple[int, int], point: Point) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+    """Yield `names_for` a point, each with the context in which it is timed: once for each of a recipe's kernels."""
+    for name in names_for(point):
+        yield name, nullcontext()
+        if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
+            yield name, nvfp4_forward_measured()
+
+
+def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
+    """Time each point's variants until the seconds are over; one that refuses a point is left out."""
     end = time.perf_counter() + seconds
+    capability = torch.cuda.get_device_capability(device)
     with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
         _heat(device)
         for point in todo:
             if time.perf_counter() > end:
                 return
-            call_of = (prepare_training if point.grad else prepare)(device, point)
-            calls = [(name, call_of, point.grad) for name in names_of(point)]
-            if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
-                calls.append((TRAINING_RECIPE, prepare_training(device, point, backward=False), False))
-            for name, of, backward in calls:
+            try:
+                call_of = (prepare_training if point.grad else prepare)(device, point)
+                calls = [(name, context, call_of, point.grad) for name, context in variants(capability, point)]
+                if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
+                    forward = prepare_training(device, point, backward=False)
+                    calls.append((TRAINING_RECIPE, nullcontext(), forward, False))
+            except torch.OutOfMemoryError:
+                continue
+            for name, context, of, backward in calls:
                 try:
-                    us = queue.gpu_us(of(name), TIMED_MS, REPLAYS)
-                    runner = runner_of(device, point, name, backward)
+                    with context:
+                        runner = runner_of(device, point, name, backward)
+                        us = queue.gpu_us(of(name), TIMED_MS, REPLAYS)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
@@ -234,11 +241,9 @@ def runner_of(device: torch.device, point: Point, name: str, backward: bool) -> 
     facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": point.grad}
     plan = select(nominal_request(name, device, **facts), "error")
     phases = plan.kernel, plan.quantizer
-    return (
-        cost_model.training_runner(name, *phases, plan.backward)
-        if backward
-        else cost_model.low_bit_runner(name, *phases)
-    )
+    if backward:
+        return cost_model.training_runner(name, *phases, plan.backward)
+    return cost_model.low_bit_runner(name, *phases)
 
 
 def gpu_us(call: Callable[[], object]) -> float:

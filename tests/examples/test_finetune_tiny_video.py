@@ -8,7 +8,7 @@ import finetune_tiny_video
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
-from finetune_tiny_video import Task, as_asked, encode_backwards, relative_l1, use_recipe
+from finetune_tiny_video import Task, as_asked, encode_backwards, use_recipe
 from shapes import Scene, draw_clips, held_out_scenes, read_clips, train_scenes
 from tiny_video_parts import (
     build_scheduler,
@@ -110,10 +110,6 @@ def test_the_evaluated_loss_is_that_of_the_end_of_training(everything):
     assert loaded == pytest.approx(final, rel=2e-5)
 
 
-def test_the_curves_are_drawn(everything):
-    assert (everything[0] / "results" / "tiny_video_finetune.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_run_that_is_kept_is_not_repeated_nor_mixed_with_others(everything, folder, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("trained again")
@@ -128,12 +124,6 @@ def test_a_run_that_is_kept_is_not_repeated_nor_mixed_with_others(everything, fo
     CogVideoXTransformer3DModel.from_pretrained(other / "transformer").half().save_pretrained(other / "transformer")
     with pytest.raises(SystemExit, match="made with another base"):
         run("finetune", other, everything[0], "--recipes", "exact", "--seeds", "0")
-
-
-def test_an_unknown_recipe_is_refused(folder, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run("finetune", folder, tmp_path, "--recipes", "sage3")
-    assert "invalid choice: 'sage3'" in capsys.readouterr().err
 
 
 def test_clips_run_backwards_and_are_scored_as_such():
@@ -182,10 +172,6 @@ def test_exact_is_diffusers_own_attention(folder):
     assert all(processor.recipe == "sage_bwd" for processor in transformer.attn_processors.values())
     use_recipe(transformer, "exact")
     assert {name: type(processor) for name, processor in transformer.attn_processors.items()} == before
-
-
-def test_relative_l1():
-    assert relative_l1(torch.tensor([1.0, -3.0]), torch.tensor([1.5, -2.5])) == pytest.approx(0.25)
 
 
 def test_the_shipped_autoencoder_keeps_backward_clips_readable():

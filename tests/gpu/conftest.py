@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler
-from sage_kernels.replay.prepared_calls import TapedCall
+from sage_kernels.replay import cache
+from sage_kernels.replay.launch_plan import LaunchPlan
 
 FOLDER = Path(__file__).parent
 MOST_CACHED_BYTES = 2**31
@@ -57,12 +58,23 @@ def triton_compiles_once(run_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[TapedCall]:
-    """The calls that were repeated, not run anew."""
-    calls: list[TapedCall] = []
-    original = TapedCall.__call__
-    monkeypatch.setattr(TapedCall, "__call__", lambda self, *tensors: calls.append(self) or original(self, *tensors))
-    return calls
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
+    """The plans of launches that ran instead of calls; none at first."""
+    cache.forget()
+    plans: list[LaunchPlan] = []
+    original = cache.Replay.__call__
+
+    def call(self: cache.Replay, *tensors: torch.Tensor | None) -> Any:
+        before = len(ran)
+        result = original(self, *tensors)
+        plans.extend(ran[before:])
+        return result
+
+    ran: list[LaunchPlan] = []
+    run = LaunchPlan.run
+    monkeypatch.setattr(LaunchPlan, "run", lambda self, *tensors: ran.append(self) or run(self, *tensors))
+    monkeypatch.setattr(cache.Replay, "__call__", call)
+    return plans
 
 
 @pytest.fixture

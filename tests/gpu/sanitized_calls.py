@@ -21,9 +21,9 @@ from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
+from tests.helpers.calls import new_call
 from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
-from tests.helpers.triton_calls import new_call
 
 EVERY_THREAD_ARRIVES = "--every-thread-arrives"
 

@@ -12,7 +12,6 @@ from sage_kernels.dispatch import run
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.replay import prepared_lists
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import as_mask, draw_blocks
 from tests.helpers.judge import lse_tolerance
@@ -111,9 +110,9 @@ def test_reruns_are_equal_to_the_bit_and_compiled_calls_are_the_same(device):
     [("sage2", 128, False), ("sage2", 128, True), ("sage1", 64, False), ("sage1", 64, True)],
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, recipe, size, masked):
+def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, repeated, recipe, size, masked):
     if int8_kernel(device, (128, 128)) != "int8_forward_hopper":
-        pytest.skip("calls of other kernels may be prepared or not")
+        pytest.skip("calls of other kernels may be replayed or not")
     inputs = draw(device)
     calls = []
     for seed in range(4):
@@ -122,17 +121,9 @@ def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, monkeypatch, 
         calls.append(([x + seed for x in inputs], {"blocks": blocks, "mask": mask, "recipe": recipe}))
     expected = []
     for tensors, options in calls:
-        select.cache_clear()  # forgets prepared calls
+        select.cache_clear()  # forgets replays
         expected.append(ops.attention(*tensors, **options, return_lse=True))
     select.cache_clear()
-    repeated = []
-    original = prepared_lists.ListCall.__call__
-
-    def count(self, *tensors):
-        repeated.append(self)
-        return original(self, *tensors)
-
-    monkeypatch.setattr(prepared_lists.ListCall, "__call__", count)
     for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
         found = ops.attention(*tensors, **options, return_lse=True)
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf import sage_attention
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import exact_plan, get_exact
-from sage_kernels.replay import prepared
+from sage_kernels.replay import cache
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe
 
@@ -22,10 +22,10 @@ CANARY = 0x5A
 
 
 @pytest.fixture(autouse=True)
-def nothing_prepared():
-    prepared.forget()
+def nothing_known():
+    cache.forget()
     yield
-    prepared.forget()
+    cache.forget()
 
 
 def draw(device, *shape, count=3):
@@ -43,9 +43,9 @@ def attend(*tensors, recipe="sage2", **options):
 
 def alone(*tensors, **options):
     """The results of a call's first time."""
-    prepared.forget()
+    cache.forget()
     results = [x.detach().clone() for x in attend(*tensors, **options)]
-    prepared.forget()
+    cache.forget()
     return results
 
 
@@ -92,7 +92,7 @@ def test_repeated_calls_write_to_no_others_memory(device, sizes, recipe):
     assert all((x == CANARY).all() for x in canaries)
 
 
-@pytest.mark.parametrize("name", ["fa3", "exact_forward", "split_forward"])
+@pytest.mark.parametrize("name", ["fa3", "masked_forward", "splitkv_forward"])
 def test_threads_that_never_used_the_gpu_begin_a_layout_at_once(device, name):
     inputs = [draw(device, 1, 8, 64, 128, count=1) + draw(device, 1, 2, 3000, 128, count=2) for _ in range(4)]
     calls = [Call(*tensors, get_recipe("exact"), scale=0.1) for tensors in inputs]
@@ -141,7 +141,7 @@ def test_another_thread_works_on_every_stream_of_pytorchs_pool(device, recipe):
         try:
             for turn in range(300):
                 if turn % 50 == 0:
-                    prepared.forget()
+                    cache.forget()
                 assert same(attend(*tensors, recipe=recipe), expected)
         finally:
             done.set()

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels.cuda import delta_scores, nvfp4_forward, padding
+from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.replay import prepared
+from sage_kernels.replay import cache
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
 # across a rounding boundary: their errors against float64 agree to a few percent.
@@ -215,14 +215,14 @@ def test_equal_calls_give_equal_bits():
 
 @pytest.mark.parametrize("head_dim, tokens", [(64, 300), (128, 700), (72, 129)])
 def test_scores_of_means_are_those_of_triton(head_dim, tokens):
-    from sage_kernels.triton import delta_scores as of_triton
+    from sage_kernels.triton import smooth_q_scores as of_triton
 
     call = new_call(*random_inputs(2500, tokens, 4, 2, head_dim), "sage3")
     operands = NVFP4Quantizer().quantize(call)
     kv_rows = operands.key.shape[2]
     found, expected = (torch.zeros(1, 4, 17, kv_rows, device="cuda") for _ in range(2))
-    delta_scores.delta_scores(operands, call.tail, 1, 1, 3, found)
-    of_triton.delta_scores(operands, call.tail, None, 1, 3, expected)
+    smooth_q_scores.smooth_q_scores(operands, call.tail, 1, 1, 3, found)
+    of_triton.smooth_q_scores(operands, call.tail, None, 1, 3, expected)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
@@ -234,7 +234,7 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
     select.cache_clear()
-    prepared.forget()
+    cache.forget()
     try:
         for _ in range(5):
             inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -245,5 +245,5 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
                 torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
     finally:
         select.cache_clear()
-        prepared.forget()
+        cache.forget()
     assert len(repeated) >= 2

@@ -18,7 +18,7 @@ from sage_kernels.language.padding import read_padding
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.spec.operands import MEAN_PARTS
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.spec.transforms import balance, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
+from sage_kernels.spec.transforms import equalize, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise
@@ -60,7 +60,7 @@ def with_fields(pv, **fields):
 
 def plain(pv):
     """Return the recipe with no transforms but means: its operands have the same bits from all quantisers."""
-    return with_fields(pv, rotate=False, balance=False, heavy_keys=0)
+    return with_fields(pv, rotate=False, equalize=False, heavy_keys=0)
 
 
 def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
@@ -199,13 +199,13 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
         assert quantize.quantize_operands(replace(call, key=key[:, :, :64], value=value[:, :, :64])).heavy is None
 
 
-def codes_of_the_reference(x, balance, group):
+def codes_of_the_reference(x, equalizer, group):
     """Rotate and quantise tokens that lack their mean: Q a scale a token, K (group 16) one for 16 in thread order.
 
     Returns the codes in their own order, and the scales.
     """
-    x = F.pad(x, (0, balance.shape[-1] - x.shape[-1], 0, -x.shape[2] % 128))
-    x = rotate(x * balance)
+    x = F.pad(x, (0, equalizer.shape[-1] - x.shape[-1], 0, -x.shape[2] % 128))
+    x = rotate(x * equalizer)
     if group == 1:
         codes, scale = int8.quantize(x, 1)
         return codes, scale.squeeze(-1)
@@ -240,7 +240,7 @@ def assert_like_the_reference(codes, scale, expected_codes, expected_scale, nois
 
 
 def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
-    """Check Q, K and the balance against the reference, given the call's Q, K and V.
+    """Check Q, K and the equalizer against the reference, given the call's Q, K and V.
 
     `valid` and `valid_queries`: bool (batch or 1, 1, tokens, 1), which keys and queries exist.
     """
@@ -250,15 +250,15 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
     channels, group = actual.query.shape[3], query.shape[1] // key.shape[1]
     ones = torch.ones(*key.shape[:2], 1, channels, device=query.device)
     counted = valid
-    if recipe.balance:
+    if recipe.equalize:
         counted = quiet_keys(key, valid)
-        expected = F.pad(balance(query, key, counted, valid_queries), (0, channels - key.shape[3]), value=1.0)
-        distance = (actual.balance.unsqueeze(2).log2() - expected.log2()).abs()
+        expected = F.pad(equalize(query, key, counted, valid_queries), (0, channels - key.shape[3]), value=1.0)
+        distance = (actual.equalizer.unsqueeze(2).log2() - expected.log2()).abs()
         # Squares are summed in another order: few channels lie on the border of two exponents.
         assert distance.max() <= 1 and distance.sum() <= 0.01 * distance.numel()
-        ones = actual.balance.unsqueeze(2)
+        ones = actual.equalizer.unsqueeze(2)
     else:
-        assert actual.balance is None
+        assert actual.equalizer is None
     mean = mean_of_tokens(key, counted)
     expected = codes_of_the_reference(query, ones.repeat_interleave(group, 1), 1)
     assert_like_the_reference(actual.query, actual.query_scale, *expected)
@@ -275,8 +275,8 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("case", "balanced", "pv"), pairwise(range(48), [False, True], list(RECIPE_OF_PV)))
-def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device):
+@pytest.mark.parametrize(("case", "equalized", "pv"), pairwise(range(48), [False, True], list(RECIPE_OF_PV)))
+def test_rotated_operands_are_those_of_the_reference(case, equalized, pv, device):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (72, 128), (128, 128), (128, 72)))
     batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))
@@ -299,10 +299,10 @@ def test_rotated_operands_are_those_of_the_reference(case, balanced, pv, device)
         if choose.random() < 0.1:
             x[0, 0, :, 11] = torch.nan
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
-    recipe = with_fields(pv, rotate=True, balance=balanced, heavy_keys=choose.choice((0, 64)))
+    recipe = with_fields(pv, rotate=True, equalize=equalized, heavy_keys=choose.choice((0, 64)))
     assert HopperQuantizer().serves(recipe)
     heavy = 64 if 0 < recipe.heavy_keys < kv_len else 0
-    plain_recipe = replace(recipe, rotate=False, balance=False)
+    plain_recipe = replace(recipe, rotate=False, equalize=False)
     for return_lse in (False, True):
         actual = quantize.quantize_operands(triton_calls.new_call(*inputs, recipe, return_lse=return_lse))
         expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=return_lse))
@@ -377,13 +377,13 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     valid = torch.stack(rows)
     for x in inputs[1:]:
         x[~valid[:, None].expand(2, kv_heads, -1)] = choose.choice((torch.nan, torch.inf, 1e4))
-    recipe = with_fields(pv, rotate=rotated, balance=rotated, heavy_keys=choose.choice((0, 64)))
+    recipe = with_fields(pv, rotate=rotated, equalize=rotated, heavy_keys=choose.choice((0, 64)))
     call = triton_calls.new_call(*inputs, recipe, return_lse=True)
     heavy = call.heavy_keys
     padding = HopperQuantizer().read_padding(valid)
     actual = HopperQuantizer().quantize(call, padding.valid, padding.spans)
     assert torch.equal(padding.spans, read_padding(valid).spans)
-    plain_recipe = replace(recipe, rotate=False, balance=False)
+    plain_recipe = replace(recipe, rotate=False, equalize=False)
     expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
     differ = differing(actual, expected)
     if rotated:
@@ -403,9 +403,9 @@ def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
     query[:, :, ::2], key[:, :, ::2], key[:, :, 1::2] = 2.0**-14, largest, -largest
     query[..., 1] = largest
     key[..., 1] *= 2.0**-14
-    recipe = with_fields("fp8", rotate=True, balance=True, heavy_keys=0)
+    recipe = with_fields("fp8", rotate=True, equalize=True, heavy_keys=0)
     actual = quantize.quantize_operands(triton_calls.new_call(query, key, value, recipe))
-    assert actual.balance.amax() == 256 and actual.balance.amin() < 1
+    assert actual.equalizer.amax() == 256 and actual.equalizer.amin() < 1
     assert_rotated(actual, (query, key, value), recipe)
     assert actual.query_scale[:, :, :1000].isfinite().all() and actual.key_scale.isfinite().all()
 
@@ -414,14 +414,14 @@ def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
 def test_full_size_rotated(shape, device):
     """Also twice the same bits."""
     inputs = draw(*shape)
-    recipe = with_fields("fp8", rotate=True, balance=True, heavy_keys=64)
+    recipe = with_fields("fp8", rotate=True, equalize=True, heavy_keys=64)
     first, second = (quantize.quantize_operands(triton_calls.new_call(*inputs, recipe)) for _ in range(2))
-    assert differing(first, second) == [] and torch.equal(first.balance, second.balance)
+    assert differing(first, second) == [] and torch.equal(first.equalizer, second.equalizer)
     for head in range(0, shape[1], 8):  # the reference takes much memory
         one = [x[:1, head : head + 1] for x in inputs]
         of_head = {
             name: getattr(first, name)[:1, head : head + 1]
-            for name in ("query", "query_scale", "key", "key_scale", "balance")
+            for name in ("query", "query_scale", "key", "key_scale", "equalizer")
         }
         assert_rotated(replace(first, **of_head), one, recipe)
 

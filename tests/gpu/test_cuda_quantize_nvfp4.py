@@ -13,7 +13,7 @@ from sage_kernels.dispatch.run import request_of
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.mask_tiles import mask_tiles
-from sage_kernels.triton.quantize.nvfp4 import quantize_nvfp4_operands
+from sage_kernels.triton.quantize.nvfp4 import quantize_operands as quantize_nvfp4_operands
 from tests.helpers import triton_calls
 from tests.helpers.layouts import lay_out
 
@@ -27,7 +27,7 @@ RECIPES = {
     "sage3": SAGE3,
     "sage3_paper": PAPER,
     "no heavy keys": replace(SAGE3, heavy_keys=0),
-    "no rotation": replace(SAGE3, rotate=False, balance=False),
+    "no rotation": replace(SAGE3, rotate=False, equalize=False),
     "Q not smoothed": replace(SAGE3, smooth_q=False),
     "K and V not smoothed": replace(SAGE3, smooth_k=False, smooth_v=False),
     "three scales": replace(SAGE3, scale_steps=(-1, 4), key_scale_steps=(1, 2)),

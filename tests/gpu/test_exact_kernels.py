@@ -7,12 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch import cost_model, registry, replays
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import exact_plan, get_exact
 from sage_kernels.exact import masked_rows, sdpa
-from sage_kernels.replay import prepared
-from sage_kernels.replay.prepared_calls import TapedCall
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.pairwise import pairwise
@@ -87,20 +85,20 @@ SIZES = ((2, 4, 4, 300, 300), (2, 6, 2, 130, 512), (1, 2, 2, 257, 1001))
 def test_masks_of_every_kind(device, kind, sizes, head_dim):
     dtype = torch.float16 if sizes == SIZES[1] else torch.bfloat16
     call = draw_call(device, sizes, head_dim, kind, dtype, heads_first=sizes == SIZES[2])
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["lengths", "hole", "causal lengths"])
 def test_masks_of_more_keys_than_a_program_reads_itself(device, kind, head_dim):
     call = draw_call(device, (2, 4, 2, 130, 1500), head_dim, kind)
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.05])
 def test_scales_of_either_sign(device, scale):
     call = draw_call(device, (1, 2, 2, 200, 200), 64, "window", scale=scale)
-    assert_rounded_twice(call, run(call, "exact_forward"))
+    assert_rounded_twice(call, run(call, "masked_forward"))
 
 
 @pytest.mark.parametrize(
@@ -113,34 +111,32 @@ def test_scales_of_either_sign(device, scale):
 )
 def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[3] == 1)
-    assert_rounded_twice(call, run(call, "split_forward"))
+    assert_rounded_twice(call, run(call, "splitkv_forward"))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),
     [
-        ("exact_forward", "lengths", (2, 4, 4, 300, 300)),
-        ("exact_forward", "window", (1, 4, 4, 1000, 1000)),
-        ("exact_forward", "bias", (1, 4, 4, 300, 301)),
-        ("exact_forward", "causal none", (1, 4, 2, 100, 1000)),
+        ("masked_forward", "lengths", (2, 4, 4, 300, 300)),
+        ("masked_forward", "window", (1, 4, 4, 1000, 1000)),
+        ("masked_forward", "bias", (1, 4, 4, 300, 301)),
+        ("masked_forward", "causal none", (1, 4, 2, 100, 1000)),
         ("fa3_padded", "lengths and a hole", (4, 4, 4, 300, 300)),
-        ("split_forward", "lengths", (2, 8, 2, 1, 3000)),
+        ("splitkv_forward", "lengths", (2, 8, 2, 1, 3000)),
     ],
 )
-def test_a_repeated_call_launches_and_gives_the_same(device, name, kind, sizes):
+def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kind, sizes):
     call = draw_call(device, sizes, 64, kind)
     if reason := get_exact(name).unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
-    repeated = prepared.prepare(call, plan, call.mask.tensor, dispatch.run(call, plan))
-    assert isinstance(repeated, TapedCall) and repeated.tape.has_operators == (name == "fa3_padded")
-    other = draw_call(device, sizes, 64, kind, seed=1)
-    expected, _ = dispatch.run(other, plan)
-    query, key, value = (x.transpose(1, 2) for x in (other.query, other.key, other.value))
-    output, _ = repeated(other.query, other.key, other.value, other.mask.tensor)
-    assert torch.equal(output, expected)
-    output = repeated.shortcut(tokens_first=True)(query, key, value, other.mask.tensor)
-    assert torch.equal(output.transpose(1, 2), expected)
+    replay = replays.of_call(call, plan, call.mask.tensor, dispatch.run(call, plan))
+    for seed in range(1, 3):
+        other = draw_call(device, sizes, 64, kind, seed=seed)
+        expected, _ = dispatch.run(other, plan)
+        output, _ = replay(other.query, other.key, other.value, other.mask.tensor)
+        assert torch.equal(output, expected)
+    assert len(repeated) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -165,13 +161,6 @@ def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device
     assert_rounded_twice(call, run(call, "fa3_padded"))
 
 
-@pytest.mark.parametrize("kind", ["none", "causal none"])
-@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
-def test_pytorchs_memory_efficient_kernel(device, kind, scale):
-    call = replace(draw_call(device, (2, 4, 4, 60, 60), 64, kind), scale=scale)
-    assert_rounded_twice(call, run(call, "efficient"))
-
-
 def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed):
     call = draw_call(device, (2, 8, 2, 1, 3000), 128)
     ran = []
@@ -179,7 +168,7 @@ def test_steps_over_the_same_keys_run_by_one_kernel_and_are_right(device, routed
         with record.observe(lambda one: ran.append(one.plan.kernel)):
             output = sage_attention(call.query, call.key, call.value, enable_gqa=True, recipe="sage2")
         assert_rounded_twice(call, output)
-    assert len(set(ran)) == 1 and ran[0] in ("fa3", "sdpa_without_cudnn", "split_forward")
+    assert len(set(ran)) == 1 and ran[0] in ("fa3", "sdpa_without_cudnn", "splitkv_forward")
 
 
 @pytest.mark.parametrize("kind", ["none", "causal none", "lengths", "window", "bias", "key bias"])
@@ -209,7 +198,7 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
-        assert registry.select(replace(request, mask="keys")).kernel == "split_forward"
+        assert registry.select(replace(request, mask="keys")).kernel == "splitkv_forward"
         assert registry.select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length
 
 

@@ -12,10 +12,11 @@ from sage_kernels.runtime.toolchain import triton_version
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.registration import nvfp4_unsupported
+from tests.helpers.calls import new_call
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.pairwise import pairwise
 from tests.helpers.sinks import sink
-from tests.helpers.triton_calls import attend, new_call
+from tests.helpers.triton_calls import attend
 
 KEYS = 64
 FORWARD_ONLY = ("sage1", "sage2", "sage3", "sage3_paper")

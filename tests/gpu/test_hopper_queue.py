@@ -8,7 +8,7 @@ import torch
 from sage_kernels import attention
 from sage_kernels.cuda import int8_forward, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 
 pytestmark = pytest.mark.usefixtures("needs_hopper")
 

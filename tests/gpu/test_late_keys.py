@@ -127,7 +127,7 @@ def assert_same(actual, expected):
 def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
     if name != "sage3" and CAPABILITY != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, balance=False)
+    recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, equalize=False)
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)
     call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)

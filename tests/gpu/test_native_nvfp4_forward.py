@@ -14,8 +14,9 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
+from tests.helpers.calls import new_call
 from tests.helpers.portable_fp4 import without_fp4_instructions
-from tests.helpers.triton_calls import attend, new_call
+from tests.helpers.triton_calls import attend
 
 BLACKWELL = (12, 0)
 # Without the search for scales, which the forward kernel knows nothing of, and which compiles for long.

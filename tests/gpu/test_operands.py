@@ -8,11 +8,12 @@ import torch
 from sage_kernels.formats import nvfp4
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import new_call
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.judge import LOW_BIT
 from tests.helpers.layouts import LAYOUTS, lay_out
 from tests.helpers.pairwise import some
-from tests.helpers.triton_calls import new_call, quantize
+from tests.helpers.triton_calls import quantize
 
 CASES = {"int8": some(range(40), 18), "nvfp4": some(range(8), 8)}  # most are to be compiled, NVFP4's for seconds
 # Of each 16 tokens of V in 8 bit, and of each 32 tokens of K in NVFP4, the place in memory of token 0, 1, 2 …

@@ -9,6 +9,7 @@ from sage_kernels import ops
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.curves import Sizes
 from sage_kernels.exact import sdpa
+from sage_kernels.spec.masks import with_causality
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
 POINTS = [
@@ -61,6 +62,6 @@ def test_exact_attention_behind_a_cache_is_that_with_a_mask(heads, scale, device
     output = sdpa.sdpa(query, key, value, scale=scale, enable_gqa=grouped, lower_right=True)
     options = {"is_causal": True, "causal_offset": 263, "scale": scale}
     truth, _ = sdpa.attention(query, key, value, **options)
-    mask = sdpa.with_causality(None, query, key, 263)
+    mask = with_causality(None, query, key, 263)
     masked = sdpa.sdpa(query, key, value, mask=mask, scale=scale, enable_gqa=grouped)
     assert (output - truth).abs().max() <= 2 * (masked - truth).abs().max()

@@ -78,7 +78,7 @@ def test_saved_tensors_are_the_references(recipe, case, device):
         which = which.to(device)
         agree = scales_agree if name.endswith("scale") else codes_agree  # matrix instructions rotate
         assert agree(x[:, :, which].nan_to_num(777), y[:, :, which].nan_to_num(777)), name
-    assert torch.equal(found.balance, expected.balance)
+    assert torch.equal(found.equalizer, expected.equalizer)
     assert (found.lse.shape, found.lse.dtype) == (call.query.shape[:3], torch.float32)
     assert torch.equal(found.lse.isnan(), expected.lse.isnan())
     assert torch.equal(found.lse == -torch.inf, expected.lse == -torch.inf)

@@ -1,7 +1,7 @@
-"""Two processes that run diffusers' context parallelism: `context_parallel.py STORE DEVICE REPORT`.
+"""Two processes that run diffusers' context parallelism: `context_parallel.py STORE DEVICE REPORT FAMILIES`.
 
 DEVICE is "cpu" (gloo, float32) or "cuda" (NCCL, bfloat16, a GPU for each process). REPORT is the JSON file that the
-first process writes: by case what is wrong, or "" where the processes agree with one.
+first process writes: by case what is wrong, or "" where the processes agree with one. FAMILIES are names, by commas.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,21 +50,24 @@ ODD_LENGTHS = (5, 9, 13, 17)
 """Token counts of the families that two processes cannot share alike; none is the size of anything else."""
 
 
-def run_pair(folder: Path, device: str, seconds: float) -> dict[str, str]:
+def run_pair(
+    folder: Path, device: str, seconds: float, names: Collection[str] = tuple(case.name for case in FAMILIES)
+) -> dict[str, str]:
     """Return the findings of two processes, as `main` reports it.
 
     Args:
         folder: an empty one, for the processes' files.
         device: "cpu" or "cuda".
         seconds: how long they may take.
+        names: the families to run.
     """
     report = folder / "report.json"
-    command = [sys.executable, "-m", __spec__.name, str(folder / "store"), device, str(report)]
+    command = [sys.executable, "-m", __spec__.name, str(folder / "store"), device, str(report), ",".join(names)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=seconds)
     return json.loads(report.read_text())
 
 
-def main(rank: int, store: str, device_type: str, report: str) -> None:
+def main(rank: int, store: str, device_type: str, report: str, names: str) -> None:
     """Run every case, and let the first process write what it found."""
     device = torch.device(device_type, rank if device_type == "cuda" else None)
     if device.type == "cuda":
@@ -79,7 +82,7 @@ def main(rank: int, store: str, device_type: str, report: str) -> None:
     found = {}
     for case in FAMILIES:
         planned = getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is not None
-        if planned and case.name not in FAILING_PLANS:
+        if planned and case.name in names.split(",") and case.name not in FAILING_PLANS:
             for name, degrees in modes.items():
                 found[f"{case.name}-{name}"] = agrees_with_one(case, degrees, device)
     for name in ("ulysses", "ring"):

@@ -31,6 +31,7 @@ from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels import ops, training
 from sage_kernels.dispatch import registry
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.layouts import LAYOUTS, lay_out
@@ -256,7 +257,7 @@ def call(kind: Kind, inputs: Inputs, query: torch.Tensor, key: torch.Tensor, val
         return ops.attention(query, key, value, mask=mask, blocks=blocks, **options)
     if kind.door == "attend" and blocks is None:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = attend(*tensors, mask, 0.0, inputs.is_causal, enable_gqa=True, tokens_first=True, **options)
+        output, lse = attend(*tensors, mask, Options(inputs.is_causal, tokens_first=True, **options))
         return (output, lse) if kind.return_lse else output
     return sage_attention(query, key, value, mask, 0.0, inputs.is_causal, enable_gqa=True, blocks=blocks, **options)
 

@@ -8,13 +8,13 @@ import torch
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as subject
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import new_backward_call, new_call
 
 BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
 SHIPPED = [recipe for recipe in RECIPES.values() if recipe.backward is not None]
-PLAIN = replace(BWD, rotate=False, balance=False)
+PLAIN = replace(BWD, rotate=False, equalize=False)
 ROTATED = replace(PLAIN, rotate=True)
-CONSISTENT = replace(PLAIN, backward=replace(PLAIN.backward, delta="consistent"))
-TRANSFORMED, TRANSFORMED_INT8 = (replace(recipe, rotate=True, balance=True) for recipe in (BWD, BWD_INT8))
+TRANSFORMED, TRANSFORMED_INT8 = (replace(recipe, rotate=True, equalize=True) for recipe in (BWD, BWD_INT8))
 names = pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
 
 # The largest relative error of rounding to a dtype, and the spacing of float32 numbers around 1.
@@ -38,11 +38,11 @@ def draw(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype=to
 
 def gradients(query, key, value, gradient, recipe, lengths=None, valid=None, is_causal=False, **options):
     """dQ, dK, dV of the reference."""
-    shared = {"lengths": lengths, "valid": valid, "is_causal": is_causal}
     tiles = {name: options.pop(name) for name in ("block_m", "block_n") if name in options}
-    output, saved = subject.forward(query, key, value, recipe, **shared, **options)
-    head_dim = query.shape[-1]
-    return subject.backward(gradient, value, output, saved, recipe, head_dim=head_dim, **shared, **options, **tiles)
+    options |= {"lengths": lengths, "valid": valid, "is_causal": is_causal}
+    output, saved = subject.forward(new_call(query, key, value, recipe, **options))
+    call = new_backward_call(gradient, value, output, saved, recipe, query.shape[-1], **options)
+    return subject.backward(call, **tiles)
 
 
 def autograd(query, key, value, gradient, valid=None, **options):

@@ -23,9 +23,9 @@ from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows, sequence_slices
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
-from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from sage_kernels.triton.configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.judge import NO_KERNELS, Error
-from tests.helpers.triton_calls import new_backward_call, new_call
 
 TRAINING = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 NAMES = ("output", "query", "key", "value")
@@ -96,10 +96,9 @@ def of_kernel(call: TrainingCall, backward: str = "") -> tuple[Gradients, Saved]
 
 def of_reference(call: TrainingCall) -> tuple[Gradients, Saved]:
     """By the recipe's specification, with the tiles of the kernel."""
-    recipe, (block_m, block_n) = RECIPES[call.recipe], blocks_of(call)
-    output, saved = reference_backward.forward(call.query, call.key, call.value, recipe, **call.options)
-    options = {**call.options, "head_dim": call.query.shape[3], "block_m": block_m, "block_n": block_n}
-    gradients = reference_backward.backward(call.output_gradient, call.value, output, saved, recipe, **options)
+    block_m, block_n = blocks_of(call)
+    output, saved = reference_backward.forward(call.forward)
+    gradients = reference_backward.backward(call.backward(output, saved), block_m, block_n)
     return Gradients(output, *gradients), saved
 
 
@@ -107,9 +106,8 @@ def blocks_of(call: TrainingCall) -> tuple[int, int]:
     """Queries of a tile that share a scale in dV and dK, and keys that do in dQ."""
     capability = torch.cuda.get_device_capability(call.query.device)
     channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
-    backward = RECIPES[call.recipe].backward
-    facts = capability, channels, backward is not None and backward.ds == "int8"
-    configs = [int8_backward_key_config(*facts), int8_backward_query_config(*facts)]
+    facts = capability, channels, RECIPES[call.recipe].backward == "int8"
+    configs = [int8_bwd_dkdv_config(*facts), int8_bwd_dq_config(*facts)]
     if call.blocks is not None:
         configs = [limit_to_list(config, *call.blocks[2:]) for config in configs]
     return configs[0].block_m, configs[1].block_n

@@ -11,7 +11,7 @@ from sage_hf.record import observe
 from sage_kernels.dispatch.registry import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, without_remedies
+from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
 from tests.helpers import tiny_pipelines as tiny
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps  # float32 attention against float32 attention, sums of about 80 terms
@@ -61,7 +61,7 @@ def test_the_recorder_prints_its_layers():
     with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder:
         run(model)
     header, _, *lines = str(recorder).splitlines()
-    assert header.startswith("layer ") and "rel-L1 without remedies" in header and "heaviest key" in header
+    assert header.startswith("layer ") and "rel-L1 without outlier handling" in header and "heaviest key" in header
     for line, layer in zip(lines, recorder.layers(), strict=True):
         assert line.startswith(layer.layer) and f"{layer.errors.rel_l1:.4f}" in line
 
@@ -123,9 +123,9 @@ def test_the_heaviest_key_and_the_loudest_channel_of_each_layer_are_told():
 
 
 @pytest.fixture
-def remedied(monkeypatch):
-    """Give `sage2` the one remedy that exists on every branch, a rotation."""
-    recipe = replace(without_remedies(RECIPES["sage2"]), rotate=True)
+def handled(monkeypatch):
+    """Give `sage2` the one step of outlier handling that exists on every branch, a rotation."""
+    recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     select.cache_clear()
     yield recipe
@@ -133,7 +133,7 @@ def remedied(monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [0, 9])
-def test_errors_without_remedies_are_those_of_the_recipe_without_them(remedied, padding):
+def test_errors_without_outlier_handling_are_those_of_the_plain_recipe(handled, padding):
     model = tiny.llama()
     calls = []
     with sage_hf.apply(model, "sage2"), record_layer_errors(model) as recorder, observe(calls.append):
@@ -141,21 +141,21 @@ def test_errors_without_remedies_are_those_of_the_recipe_without_them(remedied, 
     for call, layer in zip(calls, recorder.layers(), strict=True):
         options = {"mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
         truth, _ = sdpa.attention(call.query, call.key, call.value, **options)
-        plain, _ = reference.attention(call.query, call.key, call.value, without_remedies(remedied), **options)
+        plain, _ = reference.attention(call.query, call.key, call.value, without_outlier_handling(handled), **options)
         expected = tensor_errors(truth, plain).to_dict()
-        assert layer.errors_without_remedies.to_dict() == pytest.approx(expected, rel=1e-3)
-        assert layer.errors_without_remedies != layer.errors
+        assert layer.errors_without_outlier_handling.to_dict() == pytest.approx(expected, rel=1e-3)
+        assert layer.errors_without_outlier_handling != layer.errors
     header, rows = table(recorder.layers())
-    assert header.index("rel-L1 without remedies") == 4 and {len(row) for row in rows} == {len(header)}
+    assert header.index("rel-L1 without outlier handling") == 4 and {len(row) for row in rows} == {len(header)}
 
 
-def test_errors_without_remedies_can_be_left_out_and_need_remedies(remedied):
+def test_errors_without_outlier_handling_can_be_left_out_and_need_it(handled):
     model = tiny.llama()
-    with sage_hf.apply(model, "sage2"), record_layer_errors(model, without_remedies=False) as recorder:
+    with sage_hf.apply(model, "sage2"), record_layer_errors(model, without_outlier_handling=False) as recorder:
         run(model)
-    assert all(layer.errors_without_remedies is None for layer in recorder.layers())
+    assert all(layer.errors_without_outlier_handling is None for layer in recorder.layers())
     with sage_hf.apply(model, "exact"), sage_hf.record_layer_errors(model) as recorder:
         run(model)
-    assert all(layer.errors_without_remedies is None for layer in recorder.layers())
+    assert all(layer.errors_without_outlier_handling is None for layer in recorder.layers())
     header, rows = table(recorder.layers())
-    assert "rel-L1 without remedies" not in header and {len(row) for row in rows} == {len(header)}
+    assert "rel-L1 without outlier handling" not in header and {len(row) for row in rows} == {len(header)}

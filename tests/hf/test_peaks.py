@@ -36,15 +36,6 @@ def test_a_sink_is_the_heaviest_key_with_its_share_of_all_rows(kv_heads, is_caus
     assert 0.6 < peaks.share < 1
 
 
-def test_rows_and_chunks_add_up(monkeypatch):
-    query, key = inputs()
-    whole = sdpa.mean_weights(query, key, is_causal=True)
-    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * HEADS * TOKENS * 7)
-    assert torch.allclose(sdpa.mean_weights(query, key, is_causal=True), whole, atol=1e-6)
-    assert torch.allclose(whole.sum(-1), torch.ones(2, HEADS))
-    assert torch.allclose(whole.double(), weights(query, key, is_causal=True).mean(2), atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["keys", "bool", "additive"])
 def test_masked_keys_hold_nothing_and_rows_without_keys_do_not_count(kind):
     query, key = inputs()
@@ -83,13 +74,6 @@ def test_a_loud_channel_shows_a_mean_does_not_and_padding_does_not():
     mask = valid.mT.expand(2, 1, 7, 400)
     peaks = find_peaks(torch.randn(2, 3, 7, 32), key, mask=mask)
     assert peaks.loudness == pytest.approx(10, rel=0.15)
-
-
-def test_channels_without_a_signal():
-    key = torch.zeros(1, 1, 50, 16)
-    assert channel_loudness(key).item() == 0
-    key[..., 0] = torch.arange(50.0)
-    assert channel_loudness(key).item() == math.inf
 
 
 def test_peaks_of_several_calls_are_the_largest_and_keep_nan():

@@ -26,7 +26,6 @@ def test_a_single_frame_is_an_image(tmp_path):
     assert [path] == list(tmp_path.iterdir())
     video.write_video(clip(RED), tmp_path / "clip", fps=8)
     assert [entry.name for entry in tmp_path.iterdir()] == ["clip.mp4"]
-    assert video.contact_sheet([("one", {"exact": clip(RED, 1)})]).width < 300
 
 
 def test_without_encoder_a_gif_is_written(tmp_path, monkeypatch):
@@ -50,24 +49,6 @@ def test_side_by_side_shows_both_and_can_be_encoded(tmp_path, size):
     middle = both[1, both.shape[1] // 2]
     assert (middle[both.shape[2] // 4] == RED).all() and (middle[3 * both.shape[2] // 4] == BLUE).all()
     assert imageio.imread(video.write_video(both, tmp_path / "both", fps=8)).shape == both.shape
-
-
-def test_contact_sheet_shows_first_and_last_frame_of_every_video():
-    moving = clip(RED, 9)
-    moving[-1] = BLUE
-    sheet = np.asarray(video.contact_sheet([("one", {"exact": moving, "sage3": moving}), ("two", {"exact": moving})]))
-    colors = [tuple(color) for color in np.unique(sheet.reshape(-1, 3), axis=0)]
-    assert RED in colors and BLUE in colors
-    reds = (sheet == RED).all(-1)
-    blues = (sheet == BLUE).all(-1)
-    assert reds.sum() == 4 * blues.sum()
-    assert np.argwhere(blues)[:, 1].min() > np.argwhere(reds)[:, 1].max()
-
-
-def test_frames_sampled_once_are_sampled_again_unchanged():
-    frames = np.arange(17)
-    assert video.sample_frames(frames).tolist() == [0, 4, 8, 12, 16]
-    assert np.array_equal(video.sample_frames(video.sample_frames(frames)), video.sample_frames(frames))
 
 
 @pytest.mark.parametrize("encoder", [True, False])

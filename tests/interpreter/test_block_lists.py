@@ -15,11 +15,12 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.block_tiles import block_tiles
-from sage_kernels.triton.configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from sage_kernels.triton.configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from sage_kernels.triton.tile_rows import tile_rows
 from tests.helpers.blocks import as_mask, draw_blocks
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.portable_fp4 import without_inline_assembly
-from tests.helpers.triton_calls import attend, backward, new_backward_call
+from tests.helpers.triton_calls import attend, backward
 
 ADA = (8, 9)
 
@@ -164,12 +165,9 @@ def test_tiles_that_do_not_exist_are_left_out():
 def gradients(inputs, recipe, tiles, **options):
     """Return dQ, dK and dV of the kernels and of the reference, from what the reference's forward kept."""
     *tensors, gradient = inputs
-    output, saved = reference_backward.forward(*tensors, RECIPES[recipe], **options)
+    output, saved = reference_backward.forward(new_call(*tensors, recipe, **options))
     call = new_backward_call(gradient, tensors[2], output, saved, recipe, 64, **options)
-    expected = reference_backward.backward(
-        gradient, tensors[2], output, saved, RECIPES[recipe], head_dim=64, **tiles, **options
-    )
-    return backward(call, ADA), expected
+    return backward(call, ADA), reference_backward.backward(call, **tiles)
 
 
 LISTS = {
@@ -196,8 +194,8 @@ def test_gradients_are_the_references(recipe, case, heads):
     blocks = draw_blocks(1 if heads == 1 else 2, heads, 150, 330, block_m, block_n)
     int8 = recipe == "sage_bwd_int8"
     tiles = {
-        "block_m": limit_to_list(int8_backward_key_config(ADA, 64, int8), block_m, block_n).block_m,
-        "block_n": limit_to_list(int8_backward_query_config(ADA, 64, int8), block_m, block_n).block_n,
+        "block_m": limit_to_list(int8_bwd_dkdv_config(ADA, 64, int8), block_m, block_n).block_m,
+        "block_n": limit_to_list(int8_bwd_dq_config(ADA, 64, int8), block_m, block_n).block_n,
     }
     found, expected = gradients(inputs, recipe, tiles, blocks=blocks, **options)
     assert not found[0][:, :, :block_m].any()
@@ -249,7 +247,7 @@ def test_an_inverted_list_has_the_rows_that_see_each_tile(block_m, block_n, caus
     query, key, value = draw(batch=2, q_len=700)
     blocks = draw_blocks(2, 2, 700, 330, block_m, block_n)
     options = {"is_causal": causal_offset is not None, "causal_offset": causal_offset or 0, "blocks": blocks}
-    output, saved = reference_backward.forward(query, key, value, RECIPES["sage_bwd"], **options)
+    output, saved = reference_backward.forward(new_call(query, key, value, "sage_bwd", **options))
     inverted = tile_rows(new_backward_call(query, value, output, saved, "sage_bwd", 64, **options))
     allowed = as_mask(blocks, 700, 330)
     if causal_offset is not None:

@@ -6,8 +6,8 @@ import torch
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton import exact_forward, scattered_forward, split_forward
-from sage_kernels.triton.configs import exact_forward_config
+from sage_kernels.triton import masked_forward, nonprefix_forward, splitkv_forward
+from sage_kernels.triton.configs import masked_forward_config
 
 # Weights and output are rounded to float16; the sum of its weights divides a row in float32.
 ROUNDING = 2.0**-10
@@ -92,15 +92,15 @@ def bias(heads, rows=150, columns=200):
 )
 def test_masks_are_read_and_rows_without_a_key_are_0(case):
     call = draw_call(*case)
-    assert_exact(call, exact_forward.attend(call))
+    assert_exact(call, masked_forward.attend(call))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
     call = draw_call((2, 1), 150, 200, 64, mask, -20 if causal else None)
-    config = exact_forward_config(64, call.mask.kind)
-    bits, listed = exact_forward.list_tiles(mask, call, config)
+    config = masked_forward_config(64, call.mask.kind)
+    bits, listed = masked_forward.list_tiles(mask, call, config)
     allowed = mask
     if causal and mask.shape[2] > 1:
         allowed = allowed & torch.ones(150, 200, dtype=torch.bool).tril(-20)
@@ -119,7 +119,7 @@ def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
 
 @pytest.fixture
 def multiprocessors(monkeypatch):
-    for module in (scattered_forward, split_forward):
+    for module in (nonprefix_forward, splitkv_forward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
 
 
@@ -136,7 +136,7 @@ def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(m
         for element in (0, 2):
             output[element] = truth[element]
 
-    output = scattered_forward.attend(call, attend_to_first, row_blocks)
+    output = nonprefix_forward.attend(call, attend_to_first, row_blocks)
     plan = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
     assert found == ([None, [130, 0, 200, 0], plan] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
     assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
@@ -148,7 +148,7 @@ def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length(multiprocessor
     tensors = (x.expand(3, -1, -1, -1) for x in (call.query, call.key, call.value))
     call = Call(*tensors, call.recipe, call.mask, scale=call.scale)
     found = []
-    scattered_forward.attend(call, lambda call, q_lengths, kv_lengths, *_: found.extend(kv_lengths.tolist()))
+    nonprefix_forward.attend(call, lambda call, q_lengths, kv_lengths, *_: found.extend(kv_lengths.tolist()))
     assert found == [130] * 3
 
 
@@ -166,14 +166,14 @@ def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length(multiprocessor
 )
 def test_programs_that_share_keys_attend_to_all_of_them(multiprocessors, case):
     call = draw_call(*case)
-    assert_exact(call, split_forward.attend(call))
+    assert_exact(call, splitkv_forward.attend(call))
 
 
 def test_keys_are_divided_so_that_programs_fill_the_gpu():
-    assert split_forward.parts_of(tiles=64, sequences=8, programs=132) == 16
-    assert split_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
-    assert split_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
-    assert split_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
+    assert splitkv_forward.parts_of(tiles=64, sequences=8, programs=132) == 16
+    assert splitkv_forward.parts_of(tiles=6, sequences=8, programs=132) == 3
+    assert splitkv_forward.parts_of(tiles=64, sequences=512, programs=132) == 1
+    assert splitkv_forward.parts_of(tiles=1, sequences=1, programs=132) == 1
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,6 @@ def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first,
         lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
         output[:2] = truth[:2]
 
-    output = scattered_forward.attend(call, attend_to_first)
+    output = nonprefix_forward.attend(call, attend_to_first)
     assert lengths == [[20, 20, 0, 0], [keys, keys - 1, 0, 0]]
     assert_exact(call, output)

@@ -12,8 +12,9 @@ from sage_kernels.spec import transforms
 from sage_kernels.spec.layout import Lengths, heavy_order
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
+from tests.helpers.calls import new_call
 from tests.helpers.sinks import sink, uniform_but_where_sampled
-from tests.helpers.triton_calls import attend, new_call, quantize
+from tests.helpers.triton_calls import attend, quantize
 
 KEYS = 64
 CAPABILITY = {"int8": (8, 9), "nvfp4": (9, 0)}

@@ -12,8 +12,9 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.codes import codes_agree, scales_agree
-from tests.helpers.triton_calls import attend_and_save, backward, new_backward_call, new_call
+from tests.helpers.triton_calls import attend_and_save, backward
 
 ADA, HOPPER = (8, 9), (9, 0)
 NAMES = ("sage_bwd", "sage_bwd_int8")
@@ -66,9 +67,10 @@ def kernel_gradients(gradient, value, output, saved, recipe, options, head_dim, 
 def gradients(inputs, recipe, options, capability=ADA):
     """(dQ, dK, dV) of the kernel and of the reference, from what the reference's forward kept."""
     *tensors, gradient = inputs
-    output, saved = reference_backward.forward(*tensors, recipe, **options)
+    output, saved = reference_backward.forward(new_call(*tensors, recipe, **options))
     head_dim = tensors[0].shape[-1]
-    expected = reference_backward.backward(gradient, tensors[2], output, saved, recipe, head_dim=head_dim, **options)
+    call = new_backward_call(gradient, tensors[2], output, saved, recipe, head_dim, **options)
+    expected = reference_backward.backward(call)
     return kernel_gradients(gradient, tensors[2], output, saved, recipe, options, head_dim, capability), expected
 
 
@@ -121,10 +123,10 @@ def test_the_forward_keeps_what_the_references_keeps(case):
     sizes, options = case
     *tensors, _ = draw(**sizes)
     recipe, options = RECIPES["sage_bwd_int8"], options_of(**options)
-    expected, expected_saved = reference_backward.forward(*tensors, recipe, **options)
+    expected, expected_saved = reference_backward.forward(new_call(*tensors, recipe, **options))
     output, saved = kernel_forward(*tensors, recipe, options)
     agreements = {"query": codes_agree, "query_scale": scales_agree, "key": codes_agree, "key_scale": scales_agree}
-    for name, agree in {**agreements, "balance": torch.equal}.items():
+    for name, agree in {**agreements, "equalizer": torch.equal}.items():
         assert agree(getattr(saved, name), getattr(expected_saved, name)), name
     without_key = expected_saved.lse == -torch.inf
     assert torch.equal(saved.lse == -torch.inf, without_key)
@@ -153,7 +155,7 @@ def test_the_gradients_error_is_the_references(recipe, case):
         assert error <= 1.05 * reference_error + rounding
         # In 16 bit both compute the same. In INT8 an element that is almost a tie may become another integer: one in 16
         # at most, which is 1/4 in the mean square, where rounding itself is 0.29.
-        tolerance = rounding if recipe.backward.ds == "16bit" else 0.25 / 0.29 * reference_error + rounding
+        tolerance = rounding if recipe.backward == "16bit" else 0.25 / 0.29 * reference_error + rounding
         assert (gradient - wanted).abs().sum() <= tolerance
 
 
@@ -253,7 +255,7 @@ def test_strides_change_nothing(recipe):
     inputs[3] = inputs[3][:, :, :1, :1].expand_as(inputs[3])  # as of a sum
     options = options_of()
     *tensors, gradient = inputs
-    output, saved = reference_backward.forward(*tensors, recipe, **options)
+    output, saved = reference_backward.forward(new_call(*tensors, recipe, **options))
 
     def strided(x):
         return x.transpose(1, 2).repeat_interleave(2, -1).transpose(1, 2)[..., ::2]
@@ -287,7 +289,7 @@ def test_empty_tensors_have_empty_gradients(recipe, sizes):
     *tensors, gradient = draw(**sizes)
     options = options_of()
     kept = kernel_forward(*tensors, recipe, options)
-    expected = reference_backward.forward(*tensors, recipe, **options)
+    expected = reference_backward.forward(new_call(*tensors, recipe, **options))
     for actual, wanted in zip((kept[0], *kept[1]), (expected[0], *expected[1]), strict=True):
         assert torch.equal(actual, wanted)
     for x, of in zip(kernel_gradients(gradient, tensors[2], *kept, recipe, options, 64), tensors, strict=True):

@@ -10,8 +10,9 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import new_call
 from tests.helpers.codes import codes_agree, scales_agree
-from tests.helpers.triton_calls import attend, new_call, quantize
+from tests.helpers.triton_calls import attend, quantize
 
 ADA = (8, 9)
 # Each format of P once, with causality or without; the audit runs all.
@@ -63,7 +64,7 @@ def test_operands_are_the_references(recipe, sizes, padding):
     value[..., 7] -= value[..., 7].mean()
     valid = torch.rand(1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.7 if padding else None
     query[..., 9] *= 30
-    recipe = replace(RECIPES[recipe], rotate=True, balance=True)
+    recipe = replace(RECIPES[recipe], rotate=True, equalize=True)
     expected = reference.quantize_operands(
         query, key, value, recipe, None if valid is None else valid[:, None, :, None]
     )
@@ -74,8 +75,8 @@ def test_operands_are_the_references(recipe, sizes, padding):
     if recipe.pv != "fp16":
         v_values = v_values.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4).mT
     k_scale = operands.key_scale.float()[..., None, :, None].expand(-1, -1, -1, 8, 4, 2).flatten(2)
-    assert torch.equal(operands.balance[:, :, None, : query.shape[-1]], expected.balance)
-    assert torch.all(operands.balance[..., query.shape[-1] :] == 1)
+    assert torch.equal(operands.equalizer[:, :, None, : query.shape[-1]], expected.equalizer)
+    assert torch.all(operands.equalizer[..., query.shape[-1] :] == 1)
     rotated = (
         (operands.query, expected.query, codes_agree),
         (operands.query_scale[..., None], expected.query_scale, scales_agree),
@@ -95,30 +96,30 @@ def test_operands_are_the_references(recipe, sizes, padding):
 
 
 @pytest.mark.parametrize(("tokens", "heavy_keys"), [(300, 0), (100, 64)])
-def test_queries_that_are_padding_do_not_decide_the_balance(tokens, heavy_keys):
+def test_queries_that_are_padding_do_not_decide_the_equalizer(tokens, heavy_keys):
     query, key, value = draw(batch=2, q_len=tokens, kv_len=tokens, q_heads=2, kv_heads=1)
     valid = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.5
     query = torch.where(valid[:, None, :, None], query, 1e6 * query[..., :1])
     recipe = replace(RECIPES["sage1"], heavy_keys=heavy_keys)
-    balance = quantize(new_call(query, key, value, recipe), valid).balance
-    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).balance
-    assert torch.equal(balance, expected.squeeze(2))
+    equalizer = quantize(new_call(query, key, value, recipe), valid).equalizer
+    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).equalizer
+    assert torch.equal(equalizer, expected.squeeze(2))
 
 
-def test_packed_sequences_are_balanced_each_by_its_own_queries_and_keys():
+def test_packed_sequences_are_equalized_each_by_its_own_queries_and_keys():
     query, key, value = draw(q_len=640, kv_len=300, q_heads=2, kv_heads=1, dtype=torch.float16)
     key[:, :, 130:, 5] *= 40
     query[:, :, 300:, 7] *= 20
     starts = torch.tensor([0, 300, 300, 640], dtype=torch.int32), torch.tensor([0, 130, 150, 300], dtype=torch.int32)
-    recipe = replace(RECIPES["sage1"], rotate=True, balance=True)
+    recipe = replace(RECIPES["sage1"], rotate=True, equalize=True)
     packed = quantize(new_call(query, key, value, recipe, lengths=Lengths(*starts, 340, 150)))
     for index, first, k_first in ((0, 0, 0), (2, 512, 384)):
         queries, keys = (slice(*cu_seqlens[index : index + 2].tolist()) for cu_seqlens in starts)
         alone = quantize(new_call(query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe))
-        assert torch.equal(packed.balance[index], alone.balance[0])
+        assert torch.equal(packed.equalizer[index], alone.equalizer[0])
         assert torch.equal(packed.query[:, :, first : first + alone.query.shape[2]], alone.query)
         assert torch.equal(packed.key[:, :, k_first : k_first + alone.key.shape[2]], alone.key)
-    assert torch.equal(packed.balance[1], torch.ones(1, 64))  # without queries
+    assert torch.equal(packed.equalizer[1], torch.ones(1, 64))  # without queries
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])

@@ -6,8 +6,8 @@ import torch
 from sage_kernels.spec import transforms
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.quantize.statistics import token_statistics
+from tests.helpers.calls import new_call
 from tests.helpers.loud import loud_key
-from tests.helpers.triton_calls import new_call
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,8 @@ def test_the_statistics_are_the_references_bit_for_bit(recipe, place, padded, ti
     counted = transforms.quiet_keys(key, exists)
     assert not counted[..., place, 0].any()
     assert torch.equal(found.key_mean, transforms.mean_of_tokens(key, counted)[:, :, 0])
-    assert torch.equal(found.balance, transforms.balance(query, key, counted, None, RECIPES[recipe].smooth_q)[:, :, 0])
+    assert torch.equal(
+        found.equalizer, transforms.equalize(query, key, counted, None, RECIPES[recipe].smooth_q)[:, :, 0]
+    )
     assert torch.equal(found.chosen, transforms.heavy_places(query, key, 64, 32**-0.5, exists).int())
     assert (found.chosen == place).any(-1).all()

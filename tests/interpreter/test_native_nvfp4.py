@@ -5,8 +5,9 @@ import torch
 
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from tests.helpers.calls import new_call
 from tests.helpers.portable_fp4 import without_inline_assembly
-from tests.helpers.triton_calls import attend, new_call
+from tests.helpers.triton_calls import attend
 from tests.interpreter.test_nvfp4_forward import RATIO, RECIPES, random_inputs, relative_error
 
 

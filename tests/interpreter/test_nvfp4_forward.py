@@ -12,8 +12,9 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
 from sage_kernels.triton.configs import Config
-from sage_kernels.triton.delta_scores import delta_scores
-from tests.helpers.triton_calls import attend, new_call, quantize
+from sage_kernels.triton.smooth_q_scores import smooth_q_scores
+from tests.helpers.calls import new_call
+from tests.helpers.triton_calls import attend, quantize
 
 HOPPER = (9, 0)
 # Without the search for scales, which the forward kernel knows nothing of, and which the interpreter is slow at.
@@ -198,7 +199,7 @@ def test_the_scores_of_the_means_are_accurate_to_their_two_parts(dtype, accuracy
     call = new_call(query, key, value, replace(RECIPES["sage3"], heavy_keys=0))
     operands = quantize(call)
     delta = torch.full((1, 2, 3, 256), torch.nan)
-    delta_scores(operands, call, None, 0, 0, delta)
+    smooth_q_scores(operands, call, None, 0, 0, delta)
     p = torch.arange(256)
     keys = p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
     smooth_key = torch.nn.functional.pad(key.double() - key.double().mean(2, keepdim=True), (0, 0, 0, 56))[:, :, keys]
@@ -236,5 +237,5 @@ def test_the_workspace_of_q_s_means_stays_small_beside_one_long_sequence_among_m
     lengths = Lengths(cu_seqlens, cu_seqlens, 32768, 32768)
     with recording() as launches:
         attend(new_call(query, key, value, RECIPES["sage3"], is_causal=True, lengths=lengths), HOPPER)
-    (workspace,) = {one.arguments["delta"] for one in launches if one.kernel.__name__ == "delta_scores_of_means"}
+    (workspace,) = {one.arguments["delta"] for one in launches if one.kernel.__name__ == "smooth_q_scores_of_means"}
     assert workspace.nbytes <= sum(x.nbytes for x in (query, key, value))

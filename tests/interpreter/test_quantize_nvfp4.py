@@ -11,7 +11,7 @@ from sage_kernels.spec import transforms
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import NVFP4Operands
 from sage_kernels.spec.recipe import get_recipe
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 from tests.helpers.triton_calls import quantize as quantize_call
 
 SAGE3 = replace(get_recipe("sage3"), heavy_keys=0)
@@ -90,12 +90,12 @@ def test_operands_are_those_of_the_reference_for_every_dtype(dtype):
     check(*random_inputs(33, 129, 64, 64, dtype))
 
 
-@pytest.mark.parametrize("name", ["sage3_paper", "no rotation", "balance", "four over six"])
+@pytest.mark.parametrize("name", ["sage3_paper", "no rotation", "equalize", "four over six"])
 def test_operands_are_those_of_the_reference_for_every_recipe(name):
     recipes = {
         "sage3_paper": get_recipe("sage3_paper"),
         "no rotation": replace(SAGE3, rotate=False, smooth_q=False),
-        "balance": replace(SAGE3, balance=True, scale_steps=(), key_scale_steps=()),
+        "equalize": replace(SAGE3, equalize=True, scale_steps=(), key_scale_steps=()),
         "four over six": replace(SAGE3, scale_steps=(4,), key_scale_steps=(4,), smooth_v=False),
     }
     check(*random_inputs(130, 140, 64, 64), recipes[name])
@@ -149,7 +149,7 @@ def test_codes_and_scales_are_those_of_the_format():
     """The bits themselves, not only the values."""
     query, key, value = random_inputs(128, 128, 64, 64)
     operands = quantize(query, key, value)
-    factor = transforms.balance(query.float(), key.float(), smooth_q=True) if SAGE3.balance else torch.ones(1)
+    factor = transforms.equalize(query.float(), key.float(), smooth_q=True) if SAGE3.equalize else torch.ones(1)
     x = transforms.rotate(transforms.smooth_blocks(query.float(), 128)[0] * factor)
     expected = nvfp4.quantize(x, SAGE3.scale_steps)
     assert torch.equal(operands.query, expected.codes)

@@ -2,19 +2,21 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sage_hf import sage_attention
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import precompile
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import Plan
+from sage_kernels.dispatch.registry import Plan, get_backward
 from sage_kernels.replay import trace
-from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.call import BackwardCall, Call, Mask
+from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.spec.saved import empty_saved
 from tests.helpers import fake_gpu
 
 pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
@@ -35,7 +37,6 @@ def compiled(monkeypatch):
 
     found = []
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(precompile, "_begun", set())
     real = backward_operands.launch
 
@@ -54,10 +55,10 @@ def compiled(monkeypatch):
     return found
 
 
-def draw(rehearsed, valid=None, **options):
+def draw(traced, valid=None, **options):
     query = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    tensors = [rehearsed.stand_in(query) for _ in range(3)]
-    mask = Mask.of_keys(None if valid is None else rehearsed.stand_in(valid))
+    tensors = [traced.stand_in(query) for _ in range(3)]
+    mask = Mask.of_keys(None if valid is None else traced.stand_in(valid))
     return Call(*tensors, get_recipe("sage_bwd"), mask, **{"scale": 0.125, **options})
 
 
@@ -68,16 +69,16 @@ def plan_of(call, backward):
 
 BOTH = ["prepare_keys", "prepare_queries"]
 LAUNCHED = {
-    "int8_backward_hopper": [*BOTH, "hopper_backward_key", "hopper_backward_query"],
-    "int8_backward": [*BOTH, "int8_backward_key", "int8_backward_query"],
+    "int8_backward_hopper": [*BOTH, "hopper_bwd_dkdv", "hopper_bwd_dq"],
+    "int8_backward": [*BOTH, "int8_bwd_dkdv", "int8_bwd_dq"],
 }
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("backward", LAUNCHED)
 def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, backward, padded):
-    with trace.rehearsing() as rehearsed:
-        call = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None)
+    with trace.tracing() as traced:
+        call = draw(traced, torch.ones(1, 192, dtype=torch.bool) if padded else None)
     for _ in range(2):  # the second call begins nothing
         precompile.compile_backward(call, plan_of(call, backward))
         precompile.finish()
@@ -89,7 +90,7 @@ def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, ba
 
 def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypatch):
     """Its driver is built, and its files are digested, at the same time: neither ends before the other has begun."""
-    from sage_kernels.language import launch
+    from sage_kernels.language import launch, triton_abi
 
     both, seen = threading.Barrier(2, timeout=10), []
 
@@ -97,50 +98,50 @@ def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypat
         both.wait()
         seen.append(len(compiled))
 
-    for name in ("_build_driver", "_digest_triton"):
-        monkeypatch.setattr(launch, name, work)
+    for name in ("build_driver", "digest_compiler"):
+        monkeypatch.setattr(triton_abi, name, work)
     monkeypatch.setattr(launch, "_starting", [])
-    with trace.rehearsing() as rehearsed:
-        call = draw(rehearsed)
+    with trace.tracing() as traced:
+        call = draw(traced)
     precompile.compile_backward(call, plan_of(call, "int8_backward_hopper"))
     precompile.finish()
     assert seen == [0, 0] and len(compiled) == 4
 
 
 @pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
-def test_what_is_compiled_is_what_a_backward_pass_launches(gpu, gluon, monkeypatch, causal, padded):
+def test_what_is_compiled_is_what_a_backward_pass_launches(monkeypatch, causal, padded):
     """The output's gradient comes from a linear layer, so it is laid out as the output."""
-    from sage_kernels.language import launch
+    from sage_kernels.language import backward_operands, rotation, triton_abi
 
     def described(value):
         if hasattr(value, "block_shape"):
             return described(value.base), value.shape, value.strides, value.block_shape
         return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
-    def seen(kernel, arguments, options):
-        return kernel.__name__, {name: described(value) for name, value in arguments.items()}, options
-
-    def pack(kernel, grid, arguments, options):
-        launched.append(seen(kernel, arguments, options))
+    def note(names, kernel, grid, arguments, options):
+        names.append((kernel.__name__, {name: described(value) for name, value in arguments.items()}, options))
         return fake_gpu.pack(kernel, grid, arguments, options)
 
-    def run(self, grid, warmup, num_warps, num_stages, enable_fp_fusion, maxnreg, **arguments):
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled.append(seen(self, arguments, options | {"enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}))
-
     launched, compiled = [], []
-    monkeypatch.setattr(launch, "pack", pack)
-    monkeypatch.setattr(launch.triton.JITFunction, "run", run)
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(triton_abi, "pack", partial(note, launched))
+    monkeypatch.setattr(triton_abi, "compile_kernel", partial(note, compiled))
     monkeypatch.setattr(precompile, "_begun", set())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    inputs = [torch.randn(1, 192, 2, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
-    mask = (torch.arange(192) < 150)[None, None, None] if padded else None
-    with trace.rehearsing() as rehearsed:
-        on_gpu = draw(rehearsed, torch.ones(1, 192, dtype=torch.bool) if padded else None, is_causal=causal)
-    precompile.compile_backward(on_gpu, plan_of(on_gpu, "int8_backward_hopper"))
-    precompile.finish()
-    output = sage_attention(*inputs, mask, is_causal=causal, recipe="sage_bwd")
-    output.transpose(1, 2).flatten(2).backward(torch.randn(1, 192, 128).bfloat16())
+    monkeypatch.setattr(
+        backward_operands, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
+    )
+    valid, x = torch.arange(192)[None] < 150 if padded else None, torch.empty(1, 192, 2, 64).bfloat16().transpose(1, 2)
+    plain = Call(x, x, x, get_recipe("sage_bwd"))
+    saved = empty_saved(plain, torch.empty(1, 2, 192))
+    with trace.tracing() as traced:
+        call = draw(traced, valid, is_causal=causal)
+        precompile.compile_backward(call, plan_of(call, "int8_backward_hopper"))
+        precompile.finish()
+        gradient, output, *kept = map(traced.stand_in, (x, x, *saved))
+        backward = BackwardCall(
+            gradient, call.value, output, Saved(*kept), 64, call.recipe, call.mask, causal, 0, call.scale
+        )
+        get_backward("int8_backward_hopper").backward(backward)
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
 
 
@@ -160,7 +161,6 @@ def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(
 
     compiled = []
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch.triton.JITFunction, "run", run)
     monkeypatch.setattr(launch, "_await_compiler", lambda: None)
     monkeypatch.setattr(precompile, "_begun", set())
@@ -171,16 +171,16 @@ def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(
         "keys": torch.ones(1, 1, 1, 192, dtype=torch.bool),
         "bool": torch.ones(192, 192, dtype=torch.bool)[None, None],
     }
-    with trace.rehearsing() as rehearsed:
-        call = draw(rehearsed)
+    with trace.tracing() as traced:
+        call = draw(traced)
         if kind in mask:
-            call = replace(call, mask=Mask.of(rehearsed.stand_in(mask[kind]), 192))
+            call = replace(call, mask=Mask.of(traced.stand_in(mask[kind]), 192))
     for _ in range(2):  # the second call compiles nothing
         precompile.compile_forward(call, plan_of(call, "int8_backward"), attend)
-    with trace.rehearsing(compiles_only=True) as rehearsed:
+    with trace.tracing(compiles_only=True) as traced:
         attend(call)
     names = [name for name, _ in compiled]
-    assert names and len(names) == len(rehearsed.compilations)
+    assert names and len(names) == len(traced.compilations)
     assert {"block_statistics", "quantize_key_int8", "int8_forward"} <= set(names)
     assert len({thread for _, thread in compiled}) == len(compiled)
 
@@ -196,15 +196,15 @@ def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
                 raise SystemError("AST constructor recursion depth mismatch")
 
     asked = []
-    with trace.rehearsing(compiles_only=True) as rehearsed:
-        launch.launch(Kernel(), (1,), x=rehearsed.stand_in(torch.empty(1)))
-    rehearsed.compilations[0]()
+    with trace.tracing(compiles_only=True) as traced:
+        launch.launch(Kernel(), (1,), x=traced.stand_in(torch.empty(1)))
+    traced.compilations[0]()
     assert asked == [True, True]
 
 
 def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
-    with trace.rehearsing() as rehearsed:
-        call = draw(rehearsed)
+    with trace.tracing() as traced:
+        call = draw(traced)
         plan = plan_of(call, "int8_backward")
         precompile.compile_backward(replace(call, query=torch.empty(1, 2, 192, 64)), plan)  # on the CPU
         precompile.compile_backward(replace(call, key=call.key[:, :, :0], value=call.value[:, :, :0]), plan)
@@ -229,8 +229,8 @@ def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compile
 
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr(precompile, "get_backward", lambda name: SimpleNamespace(backward=backward))
-    with trace.rehearsing() as rehearsed:
-        call = draw(rehearsed)
+    with trace.tracing() as traced:
+        call = draw(traced)
     precompile.compile_backward(call, plan_of(call, "int8_backward"))
     precompile.finish()
     assert len(begun) == (1 if refused_by == "the host code" else 2)

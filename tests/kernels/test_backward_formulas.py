@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels.exact import sdpa
-from sage_kernels.formats import fp8, int8
+from sage_kernels.formats import int8
 from sage_kernels.reference import backward as subject
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.spec.operands import Saved
-from sage_kernels.spec.recipe import RECIPES, Backward
+from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import as_mask, draw_blocks
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.gradients import (
     BWD,
-    CONSISTENT,
     FLOAT32,
     PLAIN,
     ROTATED,
@@ -42,16 +42,16 @@ def unrounded(query, key, lse, scale, lengths, recipe):
     """`Saved` of operands that nothing has quantised: float64 Q, K without its mean, and scales of 1."""
     group, channels = query.shape[1] // key.shape[1], padded_channels(query.shape[-1])
     query, key = (F.pad(x, (0, channels - x.shape[-1])) for x in (query, key))
-    balance = lse.new_empty(0)
-    if recipe.balance:
+    equalizer = lse.new_empty(0)
+    if recipe.equalize:
         sequences = query.shape[0] if lengths is None else len(lengths.cu_seqlens_q) - 1
         generator = torch.Generator().manual_seed(2)
-        balance = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
+        equalizer = torch.randint(-2, 3, (sequences, key.shape[1], channels), generator=generator).double().exp2()
 
         def factors(cu_seqlens):
             if lengths is None:
-                return balance.unsqueeze(2)
-            return balance.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
+                return equalizer.unsqueeze(2)
+            return equalizer.repeat_interleave(cu_seqlens.diff(), 0).transpose(0, 1).unsqueeze(0)
 
         query = query * factors(lengths and lengths.cu_seqlens_q).repeat_interleave(group, 1)
         key = key / factors(lengths and lengths.cu_seqlens_k)
@@ -73,7 +73,7 @@ def unrounded(query, key, lse, scale, lengths, recipe):
             packed.append(rows)
         query, key = packed
     key_scale = key.new_ones(*key.shape[:2], key.shape[2] // 64, 4)
-    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, balance, lse)
+    return Saved(query, query.new_ones(query.shape[:3]), key, key_scale, equalizer, lse)
 
 
 class Unrounded(torch.autograd.Function):
@@ -104,8 +104,9 @@ class Unrounded(torch.autograd.Function):
     def backward(ctx, gradient):
         value, output, *saved = ctx.saved_tensors
         recipe, scale, lengths, valid, options, tiles = ctx.rest
-        shared = {"head_dim": 6, "lengths": lengths, "valid": valid, "scale": scale, **options, **tiles}
-        return *subject.backward(gradient, value, output, Saved(*saved), recipe, **shared), *(None,) * 6
+        shared = {"lengths": lengths, "valid": valid, "scale": scale, **options}
+        call = new_backward_call(gradient, value, output, Saved(*saved), recipe, 6, **shared)
+        return *subject.backward(call, **tiles), *(None,) * 6
 
 
 PACKED = Lengths(
@@ -124,9 +125,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "recipe", [PLAIN, CONSISTENT, ROTATED, TRANSFORMED], ids=["output", "consistent", "rotated", "balanced"]
-)
+@pytest.mark.parametrize("recipe", [PLAIN, ROTATED, TRANSFORMED], ids=["plain", "rotated", "equalized"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
     options = dict(CASES[case])
@@ -145,14 +144,13 @@ def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("recipe", [PLAIN, CONSISTENT], ids=["output", "consistent"])
-def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatch):
+def test_the_formulas_hold_across_tiles_and_chunks(is_causal, monkeypatch):
     query, key, value, gradient = draw(2, 4, 2, 300, 270, 6, 5, dtype=torch.float64)
     expected = autograd(query, key, value, gradient, is_causal=is_causal, scale=0.3)
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     options = {"is_causal": is_causal}
-    output = Unrounded.apply(*leaves, recipe, 0.3, None, None, options, {"block_m": 64, "block_n": 128})
+    output = Unrounded.apply(*leaves, PLAIN, 0.3, None, None, options, {"block_m": 64, "block_n": 128})
     actual = torch.autograd.grad(output, leaves, gradient)
     # float64 sums of 300 terms, and the cancellation in P ∘ (dP - δ).
     assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-12) for x, y in zip(actual, expected, strict=True))
@@ -160,8 +158,7 @@ def test_the_formulas_hold_across_tiles_and_chunks(is_causal, recipe, monkeypatc
 
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (64, 128), (128, 64)])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -20}, {"valid": True}])
-@pytest.mark.parametrize("recipe", [PLAIN, CONSISTENT], ids=["output", "consistent"])
-def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, options, recipe, monkeypatch):
+def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, options, monkeypatch):
     """Rows without a tile, tails, keys that no block lists, lists in another order than the tiles'."""
     query, key, value, gradient = draw(2, 4, 2, 270, 300, 6, 5, dtype=torch.float64)
     options = {"is_causal": False, "blocks": draw_blocks(2, 4, 270, 300, *sizes, share=0.4), **options}
@@ -177,7 +174,7 @@ def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, opt
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
     for tiles in ((64, 64), (128, 128), (16, 32)):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        rest = (recipe, 0.3, None, valid, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))
+        rest = (PLAIN, 0.3, None, valid, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))
         actual = torch.autograd.grad(Unrounded.apply(*leaves, *rest), leaves, gradient)
         assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-12) for x, y in zip(actual, expected, strict=True))
 
@@ -186,15 +183,15 @@ def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, opt
 
 
 @pytest.mark.parametrize(
-    "recipe", [PLAIN, ROTATED, TRANSFORMED, TRANSFORMED_INT8], ids=["plain", "rotated", "balanced", "int8"]
+    "recipe", [PLAIN, ROTATED, TRANSFORMED, TRANSFORMED_INT8], ids=["plain", "rotated", "equalized", "int8"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     query, key, value, _ = draw(2, 4, 2, 130, 200, 40, 24, dtype=dtype)
     valid = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.7
-    output, saved = subject.forward(query, key, value, recipe, valid=valid, is_causal=True, causal_offset=9, scale=0.2)
-    options = {"mask": valid[:, None, None], "is_causal": True, "causal_offset": 9, "scale": 0.2}
-    expected, lse = reference.attention(query, key, value, recipe, **options)
+    options = {"is_causal": True, "causal_offset": 9, "scale": 0.2}
+    output, saved = subject.forward(new_call(query, key, value, recipe, valid=valid, **options))
+    expected, lse = reference.attention(query, key, value, recipe, mask=valid[:, None, None], **options)
     assert torch.equal(output, expected)
     assert output.stride() == expected.stride()
     counts = valid[:, None, :, None]
@@ -208,10 +205,10 @@ def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     assert ((saved.lse + mean_scores - lse).abs() <= bound)[finite].all()
 
     query, key = F.pad(query.float(), (0, 24)), F.pad(torch.where(counts, key, 0.0), (0, 24))
-    if recipe.balance:
-        factor = transforms.balance(*inputs, counts)
-        assert torch.equal(saved.balance, F.pad(factor.squeeze(-2), (0, 24), value=1.0))
-        query, key = query * saved.balance.unsqueeze(-2).repeat_interleave(2, 1), key / saved.balance.unsqueeze(-2)
+    if recipe.equalize:
+        factor = transforms.equalize(*inputs, counts)
+        assert torch.equal(saved.equalizer, F.pad(factor.squeeze(-2), (0, 24), value=1.0))
+        query, key = query * saved.equalizer.unsqueeze(-2).repeat_interleave(2, 1), key / saved.equalizer.unsqueeze(-2)
     if recipe.rotate:
         query, key = transforms.rotate(query), transforms.rotate(key)
     codes, scale = int8.quantize(query, 1)
@@ -228,14 +225,11 @@ def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
             assert torch.equal(saved.key_scale[:, :, block, thread], scale[:, :, 0, 0])
 
 
-def test_a_recipe_without_gradients_and_contradicting_arguments_are_refused():
+def test_a_recipe_without_gradients_and_other_tiles_are_refused():
     query, key, value, gradient = draw(1, 2, 2, 20, 20, 32, 32)
     for recipe in (RECIPES["sage3"], RECIPES["sage2"], replace(BWD, smooth_q=True)):
         with pytest.raises(ValueError, match=f"recipe '{recipe.name}' has no gradients"):
-            subject.forward(query, key, value, recipe, is_causal=False)
-    lengths = Lengths(torch.tensor([0, 20]), torch.tensor([0, 20]), 20, 20)
-    with pytest.raises(ValueError, match="give no valid beside them"):
-        subject.forward(query, key, value, BWD, lengths=lengths, valid=torch.ones(1, 20).bool(), is_causal=False)
+            subject.forward(new_call(query, key, value, recipe))
     for name in ("block_m", "block_n"):
         with pytest.raises(ValueError, match=f"{name} 48 is not supported: use 16, 32, 64 or 128"):
             gradients(query, key, value, gradient, BWD, **{name: 48})
@@ -248,11 +242,7 @@ SMALLEST = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 
 
 def rounding(x, kind, dtype, groups):
     """Bound of the error of rounding |x|; `groups` gives each element the largest |x| that shares its scale."""
-    if kind == "16bit":
-        return UNIT[dtype] * x + SMALLEST[dtype]
-    if kind == "int8":
-        return groups(x) / 254 * (1 + 1e-5)
-    return (2.0**-4 * x).maximum(groups(x) / 448 * 2.0**-10)  # e4m3: 4 bits, or half of a subnormal step of 2⁻⁹
+    return UNIT[dtype] * x + SMALLEST[dtype] if kind == "16bit" else groups(x) / 254 * (1 + 1e-5)
 
 
 def largest_of(rows, columns):
@@ -276,8 +266,7 @@ def of_product(a, a_error, b, b_error):
 
 def dense(saved, value, output, gradient, recipe, dtype, scale, is_causal, block_m, block_n):
     """Float64 dQ, dK, dV of one head without tiles, each with a bound of what rounding and float32 make of it."""
-    formats = recipe.backward
-    q_len, kv_len, every = gradient.shape[2], value.shape[2], 10**9
+    kind, (q_len, kv_len), every = recipe.backward, (gradient.shape[2], value.shape[2]), 10**9
     query = saved.query[:, :, :q_len].double()
     query_scale = saved.query_scale[:, :, :q_len, None].double()
     key = saved.key[:, :, :kv_len].double()
@@ -291,125 +280,48 @@ def dense(saved, value, output, gradient, recipe, dtype, scale, is_causal, block
     p = torch.exp(scores - saved.lse.double().unsqueeze(-1))
     dp = gradient @ value.mT
     delta = (gradient * output).sum(-1, keepdim=True)
-    if formats.delta == "consistent":
-        delta = (p * dp).sum(-1, keepdim=True)
     ds = p * (dp - delta)
 
     # Float32: of exp(s), that of s and lse; of dP and δ, that of their sums.
     sizes = torch.where(p > 0, scores, 0.0).abs() + saved.lse.double().abs().unsqueeze(-1) + 1
     p_error = 8 * FLOAT32 * sizes * p
-    row = formats.scales == "row"
-    gradient_error, value_error = torch.zeros_like(gradient), torch.zeros_like(value)
-    if formats.dp != "16bit":
-        gradient_error = rounding(gradient.abs(), formats.dp, dtype, largest_of(1 if row else block_m, every))
-        value_error = rounding(value.abs(), formats.dp, dtype, largest_of(1 if row else block_n, every))
-    dp_error = of_product(gradient.mT, gradient_error.mT, value.mT, value_error.mT)
+    dp_error = of_product(gradient.mT, torch.zeros_like(gradient).mT, value.mT, torch.zeros_like(value).mT)
     delta_error = FLOAT32 * 16 * (gradient * output).abs().sum(-1, keepdim=True)
-    if formats.delta == "consistent":
-        delta_error = (p * dp_error + p_error * (dp.abs() + dp_error) + FLOAT32 * 32 * p * dp.abs()).sum(-1, True)
     ds_error = p_error * (dp - delta).abs() + (p + p_error) * (dp_error + delta_error) + 2 * FLOAT32 * ds.abs()
 
-    def rounded(x, error, kind, rows, columns):
+    def rounded(x, error, rows, columns):
         return error + rounding(x.abs() + error, kind, dtype, largest_of(rows, columns))
 
-    of_keys = (block_m, 1 if row else block_n)
-    of_queries = (1 if row else block_m, block_n)
-    in_16_bit = formats.ds == "16bit"
-    if in_16_bit:
+    if kind == "16bit":
         query, key = query * query_scale, key * key_scale
         query_scale = key_scale = torch.ones(1, 1, 1, 1).double()
-    query_error, key_error = (
-        torch.zeros_like(x) if formats.ds == "int8" else rounding(x.abs(), formats.ds, dtype, lambda x: 0 * x)
-        for x in (query, key)
-    )
-    partner = torch.zeros_like(gradient)
-    if formats.p != "16bit":
-        partner = rounding(gradient.abs(), formats.p, dtype, largest_of(64, every))
-    value_bound = of_product(p, rounded(p, p_error, formats.p, *of_keys), gradient, partner)
-    folded = rounded(ds * query_scale, ds_error * query_scale, formats.ds, *of_keys)
+        query_error, key_error = (rounding(x.abs(), kind, dtype, None) for x in (query, key))
+        partner = torch.zeros_like(gradient)
+    else:
+        query_error, key_error = torch.zeros_like(query), torch.zeros_like(key)
+        partner = rounding(gradient.abs(), kind, dtype, largest_of(64, every))
+    value_bound = of_product(p, rounded(p, p_error, block_m, 1), gradient, partner)
+    folded = rounded(ds * query_scale, ds_error * query_scale, block_m, 1)
     key_bound = of_product(ds * query_scale, folded, query, query_error)
-    folded = rounded(ds * key_scale.mT, ds_error * key_scale.mT, formats.ds, *of_queries)
+    folded = rounded(ds * key_scale.mT, ds_error * key_scale.mT, 1, block_n)
     query_bound = of_product((ds * key_scale.mT).mT, folded.mT, key, key_error)
     sums = (scale * (ds * key_scale.mT) @ key, scale * (ds * query_scale).mT @ query, p.mT @ gradient)
     return sums, (abs(scale) * query_bound, abs(scale) * key_bound, value_bound)
 
 
-VARIANTS = {
-    "16 bit": Backward(),
-    "INT8": Backward(p="int8", ds="int8"),
-    "INT8, a scale per tile": Backward(p="int8", ds="int8", scales="tile"),
-    "FP8": Backward(p="fp8", ds="fp8"),
-    "FP8, a scale per tile": Backward(p="fp8", ds="fp8", scales="tile"),
-    "INT8 everywhere": Backward(p="int8", ds="int8", dp="int8"),
-    "dP in INT8, a scale per tile": Backward(dp="int8", scales="tile"),
-    "dP in FP8": Backward(dp="fp8"),
-    "INT8 P only": Backward(p="int8"),
-    "FP8 dS only, consistent": Backward(ds="fp8", delta="consistent"),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["16bit", "int8"])
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("tiles", [(64, 64), (16, 128), (128, 32)])
-def test_gradients_differ_from_float64_by_no_more_than_their_rounding(variant, dtype, is_causal, tiles):
-    recipe = replace(PLAIN, backward=VARIANTS[variant])
+def test_gradients_differ_from_float64_by_no_more_than_their_rounding(kind, dtype, is_causal, tiles):
+    recipe = replace(PLAIN, backward=kind)
     query, key, value, gradient = draw(1, 1, 1, 150, 170, 32, 24, dtype=dtype)
     scale = -0.2 if is_causal else 0.2  # nothing depends on its sign
-    output, saved = subject.forward(query, key, value, recipe, is_causal=is_causal, scale=scale)
-    shared = {"is_causal": is_causal, "scale": scale, "block_m": tiles[0], "block_n": tiles[1]}
-    actual = subject.backward(gradient, value, output, saved, recipe, head_dim=32, **shared)
+    options = {"is_causal": is_causal, "scale": scale}
+    output, saved = subject.forward(new_call(query, key, value, recipe, **options))
+    actual = subject.backward(new_backward_call(gradient, value, output, saved, recipe, 32, **options), *tiles)
     expected, bounds = dense(saved, value, output, gradient, recipe, dtype, scale, is_causal, *tiles)
     for name, got, wanted, bound in zip(("dQ", "dK", "dV"), actual, expected, bounds, strict=True):
         assert got.dtype == dtype
         bound = bound + UNIT[dtype] * (wanted.abs() + bound) + SMALLEST[dtype]
         assert ((got.double() - wanted).abs() <= bound).all(), name
-
-
-def test_everything_is_rounded_as_its_format_says():
-    """Redone tile by tile of 64 queries and 32 keys in loops; unlike a bound, this sees what is rounded too little."""
-    query, key, value, gradient = draw(1, 1, 1, 128, 128, 32, 24, dtype=torch.bfloat16)
-
-    def nearest(x, kind):
-        if kind == "16bit":
-            return x.bfloat16().float()
-        codes, scale = int8.quantize(x.reshape(1, -1), 1) if kind == "int8" else fp8.quantize(x.reshape(1, -1), 1)
-        return (codes.float() * scale).view_as(x)
-
-    def rows(x, kind, count=1):
-        return torch.cat([nearest(part, kind) for part in x.split(count)])
-
-    for variant, formats in VARIANTS.items():
-        recipe = replace(PLAIN, backward=formats)
-        output, saved = subject.forward(query, key, value, recipe, is_causal=False)
-        tiles = {"block_m": 64, "block_n": 32}
-        options = {"head_dim": 32, "is_causal": False}
-        actual = subject.backward(gradient, value, output, saved, recipe, **options, **tiles)
-        exact_formats = (gradient.double(), value.double(), output.double(), saved, PLAIN)
-        unquantised = subject.backward(*exact_formats, **options)
-
-        q, k, do, v = saved.query[0, 0].float(), saved.key[0, 0].float(), gradient[0, 0].float(), value[0, 0].float()
-        token = torch.arange(128)
-        q_scale = saved.query_scale[0, 0][:, None]
-        k_scale = saved.key_scale.float()[0, 0, token // 64, token % 8 // 2][:, None]
-        p = torch.exp(32**-0.5 * (q * q_scale) @ (k * k_scale).mT - saved.lse[0, 0][:, None])
-        by_row = formats.scales == "row"
-        dp = rows(do, formats.dp, 1 if by_row else 64) @ rows(v, formats.dp, 1 if by_row else 32).mT
-        delta = (do * output[0, 0].float()).sum(-1, keepdim=True)
-        ds = p * (dp - ((p * dp).sum(-1, keepdim=True) if formats.delta == "consistent" else delta))
-        do = rows(do, formats.p, 64) if formats.p != "16bit" else do
-        if formats.ds == "16bit":
-            q, k, q_scale, k_scale = nearest(q * q_scale, "16bit"), nearest(k * k_scale, "16bit"), 1, torch.ones(1, 1)
-        elif formats.ds == "fp8":
-            q, k = (x.to(torch.float8_e4m3fn).float() for x in (q, k))
-        expected = [torch.zeros(128, 32), torch.zeros(128, 32), torch.zeros(128, 24)]
-        for m in (slice(0, 64), slice(64, 128)):
-            for n in (slice(start, start + 32) for start in range(0, 128, 32)):
-                for_keys, for_queries = (ds * q_scale)[m, n].mT, (ds * k_scale.mT)[m, n]
-                expected[0][m] += 32**-0.5 * rows(for_queries, formats.ds, 1 if by_row else 64) @ k[n]
-                expected[1][n] += 32**-0.5 * rows(for_keys, formats.ds, 1 if by_row else 32) @ q[m]
-                expected[2][n] += rows(p[m, n].mT, formats.p, 1 if by_row else 32) @ do[m]
-        for name, got, wanted, other in zip(("dQ", "dK", "dV"), actual, expected, unquantised, strict=True):
-            # Another order of float32 sums moves a rounding now and then, also that of the result to bfloat16.
-            difference = (got[0, 0].float() - wanted.bfloat16().float()).abs().sum()
-            assert difference <= 0.03 * (wanted - other[0, 0]).abs().sum(), (variant, name)

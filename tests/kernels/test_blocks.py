@@ -10,9 +10,8 @@ from sage_kernels import ops
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.registry import Request, select
-from sage_kernels.exact import sdpa
+from sage_kernels.exact import block_lists, sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec import block_list as block_lists
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.layout import Lengths
@@ -196,9 +195,9 @@ def test_a_call_beside_a_list_has_no_heavy_keys():
 def test_exact_attention_in_chunks_is_that_in_one(monkeypatch):
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     options = {"is_causal": True, "causal_offset": 40, "return_lse": True}
-    expected = block_lists.exact_attention(*inputs, blocks, **options)
+    expected = block_lists.attend(*inputs, blocks, **options)
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 1)
-    for actual, wanted in zip(block_lists.exact_attention(*inputs, blocks, **options), expected, strict=True):
+    for actual, wanted in zip(block_lists.attend(*inputs, blocks, **options), expected, strict=True):
         assert torch.allclose(actual, wanted, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the 
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, registry, run
 from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Sizes
+from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.registry import Request, exact_plan, select
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.spec.call import Call
@@ -25,18 +25,9 @@ REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 
 RUNNER = cost_model.low_bit_runner("sage2", "low_bit", "")
 
 
-def curve(runner, launch=0.0, tile=0.0, **facts):
-    kind = {
-        "head_dim": 128,
-        "mask": "none",
-        "causal": False,
-        "rows": 128,
-        "keys": 64,
-        "slots": 132,
-        "whole": False,
-        **facts,
-    }
-    return Curve(runner, **kind, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+def curve(runner, launch=0.0, tile=0.0, mask="none", causal=False, head_dims=(65, 128)):
+    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128, 256))
+    return Curve(runner, mask, causal, head_dims, schedule, Weights(launch=launch, tile=tile))
 
 
 # 32 heads of n tokens are n / 4 items, of n / 64 tiles each: both need 62 µs with 1,848 tokens.
@@ -68,12 +59,8 @@ def test_low_bits_run_where_the_table_says_that_they_are_faster(use_table):
     plan = select(with_tokens(1024))
     assert (plan.kernel, plan.recipe, plan.numerics) == ("sdpa", "exact", "exact")
     limit = "exact attention is faster here below about 2,000 tokens of 32 heads at head_dim 128"
-    assert plan.reason == f"sage2 by low_bit: {limit}"
-
-
-def test_reasons_name_the_limit_so_that_calls_of_all_sizes_share_one(use_table):
-    use_table(LOW_BIT, CUDNN)
-    assert len({select(with_tokens(n, batch=b)).reason for n in (256, 300, 1000) for b in (1, 2)}) == 1
+    reasons = {select(with_tokens(n, batch=b)).reason for n in (256, 300, 1000) for b in (1, 2)}  # one for all sizes
+    assert reasons == {plan.reason} == {f"sage2 by low_bit: {limit}"}
 
 
 def test_a_kind_of_call_that_never_gains_is_said_to(use_table):
@@ -108,15 +95,6 @@ def test_what_exact_attention_serves_badly_is_not_routed(use_table, facts):
     assert select(with_tokens(1024, **facts)).recipe == "sage2"
 
 
-def test_training_is_not_routed(routed):
-    """Its numerics would change from one batch to the next."""
-    request = with_tokens(128, recipe="sage_bwd", grad=True)
-    registry.set_routing(True)
-    routed_plan = select(request)
-    registry.set_routing(False)
-    assert routed_plan == select(request)
-
-
 def test_host_time_counts_where_the_gpu_has_less_to_do(use_table):
     use_table(curve(RUNNER, launch=5.0), curve("cudnn", launch=30.0))
     assert select(with_tokens(512)).recipe == "exact"
@@ -146,44 +124,11 @@ def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(u
     assert "sage-hf tune" in select(with_tokens(1024, dtype=torch.float32)).reason
 
 
-def test_a_head_dim_takes_what_the_two_measured_next_to_it_take():
-    table = Table("a GPU", H200, {}, tuple(curve("flash", launch=d, head_dim=d) for d in (64, 96, 256)))
-    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
-    for head_dim in (64, 72, 80, 96, 160, 256):
-        assert table.curve("flash", "none", False, head_dim).us(sizes) == pytest.approx(head_dim)
-    assert table.curve("flash", "none", False, 257) is None
-
-
-@pytest.mark.parametrize("runner", [RUNNER, "exact_forward"])
-def test_a_kernel_of_ours_takes_as_long_as_for_the_width_to_which_it_pads(runner):
-    table = Table("a GPU", H200, {}, tuple(curve(runner, launch=d, head_dim=d) for d in (64, 128, 192, 256)))
-    sizes = Sizes(1, 8, 8, 1000, 1000, 0)
-    for head_dim, us in ((40, 64), (72, 128), (136, 192), (200, 256)):
-        assert table.curve(runner, "none", False, head_dim).us(sizes) == us
-
-
-@pytest.mark.parametrize(("measured", "served"), [(64, range(40, 65, 8)), (256, range(136, 257, 8))])
-def test_one_head_dim_stands_for_those_that_kernels_pad_alike_and_for_no_other(measured, served):
-    table = Table("a GPU", H200, {}, (curve("flash", head_dim=measured),))
-    found = {d for d in range(16, 257, 8) if table.curve("flash", "none", False, d) is not None}
-    assert found == set(served)
-
-
-def test_time_grows_with_rounds_of_items_and_their_tiles():
-    one = Curve(
-        "x", 128, "none", False, rows=128, keys=64, slots=100, whole=True, launch=5, token=0, item=2, tile=1, score=0
-    )
-    of = lambda q_len, kv_len: one.us(Sizes(1, 10, 10, q_len, kv_len, 128))  # noqa: E731
-    assert of(1280, 64) == 5 + 2 + 1
-    assert of(1281, 64) == 5 + 2 * (2 + 1)
-    assert of(1280, 640) == 5 + 2 + 10
-
-
-def test_causality_halves_long_calls_and_not_those_of_one_round():
-    causal, full = (Curve("x", 64, "none", c, 64, 64, 10, False, 0, 0, 0, 1, 0) for c in (True, False))
-    long, short = Sizes(8, 8, 8, 8192, 8192, 64), Sizes(1, 1, 1, 512, 512, 64)
-    assert causal.us(long) / full.us(long) == pytest.approx(0.5, abs=0.01)
-    assert causal.us(short) == full.us(short)
+def test_a_head_dim_has_the_narrowest_curve_that_is_for_it_and_none_beyond_those_measured():
+    wide, narrow = curve("flash", launch=1.0, head_dims=(33, 256)), curve("flash", launch=2.0, head_dims=(65, 128))
+    table = Table("a GPU", H200, {}, (wide, narrow))
+    found = [table.curve("flash", "none", False, head_dim) for head_dim in (32, 40, 72, 128, 136, 264)]
+    assert found == [None, wide, narrow, narrow, wide, None]
 
 
 def test_a_table_reads_back_as_written(tmp_path):
@@ -261,17 +206,8 @@ def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones
 
 @pytest.mark.parametrize(("us", "recipe"), [(400.0, "exact"), (600.0, "sage2")])
 def test_at_equal_cost_long_calls_run_in_low_bits_and_shorter_ones_exactly(use_table, us, recipe):
-    use_table(*(replace(one, launch=us, token=0.0, item=0.0, tile=0.0, score=0.0) for one in (LOW_BIT, CUDNN)))
+    use_table(curve(RUNNER, launch=us), curve("cudnn", launch=us))
     assert select(with_tokens(4096)).recipe == recipe
-
-
-def test_an_exact_kernel_of_our_own_runs_where_the_table_says_that_it_is_faster(use_table):
-    own = [curve("own", tile=0.5, mask=mask) for mask in ("none", "keys")]
-    use_table(LOW_BIT, CUDNN, replace(CUDNN, mask="keys", tile=0.4), *own)
-    request = with_tokens(512)
-    assert cost_model.fastest_exact(request, ["own"]) == "own"
-    assert cost_model.fastest_exact(request, []) == "sdpa"
-    assert cost_model.fastest_exact(replace(request, mask="keys"), ["own"]) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -289,13 +225,6 @@ def test_calls_behind_a_cache_have_curves_of_their_own(use_table, kind, facts):
     assert cost_model.fastest_exact(request, ["own"]) == "own"
     use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, causal=causal) for name, tile in times))
     assert cost_model.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
-
-
-def test_a_step_behind_a_cache_that_may_grow_runs_by_pytorch(use_table):
-    use_table(
-        LOW_BIT, *(curve(name, tile=tile, mask="none, few queries") for name, tile in (("cudnn", 0.1), ("x", 0.05)))
-    )
-    assert cost_model.fastest_exact(replace(REQUEST, q_len=1, batch=1, kv_heads=1), ["x"]) == "sdpa_without_cudnn"
 
 
 def test_exact_calls_do_without_cudnn_where_another_backend_was_faster(use_table):
@@ -349,53 +278,55 @@ WINNERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*LOSERS, *WINNERS])
-def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(routed, monkeypatch, name):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-    monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
+@pytest.fixture
+def shipped(routed, monkeypatch):
+    """Choices by the tables that ship; say whether NVRTC is there, and the version of Triton."""
+
+    def use(compiles, triton):
+        monkeypatch.setattr(compiler, "why_not", lambda *_: "" if compiles else "nothing compiles here")
+        monkeypatch.setattr(registration, "triton_version", lambda: triton)
+        cost_model.table_of.cache_clear()
+        select.cache_clear()
+
+    yield use
     cost_model.table_of.cache_clear()
     select.cache_clear()
-    batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask, causal = (LOSERS | WINNERS)[name]
+
+
+def call_of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask="none", causal=False, **facts):
     sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
-    facts = {**sizes, "head_dim": head_dim, "v_head_dim": head_dim, "mask": mask, "is_causal": causal, "aligned": True}
-    plan = select(replace(REQUEST, **facts))
-    select.cache_clear()
+    facts |= {"head_dim": head_dim, "v_head_dim": head_dim, "mask": mask, "is_causal": causal, "aligned": True}
+    return replace(REQUEST, **sizes, **facts)
+
+
+@pytest.mark.parametrize("name", [*LOSERS, *WINNERS])
+def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(shipped, name):
+    shipped(compiles=True, triton=(3, 6))
+    plan = select(call_of(*(LOSERS | WINNERS)[name]))
     assert plan.recipe == ("exact" if name in LOSERS else "sage2"), plan.reason
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["NVRTC", "no NVRTC"])
 @pytest.mark.parametrize("capability", registration.CAPABILITIES, ids=str)
 def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_of_a_measurement(
-    routed, monkeypatch, capability, compiles
+    shipped, capability, compiles
 ):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "" if compiles else "nothing compiles here")
-    monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
-    cost_model.table_of.cache_clear()
-    select.cache_clear()
+    shipped(compiles, triton=(3, 9))
     lengths, masks = ((24, 32768), (4, 512)), ("none", "keys", "bool", "additive")
     for recipe, mask, causal in itertools.product(("sage3", "sage2", "sage1"), masks, (False, True)):
         for head_dim, (heads, n) in itertools.product(range(16, 257, 8), lengths):
-            sizes = {"q_heads": heads, "kv_heads": heads, "q_len": n, "kv_len": n, "head_dim": head_dim}
-            facts = {"recipe": recipe, "capability": capability, "v_head_dim": head_dim, "mask": mask, "aligned": True}
-            plan = select(replace(REQUEST, **sizes, **facts, is_causal=causal))
+            plan = select(call_of(1, heads, heads, n, n, head_dim, mask, causal, recipe=recipe, capability=capability))
             assert set(re.findall(r"at head_dim (\d+)", plan.reason)) <= {str(head_dim)}, plan
             low, high = cost_model.UNMEASURED_HEAD_DIMS
             if n > cost_model.UNMEASURED_KV_LEN and low <= head_dim <= high and mask in ("none", "keys"):
                 assert plan.numerics == "native" or "no costs were measured" not in plan.reason, plan
-    cost_model.table_of.cache_clear()
-    select.cache_clear()
 
 
-def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(routed, monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "nothing compiles here")
-    monkeypatch.setattr(registration, "triton_version", lambda: (3, 5))
-    cost_model.table_of.cache_clear()
-    select.cache_clear()
+def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(shipped):
+    shipped(compiles=False, triton=(3, 5))
     for batch, heads, n, head_dim in ((1, 24, 119056, 128), (2, 30, 17776, 64)):  # HunyuanVideo, CogVideoX-2B
-        sizes = {"batch": batch, "q_heads": heads, "kv_heads": heads, "q_len": n, "kv_len": n}
-        plan = select(replace(REQUEST, **sizes, head_dim=head_dim, v_head_dim=head_dim, aligned=True))
+        plan = select(call_of(batch, heads, heads, n, n, head_dim))
         assert plan.kernel == "int8_forward", plan.reason
-    select.cache_clear()
 
 
 def test_tables_that_ship_are_read_without_complaint():
@@ -438,7 +369,7 @@ def own_kernel(monkeypatch):
 
 
 def test_a_kernel_of_our_own_is_exact_where_it_was_measured_to_be_faster(use_table, own_kernel):
-    use_table(curve("cudnn", launch=50.0), curve("own", launch=40.0), curve("cudnn", launch=50.0, head_dim=256))
+    use_table(curve("cudnn", launch=50.0), curve("own", launch=40.0), curve("cudnn", launch=50.0, head_dims=(129, 256)))
     assert select(replace(REQUEST, recipe="sage_bwd")).kernel == "own"  # which nothing serves in low bits here
     assert select(replace(REQUEST, recipe="sage_bwd", head_dim=256, v_head_dim=256)).kernel == "sdpa"
     use_table(curve("cudnn", launch=50.0), curve("own", launch=60.0))

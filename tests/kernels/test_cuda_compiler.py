@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler, launch, quantize
+from sage_kernels.replay import driver
 from sage_kernels.testing.aot import machine_code
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
@@ -117,7 +118,7 @@ def test_kernels_assembled_at_the_same_time_are_those_assembled_in_turn(tmp_path
     """Bit for bit, and the log tells of each kernel by itself."""
     for name, folder in OWN.items():
         monkeypatch.setattr(compiler, name, folder)
-    features = quantize.Features(rotate=True, balance=True, heavy_keys=64, choice=chosen)
+    features = quantize.Features(rotate=True, equalize=True, heavy_keys=64, choice=chosen)
     source = quantize.kernels(128, torch.bfloat16, "fp8", False, features)[0].source
     together = source.compile()
     monkeypatch.setattr(compiler, "SPLITTING", (99, 0))
@@ -399,7 +400,7 @@ def test_without_nvrtc_the_cache_serves_what_was_compiled_before(forbidden, with
 
 
 def test_forbidden_to_compile_the_newest_that_the_driver_can_run_serves(monkeypatch, uncached):
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import nvrtc
 
     versions = ((12, 8), (12, 10), (13, 0))
     for version in versions:
@@ -410,10 +411,10 @@ def test_forbidden_to_compile_the_newest_that_the_driver_can_run_serves(monkeypa
         compiler.compile("kernel.cu", {"FACTOR": 3})
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
     for driver_version, served in ((13000, "(13, 0)"), (12080, "(12, 10)")):
-        monkeypatch.setattr(driver, "cuDriverGetVersion", lambda x=driver_version: (driver.CUresult.CUDA_SUCCESS, x))
+        monkeypatch.setattr(driver, "version", lambda x=driver_version: x)
         compiler.forget_machine()
         assert compiler.compile("kernel.cu", {"FACTOR": 3}).log == served
-    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, 12020))
+    monkeypatch.setattr(driver, "version", lambda: 12020)
     compiler.forget_machine()
     assert "SAGE_KERNELS_COMPILE=0" in compiler.why_not("kernel.cu", {"FACTOR": 3})
 
@@ -485,9 +486,9 @@ def test_another_system_than_linux_is_named(monkeypatch, uncached):
 def test_a_driver_that_is_too_old_for_the_compiler_is_named(
     driver_version, nvrtc_version, needed, monkeypatch, uncached
 ):
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import nvrtc
 
-    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, driver_version))
+    monkeypatch.setattr(driver, "version", lambda: driver_version)
     monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, *nvrtc_version))
     reason = compiler.why_not()
     assert needed in reason
@@ -495,12 +496,10 @@ def test_a_driver_that_is_too_old_for_the_compiler_is_named(
 
 
 def test_a_machine_without_a_driver_can_compile(monkeypatch, uncached):
-    from cuda.bindings import driver
-
     def not_found():
-        raise RuntimeError("libcuda.so.1 not found")
+        raise OSError("libcuda.so.1 not found")
 
-    monkeypatch.setattr(driver, "cuDriverGetVersion", not_found)
+    monkeypatch.setattr(driver, "_open", not_found)
     assert compiler.why_not() == ""
 
 

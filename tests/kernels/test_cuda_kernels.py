@@ -150,7 +150,7 @@ def test_int8_forward_serves_what_it_is_fastest_at():
 def test_beside_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(recipe):
     plan = select(replace(LONG, recipe=recipe, aligned=False))
     assert (plan.recipe, plan.kernel, plan.quantizer) == (recipe, "int8_forward", "int8_quantize")
-    reason = "beside heavy keys, addresses and strides of Q must be multiples of 16 bytes"
+    reason = "with heavy keys, addresses and strides of Q must be multiples of 16 bytes"
     assert (f"{recipe} by int8_forward_hopper", reason) in plan.passed_over
     assert select(replace(LONG, recipe="sage_bwd", grad=True, aligned=False)).kernel == "int8_forward_hopper"
 

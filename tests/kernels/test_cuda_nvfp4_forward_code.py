@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.cuda import compiler, delta_scores, nvfp4_forward
+from sage_kernels.cuda import compiler, nvfp4_forward, smooth_q_scores
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, nvfp4_forward_measured
 from sage_kernels.dispatch import cost_model, registry
 from sage_kernels.dispatch.registry import Request, select
@@ -110,7 +110,7 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent_keys, is_causal, 
 @pytest.mark.parametrize(("channels", "dtype"), product((64, 128), (torch.bfloat16, torch.float16)))
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a", "sm_121a"])
 def test_scores_of_means_spill_nothing(channels, dtype, arch):
-    cubin = delta_scores.kernel(channels, dtype, choice=True).source.compile(arch)
+    cubin = smooth_q_scores.kernel(channels, dtype, choice=True).source.compile(arch)
     assert machine_code(cubin.image).instructions.spills == 0
 
 
@@ -184,7 +184,7 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
         assert ("sage3 by nvfp4_forward_cuda", NOT_FASTER) in plan.passed_over
 
 
-@pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "delta_scores.cu", "find_spans.cu"])
+@pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "smooth_q_scores.cu", "find_spans.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
     assert NVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"

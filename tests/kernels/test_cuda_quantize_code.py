@@ -27,9 +27,9 @@ FEATURES = {
     "plain": quantize.PLAIN,
     "heavy": Features(heavy_keys=64),
     "rotated": Features(rotate=True),
-    "all": Features(rotate=True, balance=True, heavy_keys=64),
-    "chosen": Features(rotate=True, balance=True, heavy_keys=64, choice=True),
-    "late": Features(rotate=True, balance=True, heavy_keys=64, choice=True, causal=True),
+    "all": Features(rotate=True, equalize=True, heavy_keys=64),
+    "chosen": Features(rotate=True, equalize=True, heavy_keys=64, choice=True),
+    "late": Features(rotate=True, equalize=True, heavy_keys=64, choice=True, causal=True),
 }
 
 
@@ -131,13 +131,13 @@ def test_does_not_serve_other_layouts(number):
         assert "16 bytes" in unsupported(*with_one(change))
 
 
-def test_serves_rotation_with_and_without_balance_and_no_balance_alone():
+def test_serves_rotation_with_and_without_equalizing_and_no_equalizer_alone():
     serves = HopperQuantizer().serves
     for name in ("sage1", "sage2", "sage_bwd"):
         recipe = get_recipe(name)
-        assert recipe.rotate and recipe.balance and serves(recipe)
-        assert serves(replace(recipe, balance=False))
-        assert serves(replace(recipe, rotate=False, balance=False))
+        assert recipe.rotate and recipe.equalize and serves(recipe)
+        assert serves(replace(recipe, equalize=False))
+        assert serves(replace(recipe, rotate=False, equalize=False))
         assert not serves(replace(recipe, rotate=False))
 
 

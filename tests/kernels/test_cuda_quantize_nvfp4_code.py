@@ -11,8 +11,9 @@ import triton
 
 from sage_kernels.cuda import compiler, quantize_nvfp4
 from sage_kernels.cuda.launch import architecture
-from sage_kernels.cuda.registration import NVFP4_CAPABILITIES, NVFP4Quantizer
+from sage_kernels.cuda.registration import NVFP4Quantizer
 from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.formats.nvfp4 import BINS, FIRST_BIN, search_table
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import LATE_SHARE
@@ -34,7 +35,7 @@ def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, pa
 
 @pytest.mark.audit
 @compiles
-@pytest.mark.parametrize("capability", NVFP4_CAPABILITIES, ids=str)
+@pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES, ids=str)
 @pytest.mark.parametrize(
     ("channels", "rotation", "dtype", "recipe", "options"),
     [
@@ -140,7 +141,7 @@ def test_serves_what_it_can_read(can_compile, facts, reason):
     assert reason in found and bool(reason) == bool(found)
 
 
-@pytest.mark.parametrize("capability", NVFP4_CAPABILITIES)
+@pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES)
 def test_asks_the_compiler_for_the_gpus_own_architecture(monkeypatch, capability):
     asked = []
     monkeypatch.setattr(compiler, "why_not", lambda *arguments: asked.append(arguments[2]) or "")

@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from sage_kernels.exact import sdpa as exact
+from sage_kernels.runtime import torch_private
+from sage_kernels.spec.masks import mask_in_dtype
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -16,7 +18,7 @@ FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def test_a_mask_keeps_what_is_finite_finite_in_every_dtype(source, target):
     largest = torch.finfo(source).max
     mask = torch.tensor([largest, -largest, torch.inf, -torch.inf, torch.nan, -1e4, 0.5, 0.0], dtype=source)
-    converted = exact.mask_in_dtype(mask, target)
+    converted = mask_in_dtype(mask, target)
     assert converted.dtype == target
     assert converted[:2].isfinite().all()
     assert converted[0] == -converted[1] == min(largest, torch.finfo(target).max)
@@ -27,12 +29,12 @@ def test_a_mask_keeps_what_is_finite_finite_in_every_dtype(source, target):
 
 def test_a_bool_mask_stays_bool():
     mask = torch.tensor([True, False])
-    assert exact.mask_in_dtype(mask, torch.float16) is mask
+    assert mask_in_dtype(mask, torch.float16) is mask
 
 
 def test_a_converted_mask_keeps_its_gradient():
     mask = torch.tensor([-2.0, 3.0, -torch.inf], requires_grad=True)
-    exact.mask_in_dtype(mask, torch.float16).float()[:2].sum().backward()
+    mask_in_dtype(mask, torch.float16).float()[:2].sum().backward()
     assert torch.equal(mask.grad, torch.tensor([1.0, 1.0, 0.0]))
 
 
@@ -182,7 +184,7 @@ def test_alignment_changes_neither_output_nor_gradients(monkeypatch, dtype, head
 @pytest.mark.parametrize("backend", list(SDPBackend.__members__.values()), ids=str)
 def test_only_cudnn_gets_rows_of_a_mask_at_any_address(monkeypatch, backend):
     on_a_gpu(monkeypatch, True)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *arguments: backend.value)
+    monkeypatch.setattr(torch_private, "fused_sdp_choice", lambda *arguments: backend.value)
     given = []
     monkeypatch.setattr(exact, "pytorch_sdpa", lambda query, *_, attn_mask, **__: given.append(attn_mask) or query)
     query, key, mask = torch.randn(1, 2, 7, 64), torch.randn(1, 2, 15, 64), torch.randn(1, 2, 7, 15)

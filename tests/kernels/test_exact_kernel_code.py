@@ -8,7 +8,7 @@ from sage_kernels.language.launch import recording
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import compile_launch, machine_code
-from sage_kernels.triton import exact_forward, scattered_forward, split_forward
+from sage_kernels.triton import masked_forward, nonprefix_forward, splitkv_forward
 
 pytestmark = [
     pytest.mark.audit,
@@ -44,10 +44,10 @@ def compiled(attend, call):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiprocessors):
     def attend(call):
-        scattered_forward.attend(call, lambda *arguments: None, 8)
+        nonprefix_forward.attend(call, lambda *arguments: None, 8)
 
     ((name, code, shared),) = compiled(attend, call_of(head_dim, "keys"))
-    assert name == "scattered_forward" and code.instructions.matrix_opcodes == {"HGMMA"}
+    assert name == "nonprefix_forward" and code.instructions.matrix_opcodes == {"HGMMA"}
     assert code.instructions.spills == 0 and shared <= SHARED_BYTES // (1 if head_dim > 128 else 2)
 
 
@@ -57,27 +57,27 @@ def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiproce
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, causal, dtype):
     names = []
-    for name, code, shared in compiled(exact_forward.attend, call_of(head_dim, kind, causal=causal, dtype=dtype)):
+    for name, code, shared in compiled(masked_forward.attend, call_of(head_dim, kind, causal=causal, dtype=dtype)):
         names.append(name)
         assert code.instructions.spills == 0
         # Programs on one multiprocessor hide each other's softmax.
         programs = 1 if kind == "additive" or head_dim > 128 else 3 if head_dim <= 64 else 2
         assert shared <= SHARED_BYTES // programs
-        if name == "exact_forward":
+        if name == "masked_forward":
             assert code.instructions.matrix_opcodes == {"HGMMA"}
-    assert names[-1] == "exact_forward" and ("list_allowed" in names) == (kind in ("keys", "bool"))
+    assert names[-1] == "masked_forward" and ("list_allowed" in names) == (kind in ("keys", "bool"))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_beside_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
-    ((name, code, _),) = compiled(exact_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
-    assert name == "exact_forward" and code.instructions.spills == 0
+    ((name, code, _),) = compiled(masked_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
+    assert name == "masked_forward" and code.instructions.spills == 0
 
 
 @pytest.fixture
 def multiprocessors(monkeypatch):
-    for module in (scattered_forward, split_forward):
+    for module in (nonprefix_forward, splitkv_forward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
 
 
@@ -87,7 +87,7 @@ def multiprocessors(monkeypatch):
 def test_few_queries_run_without_spills(multiprocessors, head_dim, q_len, kind):
     call = call_of(head_dim, kind, q_len=q_len, kv_len=8192, causal=q_len > 1)
     names = []
-    for name, code, shared in compiled(split_forward.attend, call):
+    for name, code, shared in compiled(splitkv_forward.attend, call):
         names.append(name)
         assert code.instructions.spills == 0 and shared <= SHARED_BYTES
     assert names == ["attend_to_part", "merge_parts"]

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import replays, run
 from sage_kernels.dispatch.registry import Request, exact_plan, get_exact
 from sage_kernels.exact import sdpa
 from sage_kernels.external import flash_attention3
-from sage_kernels.replay import prepared
-from sage_kernels.replay.trace import rehearsing
+from sage_kernels.replay.trace import tracing
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import registration
@@ -119,9 +118,9 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     expected, _ = sdpa.attention(query, key, key, **options)
     output, _ = run.run(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-    repeated, _ = prepared.prepare(call, plan, None, (output, None))(query, key, key, None)
-    assert torch.equal(repeated, output)
-    assert operator == [(abs(scale), causal, 0)] * 2
+    replayed, _ = replays.of_call(call, plan, None, (output, None))(query, key, key, None)
+    assert torch.equal(replayed, output)
+    assert operator == [(abs(scale), causal, 0)] * 3
 
 
 @pytest.mark.parametrize(("heads", "queries", "splits"), [(4, 1, 0), (4, 200, 0), (132, 1, 1), (66, 200, 1)])
@@ -134,7 +133,7 @@ def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(ope
 class Others:
     """Stand-in for the kernel that counts keys: it has the operator attend in the first element alone."""
 
-    def attend_to_scattered(self, call, attend_to_first, row_blocks):
+    def attend_nonprefix(self, call, attend_to_first, row_blocks):
         self.row_blocks, output = row_blocks, torch.zeros_like(call.query)
         lengths = torch.tensor([5, 0], dtype=torch.int32)
         which = (None, torch.tensor([1])) if row_blocks else (torch.tensor([3, 0]), None)
@@ -196,17 +195,19 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     flash_attention3._takes_plans.cache_clear()
 
 
-def test_beside_padding_a_rehearsed_call_notes_the_operator(monkeypatch):
+def test_beside_padding_a_traced_call_notes_the_operator(monkeypatch):
     written = []
     monkeypatch.setattr(
         flash_attention3, "_operator", lambda: lambda *tensors, out, **options: written.append((out, options))
     )
     call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=0.1)
-    with rehearsing() as rehearsal:
-        _, stand_in = prepared.stand_in_of(rehearsal, call, call.recipe)
+    with tracing() as trace:
+        stand_in = replace(
+            call, query=trace.stand_in(call.query), key=trace.stand_in(call.key), value=trace.stand_in(call.value)
+        )
         lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
         flash_attention3._attend_to_first(stand_in, lengths, lengths, None, output)
-    (operator,) = rehearsal.steps
+    (operator,) = trace.steps
     assert not written
     tensors = [torch.zeros(x.shape) for x in operator.arguments]
     operator.run(*tensors)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels.spec.operands import Saved
-from tests.helpers.triton_calls import new_backward_call
+from tests.helpers.calls import new_backward_call
 
 gluon_backward = pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)  # Triton 3.6
 

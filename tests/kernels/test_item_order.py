@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels.cuda.item_order import heads_at_once, last_parts
-from tests.helpers.triton_calls import new_call
+from tests.helpers.calls import new_call
 
 BLOCKS = 132
 ITEM_TILES = 2.6  # what an item takes beside its tiles, in times of a tile: measured on an H200

@@ -10,7 +10,8 @@ import triton
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter's launches bind by themselves")
 
@@ -109,13 +110,13 @@ def test_a_kernel_is_compiled_for_aligned_arguments_or_for_any(recipe):
 def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks):
     """Kernels that share functions are digested in both orders, each in a fresh process."""
     code = """
-from sage_kernels.replay import trace as rehearsal
+from sage_kernels.replay import trace
 from sage_kernels.language import backward_operands, launch
-from sage_kernels.triton import backward_keys, backward_queries
+from sage_kernels.triton import bwd_dkdv, bwd_dq
 
 kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]
-kernels += [backward_keys.int8_backward_key, backward_queries.int8_backward_query]
-with rehearsal.rehearsing(compiles_only=True):
+kernels += [bwd_dkdv.int8_bwd_dkdv, bwd_dq.int8_bwd_dq]
+with trace.tracing(compiles_only=True):
     for kernel in ORDER(kernels):
         launch.launch(kernel, (1,), **dict.fromkeys(kernel.arg_names, 16))
 print(sorted((kernel.__name__, kernel.cache_key) for kernel in ORDER(kernels)))

@@ -36,7 +36,7 @@ def test_a_loud_key_costs_causal_rows_nothing(recipe):
 
 
 @pytest.mark.parametrize("place", [0, 700, 1023])
-def test_keys_count_in_the_mean_and_the_balance_but_for_the_group_of_a_loud_one(place):
+def test_keys_count_in_the_mean_and_the_equalizer_but_for_the_group_of_a_loud_one(place):
     query, key, _ = loud_key(1024, place, 32, times=1000.0, heads=2)
     key[:, 1, place] /= 1000.0
     counted = transforms.quiet_keys(key)
@@ -46,8 +46,8 @@ def test_keys_count_in_the_mean_and_the_balance_but_for_the_group_of_a_loud_one(
     torch.testing.assert_close(
         transforms.mean_of_tokens(key, counted)[:, :1], others.mean(2, keepdim=True), rtol=0, atol=1e-6
     )
-    expected = transforms.balance(query[:, :1], others)
-    assert torch.equal(transforms.balance(query, key, counted)[:, :1], expected)
+    expected = transforms.equalize(query[:, :1], others)
+    assert torch.equal(transforms.equalize(query, key, counted)[:, :1], expected)
 
 
 def test_tokens_that_do_not_count_and_short_groups_make_no_group_loud():

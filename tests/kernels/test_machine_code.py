@@ -23,7 +23,8 @@ from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
-from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward, new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward
 
 pytestmark = [
     pytest.mark.audit,
@@ -54,8 +55,8 @@ CASES = [
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
 CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
-PLAIN_BACKWARD = ("int8_backward_key", "int8_backward_query")
-HOPPER_BACKWARD = ("hopper_backward_key", "hopper_backward_query")
+PLAIN_BACKWARD = ("int8_bwd_dkdv", "int8_bwd_dq")
+HOPPER_BACKWARD = ("hopper_bwd_dkdv", "hopper_bwd_dq")
 BACKWARD = PLAIN_BACKWARD + HOPPER_BACKWARD
 CASES += [
     (kernel, recipe, *variant, capability)
@@ -92,7 +93,7 @@ QUANTIZER_CASES = [
     )
     for capability in architectures
 ] + [
-    ("int8_backward_key", recipe, 128, "padded", capability)
+    ("int8_bwd_dkdv", recipe, 128, "padded", capability)
     for recipe, capability in (("sage_bwd", (8, 0)), ("sage_bwd", (9, 0)), ("sage_bwd_int8", (9, 0)))
 ]
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
@@ -143,7 +144,7 @@ def record_backward(
         meta(batch, q_heads, rows, dtype=torch.float32),
         meta(batch, kv_heads, rows, channels, dtype=torch.int8),
         meta(batch, kv_heads, rows // 64, 4),
-        meta(*((batch, kv_heads, channels) if RECIPES[recipe].balance else (0,)), dtype=torch.float32),
+        meta(*((batch, kv_heads, channels) if RECIPES[recipe].equalize else (0,)), dtype=torch.float32),
         meta(batch, q_heads, tokens, dtype=torch.float32),
     )
     output, value = (meta(batch, tokens, heads, head_dim).transpose(1, 2) for heads in (q_heads, kv_heads))
@@ -285,8 +286,8 @@ def test_what_a_masked_call_launches_before_it_attends_hardly_spills(case):
     [
         ("int8_forward", "sage2", *PLAIN, (9, 0)),
         ("nvfp4_forward", "sage3", *PLAIN, (12, 0)),
-        ("int8_backward_query", "sage_bwd", 64, "padded", (9, 0)),
-        ("hopper_backward_query", "sage_bwd", 80, "padded", (9, 0)),
+        ("int8_bwd_dq", "sage_bwd", 64, "padded", (9, 0)),
+        ("hopper_bwd_dq", "sage_bwd", 80, "padded", (9, 0)),
     ],
     ids=name,
 )
@@ -354,7 +355,7 @@ def test_a_block_list_costs_the_other_main_loops_next_to_nothing(head_dim, size)
             backward(new_backward_call(output, inputs[2], output, saved, "sage_bwd", head_dim, blocks=blocks), (9, 0))
             if size == 128:
                 attend(new_call(*inputs, replace(RECIPES["sage3"], heavy_keys=0), blocks=blocks), (12, 0), native=True)
-        names = "int8_backward_key", "int8_backward_query", "nvfp4_forward"
+        names = "int8_bwd_dkdv", "int8_bwd_dq", "nvfp4_forward"
         found = {x.kernel.__name__: x for x in launches if x.kernel.__name__ in names}
         return {
             name: (
@@ -385,9 +386,9 @@ def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(ca
     skip_unsupported(case)
     loop = inner_loop(case)
     kernel, channels = case[0], padded_channels(case[2])
-    sums = 2 if kernel == "hopper_backward_key" else 1  # of dV and dK, or of dQ
+    sums = 2 if kernel == "hopper_bwd_dkdv" else 1  # of dV and dK, or of dQ
     assert loop.counts["IGMMA"] == channels // 32
-    queries = 32 if kernel == "hopper_backward_key" and channels == 64 else 64  # of a tile
+    queries = 32 if kernel == "hopper_bwd_dkdv" and channels == 64 else 64  # of a tile
     assert loop.counts["HGMMA"] == channels // 16 + sums * queries // 16
     # An arrival for each product, S and dP of which are in flight together with the next; ptxas that waits for each
     # instruction has as many of these as of those.

@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 
+from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.language.launch import recording
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import norm_rope
-from sage_kernels.triton.registration import CAPABILITIES
 from tests.helpers.heads import HeadCase
 
 pytestmark = [
@@ -25,7 +25,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_heads_are_read_and_written_16_bytes_at_a_time_without_spills(case, capability):
     x, norm, rope = case.draw(torch.bfloat16)

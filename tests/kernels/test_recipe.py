@@ -9,7 +9,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
-from sage_kernels.spec.recipe import RECIPES, Backward, Recipe, get_recipe
+from sage_kernels.spec.recipe import RECIPES, Recipe, get_recipe
 
 
 def draw(tokens=256, head_dim=64):
@@ -26,7 +26,7 @@ def test_the_recipes_are_those_of_the_table():
             **nvfp4_both,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             tensor_scale=True,
             heavy_keys=64,
             heavy_choice="heaviest",
@@ -51,7 +51,7 @@ def test_the_recipes_are_those_of_the_table():
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
             denominator="p",
@@ -62,7 +62,7 @@ def test_the_recipes_are_those_of_the_table():
             pv="fp16",
             smooth_k=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
             denominator="p",
@@ -73,9 +73,9 @@ def test_the_recipes_are_those_of_the_table():
             pv="fp16",
             smooth_k=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             denominator="p",
-            backward=Backward(p="16bit", ds="16bit", dp="16bit", delta="output"),
+            backward="16bit",
         ),
         "sage_bwd_int8": Recipe(
             "sage_bwd_int8",
@@ -84,9 +84,9 @@ def test_the_recipes_are_those_of_the_table():
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             denominator="p",
-            backward=Backward(p="int8", ds="int8", dp="16bit", scales="row", delta="output"),
+            backward="int8",
         ),
         "exact": Recipe("exact", qk="exact", pv="exact"),
     } == RECIPES
@@ -128,13 +128,13 @@ def test_beside_int8_heavy_keys_without_their_mean_are_not_rounded(name):
     assert torch.equal(reference.quantize_operands(query, key, value, recipe).heavy.key, expected)
 
 
-def test_sage3_operands_are_smoothed_balanced_rotated_and_searched_without_heavy_keys():
+def test_sage3_operands_are_smoothed_equalized_rotated_and_searched_without_heavy_keys():
     query, key, value = draw(320)
     recipe = replace(RECIPES["sage3"], heavy_choice="first")
     operands = reference.quantize_operands(query, key, value, recipe)
     assert torch.equal(operands.heavy.query, query)
     assert torch.equal(operands.heavy.value, value[:, :, :64])
-    factor = transforms.balance(query, key, smooth_q=True)
+    factor = transforms.equalize(query, key, smooth_q=True)
     key, value = without_heavy(operands, recipe, key, value)
     query = query[:, :, :256]  # whole blocks
     operands = replace(operands, query=operands.query[:, :, :256], query_mean=operands.query_mean[:, :, :2])
@@ -164,7 +164,7 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
     recipe = replace(RECIPES[name], heavy_choice="first")
     query, key, value = draw(256 + recipe.heavy_keys)
     operands = reference.quantize_operands(query, key, value, recipe)
-    factor = transforms.balance(query, key)
+    factor = transforms.equalize(query, key)
     key, value = without_heavy(operands, recipe, key, value)
     query, key = transforms.rotate(query * factor), transforms.rotate(key / factor)
     codes, scale = int8.quantize(query, 1)

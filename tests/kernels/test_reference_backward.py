@@ -1,7 +1,6 @@
 """The reference gradients against exact attention: what the recipes promise of them."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as subject
 from sage_kernels.spec.layout import Lengths
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.gradients import (
     BWD,
     BWD_INT8,
@@ -45,16 +45,13 @@ def test_gradients_of_sharp_attention_are_within_eight_percent(recipe, head_dim)
         assert relative_l1(actual, truth) < 0.078
 
 
-def test_p_and_ds_in_16_bit_are_more_accurate_than_in_int8_and_a_scale_per_row_than_one_per_tile():
+def test_p_and_ds_in_16_bit_are_more_accurate_than_in_int8():
     query, key, value, gradient = draw(1, 2, 2, 512, 512, 64, 64, dtype=torch.bfloat16)
     truths = autograd(query, key, value, gradient)
-    tile = replace(BWD_INT8, backward=replace(BWD_INT8.backward, scales="tile"))
-    errors = [
-        [relative_l1(*pair) for pair in zip(gradients(query, key, value, gradient, recipe), truths, strict=True)]
-        for recipe in (BWD, BWD_INT8, tile)
-    ]
-    for finer, coarser in pairwise(errors):
-        assert all(a < b for a, b in zip(finer, coarser, strict=True))
+    for fine, coarse, truth in zip(
+        *(gradients(query, key, value, gradient, recipe) for recipe in (BWD, BWD_INT8)), truths, strict=True
+    ):
+        assert relative_l1(fine, truth) < relative_l1(coarse, truth)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -70,15 +67,15 @@ def test_rotation_halves_the_error_that_a_loud_channel_makes(head_dim):
 
 
 @pytest.mark.parametrize("recipe", [TRANSFORMED, TRANSFORMED_INT8], ids=["16 bit", "INT8"])
-def test_balance_mends_channels_that_are_loud_in_k_alone(recipe):
+def test_equalizer_mends_channels_that_are_loud_in_k_alone(recipe):
     """Take 2 of 64 channels, 40 times as loud in K and as quiet in Q; with grouped heads, and padded channels."""
     query, key, value, gradient = draw(2, 4, 2, 300, 300, 60, 32, dtype=torch.bfloat16)
     query[..., [3, 20]], key[..., [3, 20]] = query[..., [3, 20]] / 40, key[..., [3, 20]] * 40
     valid = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.8
     truths = autograd(query, key, value, gradient, valid=valid)
-    rotated = gradients(query, key, value, gradient, replace(recipe, balance=False), valid=valid)
-    balanced = gradients(query, key, value, gradient, recipe, valid=valid)
-    for actual, other, truth in zip(balanced, rotated, truths, strict=True):
+    rotated = gradients(query, key, value, gradient, replace(recipe, equalize=False), valid=valid)
+    equalized = gradients(query, key, value, gradient, recipe, valid=valid)
+    for actual, other, truth in zip(equalized, rotated, truths, strict=True):
         assert relative_l1(actual, truth) < 0.04
         assert relative_l1(actual, truth) < relative_l1(other, truth) / 2
 
@@ -93,7 +90,7 @@ def test_a_sequence_of_one_token_passes_its_gradient_to_v_alone(recipe, is_causa
     assert (dq.double().abs() <= bound * key.double().abs().amax()).all()
     assert (dk.double().abs() <= bound * query.double().abs().amax()).all()
     step = UNIT[torch.bfloat16] * gradient.double().abs()
-    if recipe.backward.p == "int8":
+    if recipe.backward == "int8":
         step = step + gradient.double().abs().amax(-1, keepdim=True) / 254
     assert ((dv.double() - gradient.double()).abs() <= 1.01 * step).all()
 
@@ -170,13 +167,11 @@ def test_grouped_heads_add_up(recipe):
 
 
 @names
-@pytest.mark.parametrize("formats", [{}, {"dp": "int8", "scales": "tile"}], ids=["shipped", "a scale per tile"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_keys_that_do_not_exist_have_no_gradient_and_no_influence(recipe, formats, is_causal):
+def test_keys_that_do_not_exist_have_no_gradient_and_no_influence(recipe, is_causal):
     query, key, value, gradient = draw(2, 4, 2, 140, 200, 32, 32)
     valid = torch.ones(2, 200, dtype=torch.bool)
     valid[0, 60:90] = valid[1, :80] = False
-    recipe = replace(recipe, backward=replace(recipe.backward, **formats))
     clean = gradients(query, key, value, gradient, recipe, valid=valid, is_causal=is_causal)
     missing = ~valid[:, None].expand(2, 2, 200)
     key[missing], value[missing] = 1e4, torch.nan
@@ -215,14 +210,14 @@ def test_packed_sequences_equal_each_alone(recipe, is_causal):
     )
     query, key, value, gradient = draw(1, 4, 2, 300, 400, 40, 24, dtype=torch.bfloat16)
     packed = gradients(query, key, value, gradient, recipe, lengths=lengths, is_causal=is_causal)
-    output, saved = subject.forward(query, key, value, recipe, lengths=lengths, is_causal=is_causal)
+    output, saved = subject.forward(new_call(query, key, value, recipe, lengths=lengths, is_causal=is_causal))
     assert (saved.query.shape, saved.query_scale.shape) == ((1, 4, 768, 64), (1, 4, 768))
     assert (saved.key.shape, saved.key_scale.shape) == ((1, 2, 896, 64), (1, 2, 14, 4))
     expected = [torch.zeros_like(x) for x in packed]
     for i, count in enumerate(used):
         queries, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i] + count)
         inputs = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-        alone, kept = subject.forward(*inputs, recipe, is_causal=is_causal)
+        alone, kept = subject.forward(new_call(*inputs, recipe, is_causal=is_causal))
         assert torch.equal(output[:, :, queries], alone)
         assert torch.equal(saved.lse[:, :, queries], kept.lse)
         first = (q_starts[i] // 128 + i) * 128
@@ -249,11 +244,11 @@ def test_strides_do_not_matter(recipe):
 @names
 def test_inputs_are_not_changed_and_reruns_are_equal(recipe):
     query, key, value, gradient = draw(1, 4, 2, 128, 256, 32, 32)
-    output, saved = subject.forward(query, key, value, recipe, is_causal=True)
+    output, saved = subject.forward(new_call(query, key, value, recipe, is_causal=True))
     inputs = (gradient, value, output, *saved)
     before = [x.clone() for x in inputs]
-    options = {"head_dim": 32, "is_causal": True}
-    first, second = (subject.backward(gradient, value, output, saved, recipe, **options) for _ in range(2))
+    call = new_backward_call(gradient, value, output, saved, recipe, 32, is_causal=True)
+    first, second = (subject.backward(call) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -270,13 +265,14 @@ def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
 
 MEMORY_PROBE = """
 import resource, torch
+from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.reference import backward as reference_backward
 def run(tokens):
     query, key, value, gradient = (torch.randn(1, 1, tokens, 32) for _ in range(4))
     recipe = RECIPES["sage_bwd_int8"]
-    output, saved = reference_backward.forward(query, key, value, recipe, is_causal=True)
-    reference_backward.backward(gradient, value, output, saved, recipe, head_dim=32, is_causal=True)
+    output, saved = reference_backward.forward(Call(query, key, value, recipe, is_causal=True))
+    reference_backward.backward(BackwardCall(gradient, value, output, saved, 32, recipe, is_causal=True))
 run(256)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 run(8192)

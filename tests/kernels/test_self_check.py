@@ -8,10 +8,9 @@ import torch
 
 import sage_hf
 from sage_hf import record
-from sage_kernels.dispatch import examination, registry, run, self_check, verdicts
+from sage_kernels.dispatch import examination, head_kernels, registry, run, self_check, verdicts
 from sage_kernels.dispatch.registry import Request, select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel
-from sage_kernels.spec import heads
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import (
     StandInBackward,
@@ -254,10 +253,10 @@ class DoubledHeads(ReferenceHeadKernel):
 
 
 def test_a_wrong_kernel_of_norms_gives_way_to_pytorchs_operators(monkeypatch):
-    monkeypatch.setattr(heads, "_kernels", {"norm_rope": DoubledHeads(), "reference": ReferenceHeadKernel()})
+    monkeypatch.setattr(head_kernels, "_kernels", {"norm_rope": DoubledHeads(), "reference": ReferenceHeadKernel()})
     x = torch.randn(2, 5, 3, 64).bfloat16()
-    assert heads.head_kernel(x, None, None, grad=False).name == "norm_rope"
+    assert head_kernels.head_kernel(x, None, None, grad=False).name == "norm_rope"
     found = examination.examine_heads(64, torch.device("cpu"))
     assert found.kernel == "norm_rope" and "times as far" in found.reason
     assert not self_check.keep_heads(found, 64, None)
-    assert heads.head_kernel(x, None, None, grad=False).name == "reference"
+    assert head_kernels.head_kernel(x, None, None, grad=False).name == "reference"

@@ -6,15 +6,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sage_kernels import ops, training
 from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch.exact_choice import why_exact_gradients
 from sage_kernels.dispatch.registry import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.spec.call import NO_MASK, Mask
 from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
+from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
+OPTIONS = Options(recipe="sage_bwd")
 NO_BLOCKS = (None, None, 0, 0)
 NOTHING_PACKED = (None, None, 0, 0, None)
 
@@ -59,11 +64,10 @@ def test_output_and_gradients_are_those_of_the_reference(recipe, dtype, call):
     inputs = draw(dtype=dtype)
     output, _ = training.attention(*inputs, **call, recipe=recipe)
     gradients = torch.autograd.grad(output, inputs, output_gradient(output))
-    options = {"lengths": None, "valid": None, "is_causal": False, **call, "recipe": RECIPES[recipe]}
     detached = [x.detach() for x in inputs]
-    expected, saved = reference_backward.forward(*detached, **options)
+    expected, saved = reference_backward.forward(new_call(*detached, recipe, **call))
     expected_gradients = reference_backward.backward(
-        output_gradient(output), detached[2], expected, saved, head_dim=64, **options
+        new_backward_call(output_gradient(output), detached[2], expected, saved, recipe, 64, **call)
     )
     assert torch.equal(output, expected)
     for x, actual, wanted in zip(inputs, gradients, expected_gradients, strict=True):
@@ -135,7 +139,7 @@ def test_strides_change_nothing(layout):
 @pytest.mark.parametrize("sizes", [{"q_len": 1, "kv_len": 1}, {"q_len": 3, "kv_len": 17}])
 def test_short_calls_are_low_bit_too(sizes):
     inputs = draw(**sizes)
-    expected, _ = reference_backward.forward(*(x.detach() for x in inputs), RECIPES["sage_bwd"], is_causal=False)
+    expected, _ = reference_backward.forward(new_call(*(x.detach() for x in inputs), "sage_bwd"))
     assert torch.equal(training.attention(*inputs)[0], expected)
 
 
@@ -239,7 +243,7 @@ def test_packed_sequences_run_as_the_reference_packs_them():
     inputs, sequences, used = packed_call()
     batches = [x.detach().transpose(0, 1)[None] for x in inputs]
     lengths = Lengths(*sequences, used)
-    expected, _ = reference_backward.forward(*batches, RECIPES["sage_bwd"], lengths=lengths, is_causal=False)
+    expected, _ = reference_backward.forward(new_call(*batches, "sage_bwd", lengths=lengths))
     output = training.packed_attention(*inputs, *sequences, seqused_k=used)
     assert torch.equal(output, expected[0].transpose(0, 1))
 
@@ -275,7 +279,7 @@ def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
 
 def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
     def attend(*tensors):
-        assert not training.why_exact(*tensors[:3], valid=tensors[3])
+        assert not why_exact_gradients(*tensors[:3], Mask.of_keys(tensors[3]), OPTIONS)
         return training.attention(*tensors[:3], valid=tensors[3], is_causal=True, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -292,7 +296,9 @@ def test_one_compiled_graph_serves_all_lengths_and_gives_eager_gradients():
 
 def test_one_compiled_graph_serves_lists_of_all_lengths():
     def attend(query, key, value, valid, blocks):
-        assert not training.why_exact(query, key, value, valid=valid, blocks=blocks)
+        assert not why_exact_gradients(
+            query, key, value, Mask.of_blocks(blocks, valid[:, None, None], key.shape[2]), OPTIONS
+        )
         return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -322,7 +328,7 @@ def test_why_exact_says_the_same_inside_the_compiler(dtype, recipe, fallback):
     inputs, said = draw(dtype=dtype), []
 
     def ask(*tensors):
-        said.append(training.why_exact(*tensors, recipe=recipe, fallback=fallback))
+        said.append(why_exact_gradients(*tensors, NO_MASK, Options(recipe=recipe, fallback=fallback)))
         return tensors[0] + 0
 
     ask(*inputs)
@@ -408,7 +414,7 @@ BAD_CALLS = {
     "float64": (lambda: draw(dtype=torch.float64), {}, KernelUnavailableError, "no kernel computes gradients.*dtype"),
     "recipe": (draw, {"recipe": "sage2"}, KernelUnavailableError, "sage2 is forward only"),
     "native": (draw, {"fallback": "error"}, KernelUnavailableError, "no native kernel"),
-    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "multiple of kv_heads"),
+    "heads": (lambda: draw(kv_heads=3), {}, ValueError, "not a multiple of 3 key heads"),
     "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
     "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
     "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one for each key"),

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.dispatch import cost_model, registry, training_choice
+from sage_kernels.dispatch import cost_model, exact_choice, registry
 from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve
+from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.registry import Plan, Request
+from sage_kernels.runtime import torch_private
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
 REQUEST = Request(
@@ -18,8 +19,8 @@ REQUEST = Request(
 
 
 def curve(runner, launch, tile):
-    shape = {"rows": 128, "keys": 64, "slots": 132, "whole": False}
-    return Curve(runner, 128, "none", False, **shape, launch=launch, token=0.0, item=0.0, tile=tile, score=0.0)
+    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128,))
+    return Curve(runner, "none", False, (1, 128), schedule, Weights(launch=launch, tile=tile))
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def table(routed, monkeypatch):
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return training_choice.why_exact(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return exact_choice.why_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():
@@ -78,8 +79,8 @@ def test_a_forward_pass_that_was_not_measured_counts_as_without_a_checkpoint():
 
 def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
     with torch.autograd.graph.save_on_cpu():
-        assert not training_choice.is_checkpointed()
-    assert not training_choice.is_checkpointed()
+        assert not torch_private.is_checkpointed()
+    assert not torch_private.is_checkpointed()
 
 
 def test_emulation_and_calls_without_routing_run_the_recipe():

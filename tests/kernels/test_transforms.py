@@ -44,67 +44,67 @@ def test_unrotating_undoes_the_rotation(size):
     assert not torch.allclose(transforms.rotate(transforms.rotate(x)), x, atol=1e-2)
 
 
-def test_balancing_query_and_key_leaves_scores_unchanged_to_the_bit():
+def test_equalizing_query_and_key_leaves_scores_unchanged_to_the_bit():
     """Factors are powers of two: in float64 every product and every sum stays what it was."""
     query, key = random(2, 4, 50, 32), random(2, 2, 70, 32, seed=1) * random(32, seed=2).exp()
-    factor = transforms.balance(query, key)
+    factor = transforms.equalize(query, key)
     assert factor.shape == (2, 2, 1, 32)
     assert factor.unique().numel() > 2
     assert torch.equal(factor.log2(), factor.log2().round())
-    balanced = (query * factor.repeat_interleave(2, 1)).double(), (key / factor).double()
+    equalized = (query * factor.repeat_interleave(2, 1)).double(), (key / factor).double()
     before = query.double().unflatten(1, (2, 2)) @ key.double().unsqueeze(2).mT
-    after = balanced[0].unflatten(1, (2, 2)) @ balanced[1].unsqueeze(2).mT
+    after = equalized[0].unflatten(1, (2, 2)) @ equalized[1].unsqueeze(2).mT
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("factor", [2.0**-30, 1 / 40, 1.0, 1.9, 10.0, 40.0, 2.0**30])
-def test_balanced_channels_of_query_and_key_are_as_loud(factor):
+def test_equalized_channels_of_query_and_key_are_as_loud(factor):
     query, key = random(1, 1, 500, 4), random(1, 1, 500, 4, seed=1) + 100
     key[..., 2] = (key[..., 2] - 93) * factor
-    balance = transforms.balance(query, key).flatten()
-    rest = (torch.tensor(factor).log2() / 2 - balance[2].log2()).abs()
-    assert rest <= 0.6 or balance[2] == 2.0 ** (8 if factor > 1 else -8)
-    assert torch.equal(balance[[0, 1, 3]], torch.ones(3))
+    equalizer = transforms.equalize(query, key).flatten()
+    rest = (torch.tensor(factor).log2() / 2 - equalizer[2].log2()).abs()
+    assert rest <= 0.6 or equalizer[2] == 2.0 ** (8 if factor > 1 else -8)
+    assert torch.equal(equalizer[[0, 1, 3]], torch.ones(3))
 
 
-def test_channels_of_zeros_and_constant_keys_are_balanced_by_finite_factors():
+def test_channels_of_zeros_and_constant_keys_are_equalized_by_finite_factors():
     query, key = random(1, 2, 20, 8), random(1, 1, 30, 8, seed=1)
     query[..., 0], key[..., 1] = 0, 0
     key[..., 2] = 3.0
     key[0, 0, 4, 3], query[0, 1, 5, 4], key[0, 0, 7, 5] = torch.nan, torch.inf, 1e30
-    balance = transforms.balance(query, key).flatten()
-    assert torch.equal(balance[:2], torch.ones(2))
-    assert (balance.log2().abs() <= transforms.MAX_BALANCE).all()
-    assert torch.equal(transforms.balance(query, torch.zeros_like(key)), torch.ones(1, 1, 1, 8))
+    equalizer = transforms.equalize(query, key).flatten()
+    assert torch.equal(equalizer[:2], torch.ones(2))
+    assert (equalizer.log2().abs() <= transforms.MAX_EQUALIZER).all()
+    assert torch.equal(transforms.equalize(query, torch.zeros_like(key)), torch.ones(1, 1, 1, 8))
 
 
-def test_the_balance_is_of_keys_that_count_of_a_group_and_of_its_sampled_queries():
+def test_the_equalizer_is_of_keys_that_count_of_a_group_and_of_its_sampled_queries():
     query, key = random(1, 4, 300, 8), random(1, 2, 40, 8, seed=1)
     valid = torch.arange(40)[:, None] < 25
-    expected = transforms.balance(query, key, valid)
-    assert torch.equal(transforms.balance(query, torch.where(valid, key, 1e6), valid), expected)
+    expected = transforms.equalize(query, key, valid)
+    assert torch.equal(transforms.equalize(query, torch.where(valid, key, 1e6), valid), expected)
     for head in range(2):
-        alone = transforms.balance(query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], valid)
+        alone = transforms.equalize(query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], valid)
         assert torch.equal(alone, expected[:, head : head + 1])
     left_out = torch.arange(300) % 3 > 0  # 300 rows are sampled at distances of 3
     query[:, :, left_out] = 1e6
-    assert torch.equal(transforms.balance(query, key, valid), expected)
+    assert torch.equal(transforms.equalize(query, key, valid), expected)
 
 
 @pytest.mark.parametrize("q_len", [40, 300])
-def test_queries_that_are_not_valid_count_neither_in_the_sum_nor_in_the_number_of_the_balance(q_len):
+def test_queries_that_are_not_valid_count_neither_in_the_sum_nor_in_the_number_of_the_equalizer(q_len):
     query, key = random(2, 4, q_len, 8), random(2, 2, 40, 8, seed=1)
     valid = torch.rand(2, 1, q_len, 1, generator=torch.Generator().manual_seed(2)) < 0.3
-    of_zeros = transforms.balance(torch.where(valid, query, 0.0), key, None, valid)
-    assert torch.equal(transforms.balance(torch.where(valid, query, 1e6), key, None, valid), of_zeros)
+    of_zeros = transforms.equalize(torch.where(valid, query, 0.0), key, None, valid)
+    assert torch.equal(transforms.equalize(torch.where(valid, query, 1e6), key, None, valid), of_zeros)
     sampled = torch.arange(q_len) % -(-q_len // 128) == 0
     for element in range(2):
         kept = query[element, None, :, valid[element, 0, :, 0] & sampled]
-        assert torch.equal(transforms.balance(kept, key[element, None]), of_zeros[element, None])
+        assert torch.equal(transforms.equalize(kept, key[element, None]), of_zeros[element, None])
     assert torch.equal(
-        transforms.balance(query, key, None, torch.tensor(True).view(1, 1, 1, 1)), transforms.balance(query, key)
+        transforms.equalize(query, key, None, torch.tensor(True).view(1, 1, 1, 1)), transforms.equalize(query, key)
     )
-    assert torch.equal(transforms.balance(query, key, None, torch.zeros_like(valid)), torch.ones(2, 2, 1, 8))
+    assert torch.equal(transforms.equalize(query, key, None, torch.zeros_like(valid)), torch.ones(2, 2, 1, 8))
 
 
 def test_the_mean_ignores_tokens_that_are_not_valid():

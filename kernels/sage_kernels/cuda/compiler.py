@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ..replay import driver
 from ..runtime.cache_folder import announce_compilation, cache_folder
 
 logger = logging.getLogger(__name__)
@@ -225,16 +226,9 @@ def _forbidden() -> str:
     return ""
 
 
-@lru_cache(maxsize=1)
 def _unlaunchable() -> str:
     """Return what loading and launching machine code lacks here."""
-    if sys.platform != "linux":
-        return "CUDA C++ kernels are for Linux only"
-    try:
-        from cuda.bindings import driver  # noqa: F401
-    except ImportError as error:
-        return f"CUDA's Python bindings are not available ({error}): pip install {_packages()}"
-    return ""
+    return "" if sys.platform == "linux" else "CUDA C++ kernels are for Linux only"
 
 
 @lru_cache(maxsize=1)
@@ -250,7 +244,7 @@ def missing() -> str:
 
 def forget_machine() -> None:
     """Look up again, when next asked, what this machine has: bindings, compiler and driver."""
-    for known in (_unlaunchable, missing, _outdated, _nvrtc_version):
+    for known in (missing, _outdated, _nvrtc_version):
         known.cache_clear()
 
 
@@ -263,14 +257,8 @@ def _packages() -> str:
 @cache
 def _outdated(nvrtc: tuple[int, int]) -> str:
     """Return why the driver here cannot run what that version of NVRTC compiles; "" also where there is none."""
-    from cuda.bindings import driver
-
-    try:
-        version = checked("cuDriverGetVersion", driver.cuDriverGetVersion())
-    except RuntimeError:
-        return ""
-    needed = max(OLDEST_DRIVER, 1000 * nvrtc[0])
-    if version < needed:
+    version, needed = driver.version(), max(OLDEST_DRIVER, 1000 * nvrtc[0])
+    if 0 < version < needed:
         have, need = (f"{number // 1000}.{number % 1000 // 10}" for number in (version, needed))
         major, minor = nvrtc
         return f"CUDA kernels by NVRTC {major}.{minor} need a driver for CUDA {need} or newer, this one is for {have}"

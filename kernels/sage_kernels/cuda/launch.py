@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..replay import trace
+from ..replay import driver, trace
+from ..replay.launch_plan import launch_now
 from . import compiler
-from .compiler import CompileError, Cubin, Macro, checked
-from .context import device_context
+from .compiler import CompileError, Cubin, Macro
 from .parameters import HEADER, header, packer
 
 
@@ -70,7 +69,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
     """Run a kernel on the current stream of `device`.
 
     The first launch on a device compiles and loads it; the others neither wait for the GPU nor allocate. Any thread
-    may launch, and graphs capture it. A call that is rehearsed only notes the launch (`rehearsal.rehearsing`).
+    may launch, and graphs capture it. A call that is traced only notes the launch (`trace.tracing`).
 
     Args:
         kernel: the same object each time, by which it is known as loaded.
@@ -86,24 +85,31 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
         RuntimeError: the driver refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    rehearsed = trace.current()
-    if rehearsed is not None and rehearsed.compilations is not None:
+    traced = trace.current()
+    if traced is not None and traced.compilations is not None:
         arch = architecture(torch.cuda.get_device_capability(device))
-        rehearsed.compilations.append(partial(kernel.source.compile, arch))
+        traced.compilations.append(partial(kernel.source.compile, arch))
         return
-    function = _function(kernel, index)
+    function = _load(kernel, index)
     if not blocks:
         return
-    if rehearsed is not None:
-        rehearsed.launched(function.packed(blocks, parameters, dependent))
+    packed = _pack(kernel, function, blocks, parameters, index, dependent)
+    if traced is not None:
+        traced.launched(packed)
         return
-    function.launch(blocks, parameters, dependent)
+    try:
+        with driver.device_context(index):
+            launch_now(packed, index)
+    except RuntimeError as error:
+        threads, shared = kernel.threads, kernel.shared_bytes
+        sizes = f"{blocks} blocks of {threads} threads, {shared} bytes of dynamic shared memory"
+        raise RuntimeError(f"{kernel}: {sizes}: {error}") from error
 
 
 def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
 
-    What does not compile says so when it is launched. Nothing is compiled by a call that is rehearsed.
+    What does not compile says so when it is launched. Nothing is compiled by a call that is traced.
     """
     if trace.current() is None:
         _compile_together(kernels, device)
@@ -126,100 +132,35 @@ def _try_to_compile(source: Source, arch: str) -> None:
 
 
 @cache
-def _function(kernel: Kernel, index: int) -> _Function:
-    return _Function(kernel, index)
+def _load(kernel: Kernel, index: int) -> int:
+    """Return the driver's handle of a kernel, compiled for GPU `index` and loaded there."""
+    image = kernel.source.compile(architecture(torch.cuda.get_device_capability(index))).image
+    try:
+        function = driver.load(image, kernel.name, index)
+    except RuntimeError as error:
+        raise RuntimeError(f"{kernel}: {error}") from error
+    packed = packer(kernel.source.parameters[kernel.name]).sizes
+    if (sizes := driver.parameter_sizes(function)) != packed:
+        raise TypeError(f"{kernel} has parameters of {sizes} bytes, the host packs {packed}")
+    return function
 
 
-class _Function:
-    """A kernel that is compiled for a device and loaded there."""
-
-    def __init__(self, kernel: Kernel, index: int) -> None:
-        image = kernel.source.compile(architecture(torch.cuda.get_device_capability(index))).image
-        from cuda.bindings import driver
-
-        self.driver = driver
-        self.kernel = kernel
-        self.index = index
-        self.context = device_context(index)
-        with self.context, self.loading_during_capture():
-            module = self.checked("cuModuleLoadData", driver.cuModuleLoadData(image))
-            self.handle = self.checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, kernel.name.encode()))
-            self.checked("cuFuncLoad", driver.cuFuncLoad(self.handle))
-            self.allow_all_shared_memory()
-        self.packer = packer(kernel.source.parameters[kernel.name])
-        if (sizes := self.parameter_sizes()) != self.packer.sizes:
-            raise TypeError(f"{kernel} has parameters of {sizes} bytes, the host packs {self.packer.sizes}")
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        self.dependent = [attribute]
-
-    def allow_all_shared_memory(self) -> None:
-        """Let a block have all the dynamic shared memory that the device gives."""
-        driver = self.driver
-        total = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        static = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-        dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        limit = self.checked("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(total, self.index))
-        limit -= self.checked("cuFuncGetAttribute", driver.cuFuncGetAttribute(static, self.handle))
-        self.checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self.handle, dynamic, limit))
-
-    def parameter_sizes(self) -> list[int]:
-        """Return the bytes of each parameter."""
-        sizes: list[int] = []
-        while True:
-            result, _, size = self.driver.cuFuncGetParamInfo(self.handle, len(sizes))
-            if result == self.driver.CUresult.CUDA_ERROR_INVALID_VALUE:  # beyond the last
-                return sizes
-            self.checked("cuFuncGetParamInfo", (result,))
-            sizes.append(size)
-
-    def launch(self, blocks: int, parameters: Any, dependent: bool) -> None:
-        """Run it; parameters as of the function `launch`."""
-        kernel, config = self.kernel, self.driver.CUlaunchConfig()
-        packed = self.packer.pack(parameters, self.index)
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-        config.sharedMemBytes = kernel.shared_bytes
-        config.hStream = torch.cuda.current_stream(self.index).cuda_stream
-        if dependent:
-            config.attrs = self.dependent
-            config.numAttrs = 1
-        with self.context:
-            answer = self.driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(packed), 0)
-        if answer[0].value:
-            threads, shared = kernel.threads, kernel.shared_bytes
-            self.checked(f"{blocks} blocks of {threads} threads, {shared} bytes of dynamic shared memory", answer)
-
-    def packed(self, blocks: int, parameters: Any, dependent: bool) -> trace.PackedLaunch:
-        """Return the launch as the driver takes it; parameters as of the function `launch`, with stand-ins."""
-        packed = self.packer.pack(parameters, self.index).raw
-        return trace.PackedLaunch(
-            function=int(self.handle),
-            grid=(blocks, 1, 1),
-            threads=self.kernel.threads,
-            shared_bytes=self.kernel.shared_bytes,
-            dependent=dependent,
-            parameters=packed[self.packer.starts[0] :],
-            starts=tuple(start - self.packer.starts[0] for start in self.packer.starts),
-            addresses=tuple(place - self.packer.starts[0] for place in self.packer.addresses),
-            constants=tuple(_tensors_with_memory(parameters)),
-        )
-
-    @contextlib.contextmanager
-    def loading_during_capture(self) -> Iterator[None]:
-        """Allow what loading does, allocating, to a thread that captures a graph."""
-        exchange = self.driver.cuThreadExchangeStreamCaptureMode
-        mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        mode = self.checked("cuThreadExchangeStreamCaptureMode", exchange(mode))
-        try:
-            yield
-        finally:
-            exchange(mode)
-
-    def checked(self, what: str, answer: tuple[Any, ...]) -> Any:
-        """Return the value that the driver answers; RuntimeError, which names the kernel, for an error."""
-        return checked(f"{self.kernel}: {what}", answer)
+def _pack(
+    kernel: Kernel, function: int, blocks: int, parameters: Any, index: int, dependent: bool
+) -> trace.PackedLaunch:
+    """Return a launch as the driver takes it; see `launch`."""
+    packing = packer(kernel.source.parameters[kernel.name])
+    return trace.PackedLaunch(
+        function=function,
+        grid=(blocks, 1, 1),
+        threads=kernel.threads,
+        shared_bytes=kernel.shared_bytes,
+        dependent=dependent,
+        parameters=packing.pack(parameters, index),
+        starts=tuple(packing.starts),
+        addresses=tuple(packing.addresses),
+        constants=tuple(_tensors_with_memory(parameters)),
+    )
 
 
 def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from ..spec.call import Call, chooses_heavy_keys, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import KeyPadding, NVFP4Operands
 from ..spec.recipe import get_recipe
-from . import delta_scores, padding, tokens
+from . import padding, smooth_q_scores, tokens
 from .launch import Kernel, Source, architecture, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map
 from .tensor_map import tensor_map
@@ -188,7 +188,7 @@ def unavailable(request: Request) -> str:
     kernels = [kernel(config, request.dtype)]
     if recipe.smooth_q:
         choice = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
-        kernels.append(delta_scores.kernel(channels, request.dtype, choice))
+        kernels.append(smooth_q_scores.kernel(channels, request.dtype, choice))
     if config.padded:
         kernels.append(padding.kernel())
     reasons = (one.source.why_not(architecture(request.capability)) for one in kernels)
@@ -272,7 +272,7 @@ def forward(
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
         if delta is not None:
-            delta_scores.delta_scores(operands, tail, first_sequence, present, first_block, delta)
+            smooth_q_scores.smooth_q_scores(operands, tail, first_sequence, present, first_block, delta)
         arguments = Arguments(
             query=operands.query,
             query_scale=operands.query_scale,

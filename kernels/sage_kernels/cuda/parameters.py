@@ -17,7 +17,6 @@ compiler lays structs out as the host packs them.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from typing import Annotated, Any, NewType, get_args, get_type_hints
 import torch
 
 HEADER = "parameters.cuh"
-ADDRESS_BYTES = 8
 
 TensorMap = NewType("TensorMap", bytes)
 """A tensor's layout as the tensor memory accelerator reads it: the 128 bytes of a CUtensorMap."""
@@ -103,10 +101,9 @@ class Packer:
         self.parameters = parameters
         layouts = {name: layout(member) for name, member in members(parameters).items()}
         self.sizes = [one.size for one in layouts.values()]
-        # The addresses of the parameters come first, as the driver takes them.
-        ends = list(itertools.accumulate(self.sizes, initial=ADDRESS_BYTES * len(layouts)))
+        ends = list(itertools.accumulate(self.sizes, initial=0))
         self.starts = ends[:-1]
-        format, end = "=" + "Q" * len(layouts), ends[0]
+        format, end = "=", 0
         self._fields: list[Field] = []
         self.addresses: list[int] = []
         for (name, one), start in zip(layouts.items(), self.starts, strict=True):
@@ -121,8 +118,8 @@ class Packer:
         self._values = attrgetter("__class__", *(field.path for field in self._fields))
         self._pointers = [(place, field) for place, field in enumerate(self._fields) if field.type.is_pointer]
 
-    def pack(self, parameters: Any, index: int) -> ctypes.Array[ctypes.c_char]:
-        """Return the address of each parameter, then the parameters, for a kernel that runs on device `index`.
+    def pack(self, parameters: Any, index: int) -> bytes:
+        """Return the parameters for a kernel that runs on device `index`.
 
         Raises:
             TypeError: the parameters are another dataclass's.
@@ -139,13 +136,10 @@ class Packer:
                 values[place] = tensor.data_ptr()
             else:
                 raise ValueError(f"{field.path} is on {tensor.device}, but the kernel runs on cuda:{index}")
-        packed = ctypes.create_string_buffer(self._struct.size)
-        address = ctypes.addressof(packed)
         try:
-            self._struct.pack_into(packed, 0, *[address + start for start in self.starts], *values)
+            return self._struct.pack(*values)
         except (struct.error, OverflowError) as error:
             raise ValueError(f"{self._unpackable(values)} ({error})") from error
-        return packed
 
     def _unpackable(self, values: list[Any]) -> str:
         """Name the fields that cannot hold their values."""

@@ -16,13 +16,13 @@ from ..spec.layout import BLOCK, KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_tw
 from ..spec.operands import MEAN_PARTS, VALUE_DTYPES, HeavyKeys, Int8Operands, KeyPadding
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
-    BALANCE_QUERIES,
+    EQUALIZER_QUERIES,
     HEAVY_MARGIN,
     HEAVY_QUERIES,
     LATE_SHARE,
     LOUD,
     LOUD_GROUPS,
-    MAX_BALANCE,
+    MAX_EQUALIZER,
     MIN_MEAN,
     MIN_VARIANCE,
     rotation_signs,
@@ -111,11 +111,11 @@ class Operands:
 
 
 @dataclass(slots=True)
-class Balance:
-    """The factors of the balance, which `statistics` writes, and the sample of Q that they depend on.
+class Equalizer:
+    """The factors of the equalizer, which `statistics` writes, and the sample of Q that they depend on.
 
     Attributes:
-        factors: (batch, kv_heads, CHANNELS); None without balance.
+        factors: (batch, kv_heads, CHANNELS); None without equalizing.
         samples: rows of a head, at equal distances from the first one on.
         distance: of two of them.
         softmax_scale: factor of the scores, by which heavy keys are chosen.
@@ -137,7 +137,7 @@ class StatisticsParameters:
     value: Tokens
     s: Statistics
     query: Tokens
-    balance: Balance
+    equalizer: Equalizer
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Features:
     """
 
     rotate: bool = False
-    balance: bool = False
+    equalize: bool = False
     heavy_keys: int = 0
     padded: bool = False
     choice: bool = False
@@ -175,7 +175,7 @@ class Features:
         mask: MaskKind = "keys" if padded else "none"
         choice = chooses_heavy_keys(recipe, kv_len, mask, is_causal)
         heavy_keys = heavy_keys_of(recipe, kv_len, mask)
-        return cls(recipe.rotate, recipe.balance, heavy_keys, padded, choice, is_causal)
+        return cls(recipe.rotate, recipe.equalize, heavy_keys, padded, choice, is_causal)
 
     @property
     def late(self) -> bool:
@@ -190,7 +190,7 @@ class Features:
     def statistic_rows(self, channels: int) -> int:
         """Return the rows of a pair's statistics, besides two for each block of tokens."""
         candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
-        return self.factors_row + self.rotate + 2 * SHARERS * self.balance + self.padded + candidates
+        return self.factors_row + self.rotate + 2 * SHARERS * self.equalize + self.padded + candidates
 
     @property
     def factors_row(self) -> int:
@@ -212,7 +212,7 @@ def kernels(
         "PV_FLOAT16": pv == "fp16",
         "MEAN_SCORE": return_lse or features.heavy_keys > 0,
         "ROTATE": features.rotate,
-        "BALANCE": features.balance,
+        "EQUALIZE": features.equalize,
         "HEAVY_KEYS": features.heavy_keys,
         "MEAN_PARTS": MEAN_PARTS,
         "PADDED": features.padded,
@@ -225,7 +225,7 @@ def kernels(
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
         "LOUD": LOUD,
-        "MAX_BALANCE": MAX_BALANCE,
+        "MAX_EQUALIZER": MAX_EQUALIZER,
         "MIN_VARIANCE": MIN_VARIANCE,
         **signs(channels),
         "BLOCK": BLOCK,
@@ -272,7 +272,7 @@ def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
 
 def _features(call: Call, padded: bool) -> Features:
     recipe, causal = call.recipe, call.is_causal and call.mask.blocks is None
-    return Features(recipe.rotate, recipe.balance, call.heavy_keys, padded, call.chooses_heavy_keys, causal)
+    return Features(recipe.rotate, recipe.equalize, call.heavy_keys, padded, call.chooses_heavy_keys, causal)
 
 
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
@@ -326,7 +326,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         new(batch, kv_heads, channels),
         new(*q_shape) if reads_mean else None,
         heavy,
-        new(batch, kv_heads, channels) if features.balance else None,
+        new(batch, kv_heads, channels) if features.equalize else None,
         lines[:, :, features.factors_row] if leaves_query and features.rotate else None,
         new(1, dtype=torch.int32) if features.causal else None,
     )
@@ -371,9 +371,9 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         queue=operands.queue,
     )
     statistics, quantize = kernels_of(call, padding is not None)
-    query_tokens, distance = Tokens.of(query), ceil_div(q_len, BALANCE_QUERIES)
-    balance = Balance(
-        factors=operands.balance,
+    query_tokens, distance = Tokens.of(query), ceil_div(q_len, EQUALIZER_QUERIES)
+    equalizer = Equalizer(
+        factors=operands.equalizer,
         q_heads=q_heads,
         samples=ceil_div(q_len, distance),
         distance=distance,
@@ -384,7 +384,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         statistics,
         2 * pairs * SHARERS,
         StatisticsParameters(
-            key=Tokens.of(call.key), value=Tokens.of(call.value), s=found, query=query_tokens, balance=balance
+            key=Tokens.of(call.key), value=Tokens.of(call.value), s=found, query=query_tokens, equalizer=equalizer
         ),
         query.device,
     )

@@ -15,12 +15,12 @@ from ..spec.operands import HeavyKeys, NVFP4Operands
 from ..spec.operands import Statistics as FoundStatistics
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
-    BALANCE_QUERIES,
+    EQUALIZER_QUERIES,
     HEAVY_MARGIN,
     HEAVY_QUERIES,
     LOUD,
     LOUD_GROUPS,
-    MAX_BALANCE,
+    MAX_EQUALIZER,
     MIN_MEAN,
     MIN_VARIANCE,
     rotation_block,
@@ -46,7 +46,7 @@ class Statistics:
         lines: (operand batch, kv_heads, sums, 6, CHANNELS).
         query_lines: (batch, q_heads, 2, CHANNELS).
         factors: (batch, kv_heads, 4, CHANNELS): what Q and K are multiplied by, what is added to K then, and zeros.
-        key_mean, balance, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
+        key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
         scores: (operand batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the
             first.
@@ -70,7 +70,7 @@ class Statistics:
     query_lines: Floats
     factors: Floats
     key_mean: Floats
-    balance: Floats
+    equalizer: Floats
     value_mean: Floats
     value_amax: Floats
     value_tensor_amax: Floats
@@ -203,7 +203,7 @@ def kernels(
         "FIRST_KEYS": heavy_keys - late * places,
         "PADDED": padded,
         "PACKED": packed,
-        "BALANCE_QUERIES": BALANCE_QUERIES,
+        "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
@@ -212,7 +212,7 @@ def kernels(
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
         "SMOOTH_V": recipe.smooth_v,
-        "BALANCE": recipe.balance,
+        "EQUALIZE": recipe.equalize,
         "TENSOR_SCALE": recipe.tensor_scale,
         "SEARCHED": len(recipe.scale_steps),
         "STEPS": ",".join(map(str, recipe.scale_steps or (0,))),
@@ -225,7 +225,7 @@ def kernels(
         "SEARCH_LIMIT": SEARCH_LIMIT,
         "MIN_MEAN": MIN_MEAN,
         "MIN_VARIANCE": MIN_VARIANCE,
-        "MAX_BALANCE": MAX_BALANCE,
+        "MAX_EQUALIZER": MAX_EQUALIZER,
     }
     parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": QuantizeParameters}
     source = Source("quantize_nvfp4.cu", parameters, macros)
@@ -303,7 +303,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads),
-        new(batch, kv_heads, channels) if recipe.balance else None,
+        new(batch, kv_heads, channels) if recipe.equalize else None,
         chosen,
         call.first_keys,
     )
@@ -327,10 +327,10 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, device)
     statistics = Statistics(
         lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
-        query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.balance else None,
+        query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),
         key_mean=found.key_mean,
-        balance=found.balance,
+        equalizer=found.equalizer,
         value_mean=found.value_mean,
         value_amax=found.value_amax,
         value_tensor_amax=found.value_tensor_amax,
@@ -391,7 +391,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call.wants_mean_score,
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
-    sampled = batch * q_heads if recipe.balance else 0
+    sampled = batch * q_heads if recipe.equalize else 0
     everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
     launch(reduce, 2 * pairs * statistics.sum_runs + sampled, everything, device)
     early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY

@@ -8,7 +8,6 @@ import torch
 
 from ..replay import driver
 from ..replay.trace import relocatable
-from .context import device_context
 from .parameters import TensorMap
 
 
@@ -60,7 +59,7 @@ def _tensor_map(
     if index < 0:
         raise ValueError(f"{what}: must be on a GPU")
     try:
-        with device_context(index):
+        with driver.device_context(index):
             return driver.encode_tensor_map(address, dtype, shape, pitches, box, swizzle)
     except RuntimeError as error:
         raise ValueError(f"{what}: {error}") from error

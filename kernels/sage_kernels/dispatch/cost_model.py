@@ -1,7 +1,7 @@
 """Costs of attention calls on a GPU: measured tables, and whether low bits are faster than exact attention.
 
-A table holds one `curves.Curve` for each runner (a low-bit recipe with its kernels, or one of PyTorch's backends),
-head_dim, kind of mask and causality. `sage-hf tune` measures the GPU at hand and stores its table in the user's cache
+A table holds a `curves.Curve` for each runner (a low-bit recipe with its kernels, an exact kernel, or one of PyTorch's
+backends), kind of mask and causality. `sage-hf tune` measures the GPU at hand and stores its table in the user's cache
 folder; the folder `cost_tables` holds the tables that ship, by compute capability. Without a table, fixed limits
 decide.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.cache_folder import cache_folder
-from .curves import Between, Curve, Sizes
+from .curves import Curve, Schedule, Sizes, Weights
 
 if TYPE_CHECKING:
     from .request import Request
@@ -32,10 +32,8 @@ SHIPPED = Path(__file__).parents[1] / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
 
-SHARING = "split_forward"
+SHARING = "splitkv_forward"
 """Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
-OWN_RUNNERS = (SHARING, "exact_forward")
-"""Exact kernels of ours."""
 KEYS_OF_FEW = 4
 """Keys for each query from which queries are few, without a table."""
 TRAINING = ", forward and backward"
@@ -47,13 +45,15 @@ EXACT_HOST_US = 20.0
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
-"""Share of exact attention's time from which low bits are not worth their error."""
+"""Share of one runner's time below which another one runs in its place."""
+LOW_BIT_MARGIN = 0.92
+"""Share of exact attention's time from which low bits are not worth their error: two curves err by about as much."""
 LONG_US, LONG_MARGIN = 500.0, 1.02
 """Exact attention's time from which calls are long, and that share for them: low bits need less of the power that a
 model's matrix products share. CogVideoX-2B's calls take 1 % longer than by FlashAttention 3, and its step 8 % less."""
 
-OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.1, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
-"""Share of PyTorch's time below which another exact kernel runs, by mask. Those measured as "bool" hide no tile."""
+OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.0, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+"""Share of PyTorch's time below which another exact kernel runs, by mask."""
 
 # Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
 # half as many keys on.
@@ -92,7 +92,7 @@ class Table:
     Attributes:
         gpu, capability: name and compute capability of the GPU.
         versions: of torch, triton and cuDNN, and the date.
-        curves: one for each runner, kind of mask, causality and head_dim.
+        curves: at least one for each runner, kind of mask and causality.
         origin: where the table was read from.
     """
 
@@ -105,32 +105,14 @@ class Table:
     @cached_property
     def _by_kind(self) -> dict[tuple[str, str, bool], list[Curve]]:
         kinds: dict[tuple[str, str, bool], list[Curve]] = {}
-        for curve in sorted(self.curves, key=lambda curve: curve.head_dim):
+        for curve in sorted(self.curves, key=lambda curve: curve.head_dims[1] - curve.head_dims[0]):
             kinds.setdefault((curve.runner, curve.mask, curve.causal), []).append(curve)
         return kinds
 
-    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | Between | None:
-        """Return the time of a runner's calls of a head_dim; None if it cannot be told from those that were measured.
-
-        Kernels of ours pad a head_dim to a power of two, so one that was not measured takes what the next larger one of
-        the same width takes. Elsewhere it lies between the two next to it.
-        """
+    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | None:
+        """Find the curve of a runner's calls that is for the fewest head_dims; None if such calls were not measured."""
         curves = self._by_kind.get((runner, mask, causal), ())
-        above = next((curve for curve in curves if head_dim <= curve.head_dim), None)
-        if above is None or above.head_dim == head_dim:
-            return above
-        below = next((curve for curve in reversed(curves) if curve.head_dim < head_dim), None)
-        pads = below is None or " by " in runner or runner in OWN_RUNNERS
-        if pads and (head_dim - 1).bit_length() == (above.head_dim - 1).bit_length():
-            return above
-        if below is None:
-            return None
-        return Between(below, above, (head_dim - below.head_dim) / (above.head_dim - below.head_dim))
-
-    def exact(self, mask: str, causal: bool, head_dim: int, runners: Sequence[str] = BACKENDS) -> list[Curve | Between]:
-        """Return the curves of those exact runners that were measured for such calls."""
-        found = (self.curve(runner, mask, causal, head_dim) for runner in runners)
-        return [curve for curve in found if curve is not None]
+        return next((curve for curve in curves if curve.head_dims[0] <= head_dim <= curve.head_dims[1]), None)
 
     def write(self, path: Path) -> None:
         """Write the table as JSON; `read_table` reads it. Folders are made."""
@@ -141,9 +123,19 @@ class Table:
         path.write_text(text, encoding="utf-8")
 
 
-def _rounded(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with five digits of each number."""
-    return {name: float(f"{fact:.5g}") if isinstance(fact, float) else fact for name, fact in facts.items()}
+def _rounded(fact: Any) -> Any:
+    """Give each number five digits."""
+    if isinstance(fact, Mapping):
+        return {name: _rounded(one) for name, one in fact.items()}
+    if isinstance(fact, (list, tuple)):
+        return [_rounded(one) for one in fact]
+    return float(f"{fact:.5g}") if isinstance(fact, float) else fact
+
+
+def _read_curve(facts: Mapping[str, Any]) -> Curve:
+    schedule = Schedule(**{**facts["schedule"], "widths": tuple(facts["schedule"]["widths"])})
+    found = {"head_dims": tuple(facts["head_dims"]), "schedule": schedule, "weights": Weights(*facts["weights"])}
+    return Curve(**{**facts, **found})
 
 
 def read_table(path: Path) -> Table:
@@ -156,7 +148,7 @@ def read_table(path: Path) -> Table:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         major, minor = content["capability"]
-        curves = tuple(Curve(**curve) for curve in content["curves"])
+        curves = tuple(map(_read_curve, content["curves"]))
         return Table(content["gpu"], (major, minor), content["versions"], curves, str(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
@@ -226,35 +218,28 @@ def sizes_of(request: Request) -> Sizes:
 def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
 
+    Low bits always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which
+    exact attention computes apart.
+
     Args:
         request: the facts of the call.
         runner: the low-bit runner, see `low_bit_runner`.
-        own: the names of the kernels of exact attention beside PyTorch's that serve it.
-
-    They always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which it
-    computes apart.
+        own: the names of the kernels of exact attention, PyTorch's apart, that serve the call.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
     if fastest_exact(request, own) == SHARING:
         return "few queries: exact attention whose programs share the keys is faster"
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    low_bit = table and table.curve(runner, kind, request.is_causal, sizes.head_dim)
-    rivals = [*_exact_curves(request, own), *_pytorch_curves(request)]
+    low_bit, sizes = _curves(request, [runner]), sizes_of(request)
+    rivals = (*_curves(request, own), *_pytorch_curves(request))
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
-    if is_faster(low_bit, rivals, sizes):
-        return ""
-    return _limit(low_bit, tuple(rivals), kind, request.is_causal, sizes.head_dim)
+    return "" if is_faster(low_bit[0], rivals, sizes) else _limit(low_bit[0], rivals, sizes.head_dim)
 
 
 def is_measured_faster(request: Request, runner: str, other: str) -> bool:
-    """Return whether this GPU's own table has a runner and another one for such a call, and the first is faster."""
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    curves = [table and table.curve(one, kind, request.is_causal, sizes.head_dim) for one in (runner, other)]
-    us = [curve.us(sizes) for curve in curves if curve]
+    """Return whether the table has two runners for such a call, and the first is faster."""
+    us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other))]
     return len(us) == 2 and us[0] < us[1]
 
 
@@ -304,20 +289,20 @@ def _training_us(table: Table, request: Request, forward: str, both: str, checkp
     return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
 
-def is_faster(low_bit: Curve | Between, exact: Sequence[Curve | Between], sizes: Sizes) -> bool:
+def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
     """Return whether low bits are faster than the fastest exact backend, host time included."""
     exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
-    margin = MARGIN if exact_us < LONG_US else LONG_MARGIN
+    margin = LOW_BIT_MARGIN if exact_us < LONG_US else LONG_MARGIN
     return max(low_bit.us(sizes), LOW_BIT_HOST_US) < margin * exact_us
 
 
 @lru_cache(maxsize=256)
-def _limit(low_bit: Curve | Between, exact: tuple[Curve | Between, ...], mask: str, causal: bool, head_dim: int) -> str:
-    """Return the reason for calls of one kind, whose limit is that of self-attention with NOMINAL_HEADS heads."""
+def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
+    """Return the reason for calls of the curves' kind, whose limit is that of self-attention with NOMINAL_HEADS."""
     heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    of_mask, _, special = mask.partition(", ")
-    kind = f"at head_dim {head_dim}{', causal' * causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
+    of_mask, _, special = low_bit.mask.partition(", ")
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -343,25 +328,23 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     return ""
 
 
-def _pytorch_curves(request: Request) -> list[Curve | Between]:
-    """Return the curves of those of PyTorch's backends that PyTorch would choose for a call."""
-    curves = _exact_curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
+def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
+    """Find the curves of those runners that were measured for such calls."""
+    table, sizes = table_of(request.capability), sizes_of(request)
+    if table is None:
+        return []
+    kind = kind_of(request.mask, request.is_causal, sizes), request.is_causal, sizes.head_dim
+    return [curve for runner in runners if (curve := table.curve(runner, *kind)) is not None]
+
+
+def _pytorch_curves(request: Request) -> list[Curve]:
+    """Find the curves of those of PyTorch's backends that PyTorch would choose for a call."""
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
-        return [curve for curve in curves if curve.runner == "flash"]
+        return _curves(request, ["flash"])
+    curves = _curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
     if any(curve.runner == "flash" for curve in curves):  # which PyTorch prefers
         return [curve for curve in curves if curve.runner != "efficient"]
     return curves
-
-
-def _exact_curves(request: Request, runners: Sequence[str]) -> list[Curve | Between]:
-    table, sizes = table_of(request.capability), sizes_of(request)
-    kind = kind_of(request.mask, request.is_causal, sizes)
-    return table.exact(kind, request.is_causal, sizes.head_dim, runners) if table else []
-
-
-def _few_queries(request: Request) -> bool:
-    """Return whether a call's queries are so few that programs had better share the keys."""
-    return KEYS_OF_FEW * request.q_len <= request.kv_len
 
 
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
@@ -369,11 +352,11 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
 
     Args:
         request: the facts of the call.
-        own: the names of the kernels beside PyTorch's that serve it.
+        own: the names of the kernels, PyTorch's apart, that serve it.
     """
     sizes, grows = sizes_of(request), is_growing_step(request)
-    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, own)}
-    if SHARING in own and SHARING not in us and _few_queries(request):
+    us = {curve.runner: curve.us(sizes) for curve in _curves(request, own)}
+    if SHARING in own and SHARING not in us and KEYS_OF_FEW * sizes.q_len <= sizes.kv_len:
         key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
         if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
             return SHARING
@@ -403,7 +386,7 @@ def is_slower_by_cudnn(request: Request) -> bool:
     if request.q_len < DECODED_QUERIES:
         return True
     sizes = sizes_of(request)
-    us = {curve.runner: curve.us(sizes) for curve in _exact_curves(request, BACKENDS)}
+    us = {curve.runner: curve.us(sizes) for curve in _curves(request, BACKENDS)}
     # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

@@ -1,8 +1,15 @@
-"""Time of a runner's calls of any size: a formula with fitted weights, for each head_dim that was measured."""
+"""Time of a runner's calls of any size: a formula with fitted weights."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Order = Literal["waves", "queue", "split"]
+NOMINAL_WIDTH = 128
+RAGGED_KEYS = 8
+"""Keys that 16 bytes of a row of scores hold: kernels take longer over a number of keys that is no multiple."""
 
 
 @dataclass(frozen=True)
@@ -18,82 +25,93 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Time of one runner's calls with one kind of mask.
+class Schedule:
+    """Division of a call among the GPU's multiprocessors.
 
-    A call is `items` of `rows` queries of one head, of which `slots` run at once, each over tiles of `keys` keys:
-
-        launch + token · (queries + keys) + rounds · (item + tile · tiles) + score · scores
-
-    in microseconds, where `rounds` are items / slots, at least 1, rounded up if `whole`; queries and keys are counted
-    over heads and batch, in thousands; scores, of one head and batch element, in millions.
+    A call is items of `rows` queries of one head, each over tiles of `keys` keys; `slots` items run at once.
 
     Attributes:
-        head_dim: of the calls that were measured.
+        order: "waves", items begin when all before them have ended; "queue", when one has ended; "split", items also
+            share the keys of the same queries.
+        packs: the queries of all heads that share keys fill an item's rows together.
+        widths: head_dims to which the kernel pads, in ascending order.
+    """
+
+    rows: int
+    keys: int
+    slots: int
+    order: Order
+    packs: bool
+    widths: tuple[int, ...]
+
+
+class Weights(NamedTuple):
+    """Microseconds for each unit of work. Those per width are for a head_dim of NOMINAL_WIDTH once it is padded.
+
+    Attributes:
+        launch: of the call.
+        queries, keys: of a thousand tokens over heads and batch, per width.
+        item, wide_item: of a round of items; the latter per width.
+        tile, wide_tile: of a round of tiles; the latter per width.
+        ragged: of a round of tiles beside a ragged number of keys, per width.
+        score: of reading a mask of a million scores.
+    """
+
+    launch: float = 0.0
+    queries: float = 0.0
+    keys: float = 0.0
+    item: float = 0.0
+    wide_item: float = 0.0
+    tile: float = 0.0
+    wide_tile: float = 0.0
+    ragged: float = 0.0
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of one runner's calls with one kind of mask: the work of a call times its weights.
+
+    Attributes:
+        head_dims: smallest and largest head_dim of the calls.
         error: standard deviation of the logarithm of the measured times from the formula's.
     """
 
     runner: str
-    head_dim: int
     mask: str
     causal: bool
-    rows: int
-    keys: int
-    slots: int
-    whole: bool
-    launch: float
-    token: float
-    item: float
-    tile: float
-    score: float
+    head_dims: tuple[int, int]
+    schedule: Schedule
+    weights: Weights
     error: float = 0.0
 
-    @property
-    def kind(self) -> tuple[str, str, bool, int]:
-        """Return runner, mask, causality and head_dim."""
-        return self.runner, self.mask, self.causal, self.head_dim
-
     def us(self, sizes: Sizes) -> float:
         """Return the time of a call in microseconds."""
-        weights = (self.launch, self.token, self.item, self.tile, self.score)
-        found = features(sizes, self.causal, self.rows, self.keys, self.slots, self.whole)
-        return sum(w * f for w, f in zip(weights, found, strict=True))
+        return sum(w * one for w, one in zip(self.weights, work(sizes, self.causal, self.schedule), strict=True))
 
 
-@dataclass(frozen=True)
-class Between:
-    """Time of one runner's calls of a head_dim that lies `share` of the way between two that were measured.
-
-    Attributes:
-        below, above: curves of the head_dims measured.
-    """
-
-    below: Curve
-    above: Curve
-    share: float
-
-    @property
-    def runner(self) -> str:
-        """Return whose time it is."""
-        return self.above.runner
-
-    def us(self, sizes: Sizes) -> float:
-        """Return the time of a call in microseconds."""
-        return (1.0 - self.share) * self.below.us(sizes) + self.share * self.above.us(sizes)
-
-
-def features(
-    sizes: Sizes, causal: bool, rows: int, keys: int, slots: int, whole: bool
-) -> tuple[float, float, float, float, float]:
-    """Return what the weights of a `Curve` are multiplied by: (1, tokens, rounds, rounds · tiles, scores)."""
-    q_len, kv_len = sizes.q_len, sizes.kv_len
-    items = sizes.batch * sizes.q_heads * -(-q_len // rows)
-    rounds = float(-(-items // slots)) if whole else max(1.0, items / slots)
-    tiles = -(-kv_len // keys)
-    worked = rounds * tiles
+def work(sizes: Sizes, causal: bool, schedule: Schedule) -> Weights:
+    """Return the work of a call, in the units of the weights."""
+    group = sizes.q_heads // sizes.kv_heads if schedule.packs else 1
+    items = sizes.batch * (sizes.q_heads // group) * -(-sizes.q_len * group // schedule.rows)
+    load, tiles, seen = items / schedule.slots, float(-(-sizes.kv_len // schedule.keys)), 1.0
+    rounds = float(math.ceil(load)) if schedule.order == "waves" else max(1.0, load)
     if causal:
         # A row sees half of the last q_len keys and all before them; the longest rows are worked through first.
-        seen = 1.0 - (min(q_len, kv_len) - min(rows, q_len)) / (2.0 * kv_len)
-        worked = max(items / slots * tiles * seen, tiles)
-    tokens = sizes.batch * (sizes.q_heads * q_len + 2 * sizes.kv_heads * kv_len) * 1e-3
-    return 1.0, tokens, rounds, worked, q_len * kv_len * 1e-6
+        seen -= (min(sizes.q_len, sizes.kv_len) - min(schedule.rows / group, sizes.q_len)) / (2.0 * sizes.kv_len)
+    if schedule.order == "split":
+        worked = max(1.0, load * tiles * seen)
+    else:
+        worked = max(tiles, load * tiles * seen) if causal else rounds * tiles
+    width = next((one for one in schedule.widths if sizes.head_dim <= one), sizes.head_dim) / NOMINAL_WIDTH
+    return Weights(
+        launch=1.0,
+        queries=sizes.batch * sizes.q_heads * sizes.q_len * width * 1e-3,
+        keys=sizes.batch * sizes.kv_heads * sizes.kv_len * width * 1e-3,
+        item=rounds,
+        wide_item=rounds * width,
+        tile=worked,
+        wide_tile=worked * width,
+        ragged=worked * width if sizes.kv_len % RAGGED_KEYS else 0.0,
+        score=sizes.q_len * sizes.kv_len * 1e-6,
+    )

@@ -17,9 +17,11 @@ from ..exact.gradients import exact_gradients
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
-from ..spec.heads import Norm, Rope, head_kernel, head_kernels
+from ..spec.heads import Norm, Rope
 from ..spec.layout import Lengths, ceil_div, sequence_slices
+from ..spec.masks import with_causality
 from ..spec.recipe import Recipe, get_recipe
+from .head_kernels import head_kernel, plain_kernel
 from .registry import Plan, fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -163,7 +165,7 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
         if call.is_causal:
-            mask = sdpa.with_causality(mask, call.query, call.key, call.causal_offset)
+            mask = with_causality(mask, call.query, call.key, call.causal_offset)
         expected = sdpa.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
         truth = sdpa.attention(*tensors, mask=mask, scale=call.scale)[0]
         noise = uncertainty(call, None, 0.0)[0]
@@ -184,7 +186,7 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = head_kernel(x, norm, rope, grad=True), head_kernels()[-1]
+        kernel, reference = head_kernel(x, norm, rope, grad=True), plain_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..replay.trace import rehearsing
+from ..replay.trace import tracing
 from ..spec.call import BackwardCall, Call, Mask
 from ..spec.layout import ALIGNMENT, power_of_two
 from ..spec.operands import Saved
@@ -49,8 +49,8 @@ def compile_backward(call: Call, plan: Plan) -> None:
     alike = replace(call, query=query, key=key, value=value, mask=mask, recipe=get_recipe(plan.recipe))
 
     def compile_all() -> None:
-        with torch.cuda.device(device), rehearsing(compiles_only=True) as rehearsed:
-            stand_in = partial(rehearsed.stand_in, device=device)
+        with torch.cuda.device(device), tracing(compiles_only=True) as traced:
+            stand_in = partial(traced.stand_in, device=device)
             output, lse = alike.new_outputs(saves_lse=True)
             assert lse is not None
             backward.backward(
@@ -67,7 +67,7 @@ def compile_backward(call: Call, plan: Plan) -> None:
                     call.scale,
                 )
             )
-        threads = [_begin(partial(_compile_on, device, one)) for one in rehearsed.compilations or ()]
+        threads = [_begin(partial(_compile_on, device, one)) for one in traced.compilations or ()]
         for thread in threads:
             thread.join()
 
@@ -99,15 +99,15 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
         return
     _begun.add(kind)
     device = call.query.device
-    with torch.cuda.device(device), rehearsing(compiles_only=True) as rehearsed:
-        query, key, value, *masks = map(rehearsed.stand_in, tensors)
+    with torch.cuda.device(device), tracing(compiles_only=True) as traced:
+        query, key, value, *masks = map(traced.stand_in, tensors)
         mask = Mask.of(masks[0], call.kv_len) if masks else call.mask
         try:
             run(replace(call, query=query, key=key, value=value, mask=mask))
         except Exception as error:  # the call itself runs next: its failure shows
             logger.info("kernels of %s are compiled one by one: %s: %s", plan.kernel, type(error).__name__, error)
     # That of attention comes last and takes longest.
-    threads = [_begin(partial(_compile_on, device, one)) for one in reversed(rehearsed.compilations or ())]
+    threads = [_begin(partial(_compile_on, device, one)) for one in reversed(traced.compilations or ())]
     for thread in threads:
         thread.join()
 

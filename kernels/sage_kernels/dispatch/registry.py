@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import torch
 
+from ..replay import cache
 from ..spec.call import BackwardCall, Call
 from ..spec.operands import KeyPadding, Saved
+from ..spec.options import Fallback, check_fallback
 from ..spec.recipe import Recipe, get_recipe
 from . import cost_model, verdicts
-from .fallback import FALLBACKS, Fallback
 from .request import Request
 
 # Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
@@ -38,8 +39,6 @@ MIN_MASKED_KV_LEN = 1024
 
 # Recipes are defined and tested for these head dimensions; for others attention is exact.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KernelUnavailableError(RuntimeError):
@@ -133,7 +132,7 @@ class Exact(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Return whether its host code only allocates, takes views and launches, so that calls can be rehearsed."""
+        """Return whether its host code only allocates, takes views and launches, so that calls can be traced."""
 
     def unsupported(self, request: Request) -> str:
         """Return why it cannot serve a request; "" if it can."""
@@ -146,17 +145,6 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 """(query, key, value, mask) -> output, for the tensors of calls that agree in all else."""
 
 
-def transposed(attend: Attend) -> Attend:
-    """Return the same function of tensors whose tokens and heads have changed places, but for the mask's."""
-
-    def attend_transposed(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
-
-    return attend_transposed
-
-
 AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 """(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
 
@@ -164,20 +152,6 @@ AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor 
 written. Which they are is also said by `q_lengths`, int32 (batch,), q_len or 0, or by `plan`; the other one is None. A
 plan is int32, three parts of as many numbers as there are elements, rounded up to a multiple of 4, and a counter: into
 how many the keys of each are divided (1); how many blocks of rows it has, or 0; its number; and 0."""
-
-
-@runtime_checkable
-class BoundExact(Exact, Protocol):
-    """Kernel of exact attention that finds out once what calls like one need; it serves no masks.
-
-    Attributes:
-        tokens_first: the bound function's tensors are (batch, tokens, heads, channels).
-    """
-
-    tokens_first: bool
-
-    def bind(self, call: Call) -> Attend:
-        """Return what attends for such calls; it keeps none of this one's tensors."""
 
 
 class Outcome(NamedTuple):
@@ -255,7 +229,7 @@ _forwards: dict[str, Forward] = {}
 _backwards: dict[str, Backward] = {}
 _exacts: dict[str, Exact] = {}
 
-forgetters: list[Callable[[], None]] = []
+forgetters: list[Callable[[], None]] = [cache.forget]
 """Functions that `select.cache_clear` calls, because `select` may choose other kernels from then on."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel | Exact)
@@ -415,8 +389,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         KernelUnavailableError: fallback is "error", and no native kernel serves the request.
     """
     get_recipe(request.recipe)
-    if fallback not in FALLBACKS:
-        raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")
+    check_fallback(fallback)
     if request.recipe == "exact":
         return exact_plan(request)
     too_short = _why_too_short(request) if fallback == "native" else ""

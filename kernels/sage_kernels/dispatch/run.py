@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 
-from ..exact import masked_rows, sdpa
-from ..spec import block_list
-from ..spec.call import BackwardCall, Call
+from ..exact import block_lists, masked_rows, sdpa
+from ..runtime import dynamo, torch_private
+from ..spec.block_list import BlockList
+from ..spec.call import BackwardCall, Call, Mask
 from ..spec.checks import check_memory
+from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
+from ..spec.masks import with_causality
 from ..spec.operands import Saved
+from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
 from .registry import (
@@ -23,6 +28,7 @@ from .registry import (
     Plan,
     Request,
     TrainingForward,
+    exact_plan,
     get_backward,
     get_exact,
     get_forward,
@@ -32,6 +38,8 @@ from .registry import (
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
+fallback_listeners: list[Callable[[str, str], None]] = []
+"""Functions called with (recipe, reason) while a graph is traced in which exact attention takes a recipe's place."""
 
 
 def request_of(call: Call, grad: bool = False) -> Request:
@@ -79,9 +87,14 @@ def choose(request: Request, fallback: Fallback) -> Plan:
 def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
     announce(plan)
-    call = replace(call, recipe=get_recipe(plan.recipe))
-    # Autocast would round the float32 products of scales and means.
-    with torch.autocast(call.query.device.type, enabled=False):
+    return compute(call, plan)
+
+
+def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call without gradients by the kernels of its plan; see `run`."""
+    if call.recipe.name != plan.recipe:
+        call = replace(call, recipe=get_recipe(plan.recipe))
+    with _without_autocast(call.query.device):
         if call.is_empty:
             return call.new_outputs()
         if plan.numerics == "exact":
@@ -96,6 +109,11 @@ def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             precompile.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
             return kernel.attend(call, quantizer)
         return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would round the float32 products of scales and means."""
+    return torch.autocast(device.type, enabled=False) if torch_private.autocast_is_active() else nullcontext()
 
 
 def attend_by_plan(call: Call, plan: Plan) -> torch.Tensor:
@@ -173,13 +191,53 @@ def announce(plan: Plan) -> None:
         listener(plan)
 
 
+def announce_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+    reason: str,
+) -> Plan | None:
+    """Announce that exact attention runs, because it was asked for or in place of a recipe.
+
+    Args:
+        query, key, value, mask, blocks, options: the call's.
+        reason: why the recipe does not run: a limit, without this call's sizes, so that it is logged once; "" if exact
+            attention was asked for.
+
+    Returns:
+        The plan, or None inside torch.compile, where only `fallback_listeners` hear of it.
+    """
+    if torch.compiler.is_compiling():
+        if reason:
+            _announce_while_compiling(options.recipe, reason)
+        return None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    grad = bool(reason) and wants_gradient(query, key, value, mask)
+    request = Request.of(query, key, value, mask, bool(options.is_causal), options.recipe, options.return_lse, grad)
+    if blocks is not None:
+        request = replace(request, mask=Mask.of_blocks(blocks, mask, key.shape[2]).kind)
+    plan = exact_plan(request, *([("", reason)] if reason else []))
+    announce(plan)
+    return plan
+
+
+@dynamo.assume_constant_result
+def _announce_while_compiling(recipe: str, reason: str) -> None:
+    for listener in fallback_listeners:
+        listener(recipe, reason)
+
+
 def _attend_exactly(
     call: Call, by: Callable[..., torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by PyTorch's attention (`by`, as in `exact.sdpa`); rows that may attend to no key are 0."""
     query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
     if call.mask.blocks is not None:
-        return block_list.exact_attention(
+        return block_lists.attend(
             query,
             key,
             call.value,
@@ -196,7 +254,7 @@ def _attend_exactly(
         return sdpa.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
     if is_causal and (call.causal_offset != 0 or mask is not None):
         # PyTorch's other kernels support only one causal alignment, and no mask beside it.
-        mask, is_causal = sdpa.with_causality(mask, query, key, call.causal_offset), False
+        mask, is_causal = with_causality(mask, query, key, call.causal_offset), False
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
     output = masked_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
     if not call.return_lse:

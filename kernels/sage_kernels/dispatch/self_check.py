@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..runtime import torch_private
 from . import verdicts
 from .examination import Case, Verdict, examine, examine_heads
 from .registry import Plan, select
@@ -82,8 +83,8 @@ def _is_due(about: str, capability: verdicts.Capability) -> bool:
     return not (
         (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or torch_private.dispatch_modes()
+        or torch_private.transforms_are_active()
     )
 
 

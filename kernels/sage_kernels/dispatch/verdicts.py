@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
@@ -107,7 +106,7 @@ def machine_of(capability: Capability) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         "capability": capability,
-        "driver": _driver_version() if device.type == "cuda" else 0,
+        "driver": driver.version() if device.type == "cuda" else 0,
         "torch": torch.__version__,
         "triton": triton_version(),
         "source": _source_digest(),
@@ -121,16 +120,6 @@ def device_of(capability: Capability) -> torch.device:
     indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
     found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
     return torch.device("cuda", next(found, indices[0]))
-
-
-def _driver_version() -> int:
-    """Return the version of CUDA that the driver has; 0 without a driver."""
-    version = ctypes.c_int()
-    try:
-        driver.library().cuDriverGetVersion(ctypes.byref(version))
-    except (AttributeError, OSError):
-        return 0
-    return version.value
 
 
 def _source_digest() -> str:

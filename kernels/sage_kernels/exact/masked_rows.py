@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
 
 from ..replay import driver
+from ..runtime import torch_private
+from ..spec.masks import additive, attended_rows
 from . import sdpa
 
 ROWS, NEAR = 128, 0.02
@@ -45,19 +46,19 @@ def attend(
     if mask is None:
         return sdpa.sdpa(query, key, value, **options)
     if _gives_zeros(query, key, value, mask):
-        return sdpa.sdpa(query, key, value, mask=sdpa.additive(mask, query.dtype), **options)
+        return sdpa.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
     output = sdpa.sdpa(query, key, value, mask=mask, **options)
-    return torch.where(sdpa.attended_rows(mask), output, 0.0)
+    return torch.where(attended_rows(mask), output, 0.0)
 
 
 def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
     """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
     if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or torch_private.transforms_are_active() or torch_private.tangents_are_active():
         return False
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value, mask))
-    if not plain or torch._C._len_torch_dispatch_stack() or 0 in (*query.shape, *value.shape):
+    if not plain or torch_private.dispatch_modes() or 0 in (*query.shape, *value.shape):
         return False
     kind = query.device, query.dtype, query.shape[3], value.shape[3]
     allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -78,7 +79,7 @@ def _gives_zeros_by(
         # One row of the first batch element has no key, and none of the second one has.
         allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
         allowed[0, :, 5] = allowed[1] = False
-        mask, kept = sdpa.additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
         kept[5] = 0.0
         channels = head_dim, head_dim, v_head_dim
         inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]

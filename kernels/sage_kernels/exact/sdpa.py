@@ -9,17 +9,14 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
-from ..runtime import dynamo
+from ..runtime import dynamo, torch_private
+from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
-ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
 
-pytorch_sdpa: Callable[..., torch.Tensor] = getattr(
-    torch._C._nn, "scaled_dot_product_attention", F.scaled_dot_product_attention
-)
-"""PyTorch's scaled_dot_product_attention, wherever the name in torch.nn.functional leads by now."""
+pytorch_sdpa = torch_private.scaled_dot_product_attention
 _LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
 """Backends besides cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
 
@@ -180,69 +177,6 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
 
 
-def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype, largest: float | None = None) -> torch.Tensor:
-    """Return a mask in `dtype`, a bool one as it is; a finite number beyond ±`largest` becomes that.
-
-    A row biased by the lowest number throughout is uniform attention; by -inf it would be none.
-
-    Args:
-        mask: bool or additive.
-        dtype: floating.
-        largest: default the largest number of `dtype`. A mask that has this dtype already is returned as it is.
-    """
-    if mask.dtype in (torch.bool, dtype):
-        return mask
-    converted = mask.to(dtype)
-    limit = torch.finfo(dtype).max if largest is None else min(largest, torch.finfo(dtype).max)
-    if torch.finfo(mask.dtype).max <= limit:
-        return converted
-    return torch.where(mask.isinf(), converted, converted.clamp(-limit, limit))
-
-
-def with_causality(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal_offset: int = 0
-) -> torch.Tensor:
-    """Return a mask that also keeps row i from keys beyond i + causal_offset.
-
-    Args:
-        mask: bool or additive, broadcastable to (batch, q_heads, q_len, kv_len), or None.
-        query, key: as in `attention`.
-
-    Returns:
-        As mask, or bool, at least (1, 1, q_len, kv_len).
-    """
-    seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(causal_offset)
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
-def unexpanded(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask without repetitions: dimensions of stride 0 get size 1, so work on it costs what it stores."""
-    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
-
-
-def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
-    """Return which keys exist, bool (batch or 1, kv_len), if that is all the 4-D mask says; otherwise None."""
-    if mask is None or mask.dtype != torch.bool:
-        return None
-    mask = unexpanded(mask)
-    if mask.shape[1] != 1 or mask.shape[2] != 1:
-        return None
-    return mask[:, 0, 0].expand(-1, kv_len)
-
-
-def attended_rows(mask: torch.Tensor) -> torch.Tensor:
-    """Return which rows may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
-    mask = unexpanded(mask)
-    if mask.dtype == torch.bool or mask.shape[-1] == 0:
-        return mask.bool().any(-1, keepdim=True)
-    return mask.detach().amax(-1, keepdim=True) != -torch.inf  # reads the mask once, and writes nothing of its size
-
-
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -320,7 +254,7 @@ def without_cudnn(
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
-    order = [x for x in getattr(torch._C, "_get_sdp_priority_order", list)() if x in _LEFT]
+    order = [x for x in torch_private.sdp_priority_order() if x in _LEFT]
     if not _on_gpu(query) or dropout_p or grad or order != _LEFT:
         return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
     params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -346,21 +280,6 @@ def _flash(
         query, key, value, 0.0, is_causal, scale=scale
     )[0]
     return output
-
-
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
-
-    Returns:
-        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
-        multiples of 16 bytes.
-    """
-    if mask.dtype != torch.bool:
-        return mask
-    mask = unexpanded(mask)
-    *sizes, columns = mask.shape
-    rows = torch.empty((*sizes, -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS), dtype=dtype, device=mask.device)
-    return torch.log(mask, out=rows[..., :columns])  # in one launch
 
 
 def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
@@ -430,14 +349,14 @@ def _is_read_in_place(
 
     What PyTorch chooses is not asked where a compiler or a transform would have to follow, or for gradients.
     """
-    if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch_private.transforms_are_active():
         return False
     if _is_aligned(mask):
         return True
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, mask))
     if wants_gradient or mask.stride(-1) != 1 or mask.data_ptr() % ALIGNMENT:
         return False
-    return torch._fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
+    return torch_private.fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
 
 
 @dynamo.allow_in_graph
@@ -449,7 +368,7 @@ def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
 def _stored(x: torch.Tensor) -> torch.Tensor:
     """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
-    return x if differentiated or torch._C._are_functorch_transforms_active() else unexpanded(x)
+    return x if differentiated or torch_private.transforms_are_active() else unexpanded(x)
 
 
 @dynamo.allow_in_graph
@@ -498,6 +417,6 @@ def _is_aligned(x: torch.Tensor) -> bool:
         if stride % elements != 0:
             return False
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    if not plain or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if not plain or torch_private.transforms_are_active() or torch.compiler.is_compiling():
         return x.storage_offset() % elements == 0
     return x.data_ptr() % ALIGNMENT == 0

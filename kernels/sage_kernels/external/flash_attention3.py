@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..dispatch.registry import Attend, AttendToFirst, Exact, Request, get_exact, register_exact, transposed
+from ..dispatch.registry import AttendToFirst, Exact, Request, get_exact, register_exact
 from ..replay import driver, trace
 from ..spec.call import Call
 
@@ -36,7 +36,6 @@ class FlashAttention3:
 
     name = "fa3"
     repeats = False
-    tokens_first = True
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
@@ -52,22 +51,13 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return transposed(self.bind(call))(call.query, call.key, call.value, None)
-
-    def bind(self, call: Call) -> Attend:
-        """Return the function of Q, K and V of calls that are like this one in all but values."""
-        operator, negative = _operator(), call.scale < 0
-        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
+        operator = _operator()
         assert operator is not None
-
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            _ensure_context(query)
-            output: torch.Tensor = operator(-query if negative else query, key, value, **options)[0]
-            return output
-
-        return attend
+        _ensure_context(call.query)
+        query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+        options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
+        output: torch.Tensor = operator(-query if call.scale < 0 else query, key, value, **options)[0]
+        return output.transpose(1, 2)
 
 
 def _ensure_context(x: torch.Tensor) -> None:
@@ -85,8 +75,8 @@ def _splits(call: Call) -> int:
 class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
-    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `triton.scattered_forward.attend`."""
+    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `triton.nonprefix_forward.attend`."""
 
 
 class PaddedFlashAttention3:
@@ -111,13 +101,13 @@ class PaddedFlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend_to_scattered(call, _attend_to_first, _row_blocks(call))
+        return self._others.attend_nonprefix(call, _attend_to_first, _row_blocks(call))
 
 
 def register_kernels() -> None:
     """Register the kernels."""
     register_exact(FlashAttention3())
-    register_exact(PaddedFlashAttention3(cast(Others, get_exact("exact_forward"))))
+    register_exact(PaddedFlashAttention3(cast(Others, get_exact("masked_forward"))))
 
 
 def _attend_to_first(
@@ -132,10 +122,10 @@ def _attend_to_first(
     assert of_rows is not None
     run = partial(_write_first, scale=call.scale, planned=plan is not None)
     tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
-    if (rehearsed := trace.current()) is None:
+    if (traced := trace.current()) is None:
         run(*tensors)
     else:
-        rehearsed.ran(run, *tensors)
+        traced.ran(run, *tensors)
 
 
 def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:

@@ -18,8 +18,8 @@ from ..language.launch import launch, overlapping, strides
 from ..spec.call import BackwardCall
 from ..spec.layout import TokenRows, ceil_div
 from ..spec.operands import Saved
-from .backward_keys import hopper_backward_key
-from .backward_queries import hopper_backward_query
+from .bwd_dkdv import hopper_bwd_dkdv
+from .bwd_dq import hopper_bwd_dq
 from .stages import ROWS, stage_tiles
 
 # By channels. A program holds 64 keys or rows for each of two warpgroups, or of three where registers allow: with 64
@@ -110,7 +110,7 @@ def _run(run: BackwardLaunch) -> None:
 
     with overlapping(call.value.device) as beside:
         launch(
-            hopper_backward_key,
+            hopper_bwd_dkdv,
             run.key_grid(key_tile["BLOCK_N"]),
             key_scale=saved.key_scale,
             key=held_tiles(saved.key),
@@ -132,7 +132,7 @@ def _run(run: BackwardLaunch) -> None:
         )
         with beside:
             launch(
-                hopper_backward_query,
+                hopper_bwd_dq,
                 run.query_grid(query_tile["BLOCK_M"]),
                 query_scale=saved.query_scale,
                 query=held_tiles(saved.query),

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 
 from ..dispatch.registry import Request, register_backward
+from ..dispatch.support import INT8_BACKWARD, Declared, Requests
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall
-from ..spec.layout import MAX_GRID, padded_channels
-from ..spec.recipe import Recipe
+from ..spec.layout import padded_channels
 
-CAPABILITY = (9, 0)
 VERSIONS = ((3, 6), (3, 9))
 """The oldest and the newest Triton tested; Gluon is experimental and changes between versions."""
 CHANNELS = (64, 128)
 
 
-class HopperBackward:
-    """The Hopper backward kernels of `gluon.int8_backward`."""
+class HopperBackward(Declared):
+    """The Hopper backward kernels of `gluon.int8_backward`, of P and dS in 16 bit."""
 
     name = "int8_backward_hopper"
     native = True
-
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS in 16 bit."""
-        backward, transforms = recipe.backward, ("smooth_k", "smooth_v", "rotate", "balance")
-        if recipe.qk != "int8" or backward is None or not recipe.is_plain_but_for(*transforms, "backward"):
-            return False
-        products = (backward.p, backward.ds, backward.dp)
-        return products == ("16bit",) * 3 and backward.scales == "row" and backward.delta == "output"
+    recipes = replace(INT8_BACKWARD, gradients=("16bit",))
+    requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), packed=True, grid=True)
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        if request.device_type != "cuda" or request.capability != CAPABILITY or torch.version.hip is not None:
-            return "needs an NVIDIA GPU of compute capability 9.0 (Hopper)"
-        if request.dtype not in (torch.float16, torch.bfloat16):
-            return "gradients need float16 or bfloat16"
-        if request.mask.startswith("block"):
-            return "no block lists"
-        if max(request.batch, request.q_heads) > MAX_GRID:
-            return f"more than {MAX_GRID} batch elements or heads"
+        """Name the first limit of the kernels, or of Triton's Gluon, that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
+            return reason
         if os.environ.get("TRITON_INTERPRET") == "1":
             return "Triton's interpreter does not run Gluon"
         version, (oldest, newest) = triton_version(), VERSIONS

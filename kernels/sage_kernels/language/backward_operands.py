@@ -36,7 +36,7 @@ class QueryOperands:
     Attributes:
         gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None where kernels
             read the caller's.
-        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels), rotation and balance
+        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels), rotation and equalizing
             undone; or, where dS is INT8, the codes transposed.
         gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
             where P is not INT8.
@@ -179,15 +179,15 @@ def key_operands(
 
 def multiplies_int8(recipe: Recipe) -> bool:
     """Return whether P and dS are multiplied in INT8."""
-    return recipe.backward is not None and recipe.backward.ds == "int8"
+    return recipe.backward == "int8"
 
 
 def _restoring(saved: Saved, recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments that undo rotation and balance of the values of codes; INT8 operands stay transformed."""
+    """Return the arguments that undo rotation and equalizing of the values of codes; INT8 operands stay transformed."""
     restores, codes = not multiplies_int8(recipe), saved.query
     return {
         "matrix": rotation_matrix(codes.shape[3], codes.dtype, codes.device) if restores and recipe.rotate else None,
-        "balance": saved.balance if restores and recipe.balance else None,
+        "equalizer": saved.equalizer if restores and recipe.equalize else None,
     }
 
 
@@ -212,7 +212,7 @@ def prepare_queries(
     gradient_codes,
     gradient_scale,
     matrix,
-    balance,
+    equalizer,
     group,
     ranges,
     tokens,
@@ -283,7 +283,7 @@ def prepare_queries(
             store_transposed(query, q, head_index * CHANNELS, operand_start + position, rows)
         else:
             kv_pair = batch * (q_heads // group) + head // group
-            values = restored(q, matrix, balance, kv_pair, channel, True) * tl.load(codes_scale + row)[:, None]
+            values = restored(q, matrix, equalizer, kv_pair, channel, True) * tl.load(codes_scale + row)[:, None]
             tl.store(query + row[:, None] * CHANNELS + channel[None, :], values.to(query.dtype.element_ty))
 
 
@@ -295,7 +295,7 @@ def prepare_keys(
     operand_value,
     key,
     matrix,
-    balance,
+    equalizer,
     valid,
     ranges,
     tokens,
@@ -339,21 +339,21 @@ def prepare_keys(
             store_transposed(key, k, head_index * CHANNELS, operand_start + position, rows)
         else:
             scale = tl.load(codes_scale + row // 64 * 4 + row % 8 // 2).to(tl.float32)
-            values = restored(k, matrix, balance, pair.to(tl.int64), channel, False) * scale[:, None]
+            values = restored(k, matrix, equalizer, pair.to(tl.int64), channel, False) * scale[:, None]
             tl.store(key + row[:, None] * CHANNELS + channel[None, :], values.to(key.dtype.element_ty))
 
 
 @triton.jit
-def restored(codes, matrix, balance, kv_pair, channel, DIVIDE: tl.constexpr):
-    """Return codes (tokens, channels) in float32 as they were before rotation and balance, but for the scales."""
+def restored(codes, matrix, equalizer, kv_pair, channel, DIVIDE: tl.constexpr):
+    """Return codes (tokens, channels) in float32 as they were before rotation and equalizing, but for the scales."""
     CHANNELS: tl.constexpr = codes.shape[1]
     if matrix is None:
         x = codes.to(tl.float32)
     else:  # the sums are exact
         columns = tl.load(matrix + channel[:, None] * CHANNELS + channel[None, :]).T
         x = tl.dot(codes, columns).to(tl.float32) * CHANNELS**-0.5
-    if balance is not None:
-        x *= channel_factor(balance + kv_pair * CHANNELS, channel, CHANNELS, DIVIDE)[None, :]
+    if equalizer is not None:
+        x *= channel_factor(equalizer + kv_pair * CHANNELS, channel, CHANNELS, DIVIDE)[None, :]
     return x
 
 

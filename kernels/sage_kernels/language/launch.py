@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..replay import driver, trace
 from ..replay.launch_plan import launch_now
 from ..replay.trace import NotRepeatableError
 from ..runtime.cache_folder import announcing_if_slow
-from .packing import pack
+from . import triton_abi
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 _compiled: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
 _starting: list[threading.Thread] = []
-_digested: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
     if device.type != "cuda":
         yield contextlib.nullcontext()
         return
-    if (rehearsed := trace.current()) is not None:
-        with rehearsed.overlapping() as beside:
+    if (traced := trace.current()) is not None:
+        with traced.overlapping() as beside:
             yield beside
         return
     current = torch.cuda.current_stream(device)
@@ -123,7 +121,7 @@ def launch(
     shared_percent: int | None = None,
     **arguments: Any,
 ) -> None:
-    """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is rehearsed.
+    """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is traced.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`, whose compile-time parameters are in capitals.
@@ -140,8 +138,7 @@ def launch(
         "enable_fp_fusion": enable_fp_fusion,
         "maxnreg": maxnreg,
     }
-    if id(kernel) not in _digested:
-        _digest(kernel)
+    triton_abi.digest(kernel)
     kernel = _fitting(kernel, arguments)
     recorded = _recorded.get()
     if recorded is not None:
@@ -149,15 +146,15 @@ def launch(
         return
     if 0 in grid:
         return
-    if (rehearsed := trace.current()) is not None:
-        if rehearsed.compilations is None:
-            packed = pack(kernel, grid, arguments, options)
+    if (traced := trace.current()) is not None:
+        if traced.compilations is None:
+            packed = triton_abi.pack(kernel, grid, arguments, options)
             if shared_percent is not None:
                 driver.prefer_shared_memory(packed.function, shared_percent)
-            rehearsed.launched(packed)
+            traced.launched(packed)
         else:
-            run = partial(kernel.run, grid=grid, warmup=True, **arguments, **options)
-            rehearsed.compilations.append(partial(compile_now, run))
+            run = partial(triton_abi.compile_kernel, kernel, grid, arguments, options)
+            traced.compilations.append(partial(compile_now, run))
         return
     device = next(iter(arguments.values())).device
     with _launching(device):
@@ -168,7 +165,8 @@ def launch(
                 kernel[grid](**arguments, **options)
             else:
                 try:  # Triton's own launcher is made by a C compiler for each signature, which takes a second
-                    launch_now(pack(kernel, grid, arguments, options))
+                    packed = triton_abi.pack(kernel, grid, arguments, options)
+                    launch_now(packed, torch.cuda.current_device())
                 except (AttributeError, NotRepeatableError, OSError):  # also where the driver lacks a function
                     kernel[grid](**arguments, **options)
         _compiled.add(key)
@@ -223,21 +221,6 @@ def _launching(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _digest(function: Any) -> None:
-    """Have Triton digest the source of a kernel, by which its cache finds it, after those of the functions it calls.
-
-    A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
-    before: a process that launches other kernels first would not find this one, and compile it again.
-    """
-    if not hasattr(type(function), "cache_key") or id(function) in _digested:
-        return
-    for name in function.fn.__code__.co_names:
-        if (called := function.fn.__globals__.get(name)) is not function:
-            _digest(called)
-    _ = function.cache_key
-    _digested.add(id(function))
-
-
 def start_compiler() -> None:
     """Begin in threads what Triton's first compilation of a process does in a row, and return at once.
 
@@ -246,8 +229,8 @@ def start_compiler() -> None:
     """
     with _lock:
         if not _starting and not INTERPRETED:
-            for work in (_build_driver, _digest_triton):
-                _starting.append(threading.Thread(target=work, name=f"sage-kernels{work.__name__}"))
+            for work in (triton_abi.build_driver, triton_abi.digest_compiler):
+                _starting.append(threading.Thread(target=work, name=f"sage-kernels-{work.__name__}"))
                 _starting[-1].start()
 
 
@@ -256,16 +239,6 @@ def _await_compiler() -> None:
     start_compiler()
     for thread in _starting:
         thread.join()
-
-
-def _build_driver() -> None:
-    with contextlib.suppress(Exception):
-        triton.runtime.driver.active.get_current_device()
-
-
-def _digest_triton() -> None:
-    with contextlib.suppress(Exception):
-        import_module("triton.runtime.cache").triton_key()
 
 
 def compile_now(run: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Balance and rotation of head_dim (`transforms`) in Triton kernels: by butterflies, or as a matrix product."""
+"""Equalizing and rotation of head_dim (`transforms`) in Triton kernels: by butterflies, or as a matrix product."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def rotation_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 @triton.jit
-def channel_factor(balance, channel, head_dim, DIVIDE: tl.constexpr):
-    """Load the factors of channels (`transforms.balance`), or with DIVIDE their reciprocals; 1 from head_dim on."""
-    factor = tl.load(balance + channel, mask=channel < head_dim, other=1.0)
+def channel_factor(equalizer, channel, head_dim, DIVIDE: tl.constexpr):
+    """Load the factors of channels (`transforms.equalize`), or with DIVIDE their reciprocals; 1 from head_dim on."""
+    factor = tl.load(equalizer + channel, mask=channel < head_dim, other=1.0)
     if DIVIDE:  # powers of two, whose reciprocals are exact
         factor = (0x7F000000 - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return factor

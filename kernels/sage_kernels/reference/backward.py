@@ -3,25 +3,25 @@
 With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
 dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
 algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
-sum to 0. Their rotation and balance are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
+sum to 0. Their rotation and equalizing are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
 operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU
 path and the emulation; memory is linear in length.
 
-Sums are float32. With float64 tensors they are float64, and the "16bit" format does not round.
+Sums are float32. With float64 tensors they are float64, and "16bit" does not round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from ..exact.sdpa import rows_per_chunk
-from ..formats import fp8, int8
+from ..formats import int8
 from ..spec import transforms
-from ..spec.block_list import BlockList
+from ..spec.call import NO_MASK, BackwardCall, Call, Mask
 from ..spec.layout import KEY_BLOCK, Lengths, natural_order, padded_channels, padded_rows, thread_order
 from ..spec.operands import Saved
 from ..spec.recipe import Recipe
@@ -37,84 +37,53 @@ from .forward import (
     valid_keys,
 )
 
-GRADIENT_BLOCK = 64  # rows of dO that share a scale in 8 bits
+GRADIENT_BLOCK = 64  # rows of dO that share a scale in INT8
 
 
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    *,
-    lengths: Lengths | None = None,
-    valid: torch.Tensor | None = None,
-    blocks: BlockList | None = None,
-    is_causal: bool,
-    causal_offset: int = 0,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, Saved]:
-    """Compute `reference.forward.attention` and save what its gradients need.
+def forward(call: Call) -> tuple[torch.Tensor, Saved]:
+    """Compute `reference.forward.attention` of a call and save what its gradients need.
 
-    Args:
-        query, key, value, recipe, is_causal, causal_offset, scale: as in `reference.forward.attention`.
-        lengths: sequences packed one after the other in a batch of 1; each attends to itself.
-        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
-        blocks: the tiles of keys that each block of rows attends to, beside lengths with sequences as its batch; None:
-            all.
+    The call's mask may be a mask of keys, a block list, or both.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
         v_head_dim); see `Saved`.
 
     Raises:
-        ValueError: the recipe has no gradients, valid is given beside lengths, or a sequence is longer than
-            lengths say the longest is.
+        ValueError: the recipe has no gradients, or a sequence is longer than lengths say the longest is.
     """
-    _check(recipe, lengths, valid)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
+    _check(call.recipe)
+    lengths = call.lengths
     if lengths is None:
-        return _forward(query, key, value, recipe, valid, blocks, **options)
+        return _forward(call)
+    query, key, value = call.query, call.key, call.value
     output, lse = nothing_attended(query, value.shape[-1], query.dtype)
     sequences = len(lengths.cu_seqlens_q) - 1
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
-    saved = _empty(query, key, lse, *rows, sequences if recipe.balance else None)
+    saved = _empty(call, lse, *rows, sequences)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
-        own_blocks = _blocks_of_sequence(blocks, index, queries, keys, lengths)
-        output[:, :, queries], part = _forward(
-            query[:, :, queries], key[:, :, keys], value[:, :, keys], recipe, None, own_blocks, **options
+        own = replace(
+            call,
+            query=query[:, :, queries],
+            key=key[:, :, keys],
+            value=value[:, :, keys],
+            mask=_mask_of_sequence(call, index, queries, keys),
+            lengths=None,
         )
-        for whole, own in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
-            whole.copy_(own)
+        output[:, :, queries], part = _forward(own)
+        for whole, of_sequence in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
+            whole.copy_(of_sequence)
     return output, saved
 
 
 def backward(
-    output_gradient: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    saved: Saved,
-    recipe: Recipe,
-    *,
-    head_dim: int,
-    lengths: Lengths | None = None,
-    valid: torch.Tensor | None = None,
-    blocks: BlockList | None = None,
-    is_causal: bool,
-    causal_offset: int = 0,
-    scale: float | None = None,
-    block_m: int = 64,
-    block_n: int = 64,
+    call: BackwardCall, block_m: int = 64, block_n: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of Q, K and V.
 
     Args:
-        output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
-        value: (batch, kv_heads, kv_len, v_head_dim), as the forward got it.
-        output, saved: the results of the forward.
-        head_dim: channels of Q and K.
-        recipe, lengths, valid, blocks, is_causal, causal_offset, scale: as the forward got them.
-        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128; in 8 bits a tile's scores share scales.
+        call: the backward pass of a call that `forward` took.
+        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128; in INT8 a tile's scores share scales.
 
     Returns:
         (query_gradient, key_gradient, value_gradient) in value's dtype, each laid out as (batch, tokens, heads,
@@ -124,37 +93,28 @@ def backward(
         weight of 0: which ones depends on the tiles; in exact attention, all.
 
     Raises:
-        ValueError: the recipe has no gradients, valid is given beside lengths, or the tile is not supported.
+        ValueError: the recipe has no gradients, or the tile is not supported.
     """
-    _check(recipe, lengths, valid)
+    _check(call.recipe)
     for name, block in (("block_m", block_m), ("block_n", block_n)):
         if block not in (16, 32, 64, 128):
             raise ValueError(f"{name} {block} is not supported: use 16, 32, 64 or 128")
-    batch, q_heads, q_len, _ = output_gradient.shape
-    kv_heads, kv_len = value.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    options: dict[str, Any] = {"is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
-    options |= {"block_m": block_m, "block_n": block_n}
-    if lengths is None:
-        return _backward(output_gradient, value, output, saved, recipe, valid, blocks, head_dim, **options)
-    gradients = (
-        value.new_zeros(batch, q_len, q_heads, head_dim).transpose(1, 2),
-        value.new_zeros(batch, kv_len, kv_heads, head_dim).transpose(1, 2),
-        value.new_zeros(batch, kv_len, kv_heads, value.shape[-1]).transpose(1, 2),
-    )
-    for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
-        parts = _backward(
-            output_gradient[:, :, queries],
-            value[:, :, keys],
-            output[:, :, queries],
-            _sequence_part(saved, index, queries, query_rows, key_rows),
-            recipe,
-            None,
-            _blocks_of_sequence(blocks, index, queries, keys, lengths),
-            head_dim,
-            **options,
+    if call.lengths is None:
+        return _backward(call, block_m, block_n)
+    gradients = call.new_gradients()
+    for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(call.lengths)):
+        own = replace(
+            call,
+            output_gradient=call.output_gradient[:, :, queries],
+            value=call.value[:, :, keys],
+            output=call.output[:, :, queries],
+            saved=_sequence_part(call.saved, index, queries, query_rows, key_rows),
+            mask=_mask_of_sequence(call, index, queries, keys),
+            lengths=None,
         )
-        for gradient, tokens, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+        for gradient, tokens, part in zip(
+            gradients, (queries, keys, keys), _backward(own, block_m, block_n), strict=True
+        ):
             gradient[:, :, tokens] = part
     return gradients
 
@@ -175,31 +135,27 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     query_scale = F.pad(operands.query_scale.squeeze(-1), (0, padded_rows(q_len) - q_len))
     by_thread = thread_order(operands.key_scale).unflatten(-2, (-1, KEY_BLOCK // THREAD_TOKENS, THREAD_TOKENS))
     key_scale = by_thread[..., 0, 0].to(torch.bfloat16)
-    balance = lse.new_empty(0)
-    if operands.balance is not None:
-        channels = operands.balance.shape[-1]
-        balance = F.pad(operands.balance.squeeze(-2), (0, padded_channels(channels) - channels), value=1.0)
-    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, balance, lse)
+    equalizer = lse.new_empty(0)
+    if operands.equalizer is not None:
+        channels = operands.equalizer.shape[-1]
+        equalizer = F.pad(operands.equalizer.squeeze(-2), (0, padded_channels(channels) - channels), value=1.0)
+    return Saved(padded(operands.query), query_scale, padded(operands.key), key_scale, equalizer, lse)
 
 
-def _check(recipe: Recipe, lengths: Lengths | None, valid: torch.Tensor | None) -> None:
+def _check(recipe: Recipe) -> None:
     if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
         raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
-    if lengths is not None and valid is not None:
-        raise ValueError("packed sequences say by their lengths which keys exist: give no valid beside them")
 
 
-def _empty(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, query_rows: int, key_rows: int, balanced: int | None
-) -> Saved:
-    """Return `Saved` of zeros, and of a balance of ones for `balanced` sequences."""
-    channels = padded_channels(query.shape[-1])
+def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequences: int) -> Saved:
+    """Allocate `Saved` of zeros, and of an equalizer of ones for each sequence if the recipe equalizes."""
+    query, key, channels = call.query, call.key, padded_channels(call.query.shape[-1])
     return Saved(
         query.new_zeros(*query.shape[:2], query_rows, channels, dtype=torch.int8),
         query.new_zeros(*query.shape[:2], query_rows, dtype=torch.float32),
         key.new_zeros(*key.shape[:2], key_rows, channels, dtype=torch.int8),
         key.new_zeros(*key.shape[:2], key_rows // KEY_BLOCK, KEY_BLOCK // THREAD_TOKENS, dtype=torch.bfloat16),
-        lse.new_ones(0 if balanced is None else (balanced, key.shape[1], channels)),
+        lse.new_ones((sequences, key.shape[1], channels) if call.recipe.equalize else 0),
         lse,
     )
 
@@ -224,12 +180,14 @@ def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
         yield slice(start, stop), slice(k_start, k_start + k_length), query_rows, key_rows
 
 
-def _blocks_of_sequence(
-    blocks: BlockList | None, index: int, queries: slice, keys: slice, lengths: Lengths
-) -> BlockList | None:
-    if blocks is None:
-        return None
-    return blocks.of_sequence(index, queries.stop - queries.start, keys.stop - keys.start, lengths.max_seqlen_k)
+def _mask_of_sequence(call: Call | BackwardCall, index: int, queries: slice, keys: slice) -> Mask:
+    """Select a packed sequence's block list, if there is one."""
+    blocks, lengths = call.mask.blocks, call.lengths
+    if blocks is None or lengths is None:
+        return NO_MASK
+    kv_len = keys.stop - keys.start
+    own = blocks.of_sequence(index, queries.stop - queries.start, kv_len, lengths.max_seqlen_k)
+    return Mask.of_blocks(own, None, kv_len)
 
 
 def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
@@ -240,77 +198,47 @@ def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, 
         saved.query_scale[:, :, query_rows],
         saved.key[:, :, key_rows],
         saved.key_scale[:, :, scales],
-        saved.balance[index : index + 1],
+        saved.equalizer[index : index + 1],
         saved.lse[:, :, queries],
     )
 
 
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    valid: torch.Tensor | None,
-    blocks: BlockList | None,
-    *,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float,
-) -> tuple[torch.Tensor, Saved]:
+def _forward(call: Call) -> tuple[torch.Tensor, Saved]:
     """Compute `forward` of an ordinary batch."""
+    query, key, value = call.query, call.key, call.value
     if 0 in (*query.shape[:3], key.shape[2]):
         output, lse = nothing_attended(query, value.shape[-1], query.dtype)
-        balanced = query.shape[0] if recipe.balance else None
-        return output, _empty(query, key, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), balanced)
-    mask = None if valid is None else valid[:, None, None]
-    operands = quantize_operands(query.contiguous(), key.contiguous(), value.contiguous(), recipe, valid_keys(mask))
+        return output, _empty(call, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), query.shape[0])
+    mask = call.mask.tensor
+    operands = quantize_operands(
+        query.contiguous(), key.contiguous(), value.contiguous(), call.recipe, valid_keys(mask)
+    )
     output, lse = attend(
         operands,
-        recipe,
+        call.recipe,
         key.shape[2],
         dtype=query.dtype,
         mask=mask,
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        blocks=blocks,
+        is_causal=call.is_causal,
+        causal_offset=call.causal_offset,
+        scale=call.scale,
+        blocks=call.mask.blocks,
     )
     return output, save(operands, lse)
 
 
-def _backward(
-    output_gradient: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    saved: Saved,
-    recipe: Recipe,
-    valid: torch.Tensor | None,
-    blocks: BlockList | None,
-    head_dim: int,
-    *,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float,
-    block_m: int,
-    block_n: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(call: BackwardCall, block_m: int, block_n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `backward` of an ordinary batch."""
-    formats = recipe.backward
-    assert formats is not None
-    dtype = value.dtype
+    recipe, saved, blocks, dtype = call.recipe, call.saved, call.mask.blocks, call.value.dtype
     sums = torch.float64 if dtype == torch.float64 else torch.float32
-    (batch, q_heads, q_len), (kv_heads, kv_len) = output_gradient.shape[:3], value.shape[1:3]
+    (batch, q_heads, q_len), (kv_heads, kv_len) = call.output_gradient.shape[:3], call.value.shape[1:3]
     if 0 in (batch, q_heads, q_len, kv_len):
-        return (
-            _tokens_first(value.new_zeros(batch, q_heads, q_len, head_dim), dtype),
-            _tokens_first(value.new_zeros(batch, kv_heads, kv_len, head_dim), dtype),
-            _tokens_first(torch.zeros_like(value), dtype),
-        )
+        return call.new_gradients()
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
-    output_gradient, value, output = output_gradient.contiguous(), value.contiguous(), output.contiguous()
+    output_gradient, value, output = (x.contiguous() for x in (call.output_gradient, call.value, call.output))
     query_pad, key_pad = saved.query.shape[2] - q_len, saved.key.shape[2] - kv_len
 
-    exists = value.new_ones(1, kv_len, dtype=torch.bool) if valid is None else valid
+    exists = value.new_ones(1, kv_len, dtype=torch.bool) if call.mask.valid is None else call.mask.valid
     exists = F.pad(exists, (0, key_pad))[:, None, None]
     # An lse of infinity makes P 0 in the rows that attend to nothing, and in the padding.
     lse = F.pad(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), (0, query_pad), value=torch.inf)
@@ -322,121 +250,87 @@ def _backward(
     key = saved.key.to(sums)
     key_scale = natural_order(saved.key_scale.to(sums).flatten(-2).repeat_interleave(THREAD_TOKENS, -1).unsqueeze(-1))
 
-    # Factors that undo the balance of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
+    # Factors that undo the equalizer of K, and of dQ = dS·K; and of Q, and of dK = dSᵀ·Q.
     key_factors = (
-        saved.balance.to(sums).unsqueeze(-2) if recipe.balance else saved.balance.new_ones(1, 1, 1, 1, dtype=sums)
+        saved.equalizer.to(sums).unsqueeze(-2) if recipe.equalize else saved.equalizer.new_ones(1, 1, 1, 1, dtype=sums)
     )
-    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.balance else 1, 1)
-    query_operand, query_factor = _product_operand(query, query_scale, formats.ds, recipe.rotate, query_factors, dtype)
-    key_operand, key_factor = _product_operand(key, key_scale, formats.ds, recipe.rotate, key_factors, dtype)
-    gradient_operand = _round_blocks(output_gradient, formats.p, GRADIENT_BLOCK, dtype)
-    dp_gradient = _round_blocks(output_gradient, formats.dp, 1 if formats.scales == "row" else block_m, dtype)
-    dp_value = _round_blocks(value, formats.dp, 1 if formats.scales == "row" else block_n, dtype)
+    query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.equalize else 1, 1)
+    in_int8 = recipe.backward == "int8"
+    # In 16 bits Q and K are restored: sums of codes are exact, so that kernels may take them in any order. In INT8 they
+    # are the codes, whose scales vary along the sum, and are factors of dS before it is rounded.
+    gradient_operand, query_operand, key_operand = output_gradient, query, key
+    if in_int8:
+        gradient_operand = _round_int8(output_gradient.unflatten(-2, (-1, GRADIENT_BLOCK)).flatten(-2))
+        gradient_operand = gradient_operand.view_as(output_gradient)
+        query_factor, key_factor = query_scale, key_scale.transpose(-1, -2).repeat_interleave(q_heads // kv_heads, 1)
+    else:
+        query_operand = (_restore(query, recipe.rotate, query_factors) * query_scale).to(dtype).to(sums)
+        key_operand = (_restore(key, recipe.rotate, key_factors) * key_scale).to(dtype).to(sums)
+        query_factor, key_factor = torch.ones_like(query_scale), key_scale.new_ones(1, 1, 1, key.shape[2])
+
+    def rounded(x: torch.Tensor, summed: int) -> torch.Tensor:
+        """Round P or dS of a tile of keys; in INT8 a scale is shared along the sum over dimension `summed`."""
+        if not in_int8:
+            return x.to(dtype).to(sums)
+        if summed == -1:
+            return _round_int8(x)
+        return _round_int8(x.unflatten(-2, (-1, block_m)).transpose(-1, -2)).transpose(-1, -2).flatten(-3, -2)
 
     query_gradient = torch.zeros_like(query)
     key_gradient, value_gradient = torch.zeros_like(key), torch.zeros_like(value)
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
-
-    def tiles(chunk: slice) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (keys, which scores are allowed, P, dP) of each tile of keys, for the rows in `chunk`."""
-        last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+    for start in range(0, query.shape[2], rows):
+        chunk = slice(start, min(start + rows, query.shape[2]))
         listed = None
         if blocks is not None:
             listed = blocks.kept_by_rows(kv_len, chunk.start, min(chunk.stop, q_len))
             listed = F.pad(listed, (0, 0, 0, chunk.stop - chunk.start - listed.shape[2]))
+        last_column = min(kv_len, chunk.stop + call.causal_offset) if call.is_causal else kv_len
         for column in range(0, last_column, block_n):
             tile = slice(column, column + block_n)
             scores = tile_scores(
                 per_group(query[:, :, chunk], kv_heads),
-                query_scale[:, :, chunk] * scale,
+                query_scale[:, :, chunk] * call.scale,
                 key[:, :, tile],
                 key_scale[:, :, tile],
             )
             allowed = exists[..., tile] & (lse[:, :, chunk] != torch.inf)
+            columns = torch.arange(column, tile.stop, device=value.device)
             if blocks is not None and listed is not None:
-                keys = torch.arange(column, tile.stop, device=value.device).clamp(max=kv_len - 1)
-                allowed = allowed & listed[..., keys // blocks.block_n]
-            if is_causal:
+                allowed = allowed & listed[..., columns.clamp(max=kv_len - 1) // blocks.block_n]
+            if call.is_causal:
                 row = torch.arange(chunk.start, chunk.stop, device=value.device).unsqueeze(-1)
-                allowed = allowed & (torch.arange(column, tile.stop, device=value.device) <= row + causal_offset)
+                allowed = allowed & (columns <= row + call.causal_offset)
             p = scores.sub_(lse[:, :, chunk]).exp_().masked_fill_(~allowed, 0.0)
-            dp = per_group(dp_gradient[:, :, chunk], kv_heads) @ dp_value[:, :, tile].unsqueeze(2).transpose(-1, -2)
-            yield tile, allowed, p, dp.flatten(1, 2)
-
-    for start in range(0, query.shape[2], rows):
-        chunk = slice(start, min(start + rows, query.shape[2]))
-        subtracted = delta[:, :, chunk]
-        if formats.delta == "consistent":
-            subtracted = torch.zeros_like(subtracted)
-            for _, _, p, dp in tiles(chunk):
-                subtracted += (p * dp).sum(-1, keepdim=True)
-        for tile, allowed, p, dp in tiles(chunk):
-            ds = dp.sub_(subtracted).mul_(p).masked_fill_(~allowed, 0.0)
-            rounded = _round_tile(p, formats.p, formats.scales, block_m, -2, dtype)
-            value_gradient[:, :, tile] += _transposed_product(rounded, gradient_operand[:, :, chunk], kv_heads)
-            rounded = _round_tile(ds * query_factor[:, :, chunk], formats.ds, formats.scales, block_m, -2, dtype)
-            key_gradient[:, :, tile] += _transposed_product(rounded, query_operand[:, :, chunk], kv_heads)
-            factor = key_factor[:, :, tile].transpose(-1, -2).repeat_interleave(q_heads // kv_heads, 1)
-            rounded = _round_tile(ds * factor, formats.ds, formats.scales, block_m, -1, dtype)
-            product = per_group(rounded, kv_heads) @ key_operand[:, :, tile].unsqueeze(2)
-            query_gradient[:, :, chunk] += product.flatten(1, 2)
+            dp = per_group(output_gradient[:, :, chunk], kv_heads) @ value[:, :, tile].unsqueeze(2).transpose(-1, -2)
+            ds = dp.flatten(1, 2).sub_(delta[:, :, chunk]).mul_(p).masked_fill_(~allowed, 0.0)
+            value_gradient[:, :, tile] += _transposed_product(rounded(p, -2), gradient_operand[:, :, chunk], kv_heads)
+            of_keys = rounded(ds * query_factor[:, :, chunk], -2)
+            key_gradient[:, :, tile] += _transposed_product(of_keys, query_operand[:, :, chunk], kv_heads)
+            of_queries = per_group(rounded(ds * key_factor[..., tile], -1), kv_heads)
+            query_gradient[:, :, chunk] += (of_queries @ key_operand[:, :, tile].unsqueeze(2)).flatten(1, 2)
 
     # Non-finite elements of dO, times a P of 0 or by way of a scale, give NaN where 0 is due.
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
-    if formats.ds != "16bit":
+    if in_int8:
         query_gradient = _restore(query_gradient, recipe.rotate, 1 / query_factors)
         key_gradient = _restore(key_gradient, recipe.rotate, 1 / key_factors)
     return (
-        _tokens_first(query_gradient[:, :, :q_len, :head_dim] * scale, dtype),
-        _tokens_first(key_gradient[:, :, :kv_len, :head_dim] * scale, dtype),
+        _tokens_first(query_gradient[:, :, :q_len, : call.head_dim] * call.scale, dtype),
+        _tokens_first(key_gradient[:, :, :kv_len, : call.head_dim] * call.scale, dtype),
         _tokens_first(value_gradient[:, :, :kv_len], dtype),
     )
 
 
 def _restore(x: torch.Tensor, rotates: bool, factor: torch.Tensor) -> torch.Tensor:
-    """Undo the rotation of channels, then multiply them by the factor that undoes their balance."""
+    """Undo the rotation of channels, then multiply them by the factor that undoes their equalizer."""
     return (transforms.unrotate(x) if rotates else x) * factor
 
 
-def _product_operand(
-    codes: torch.Tensor, scale: torch.Tensor, kind: str, rotates: bool, factor: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (Q or K as multiplied by dS, the factor of dS before it is rounded).
-
-    In 16 bits the values are restored: sums of codes are exact, so that kernels may take them in any order. In 8 bits
-    these are the codes and their scales, which vary along the sum and cannot be factored out of it.
-    """
-    if kind == "16bit":
-        return (_restore(codes, rotates, factor) * scale).to(dtype).to(codes.dtype), torch.ones_like(scale)
-    return (codes if kind == "int8" else fp8.round_to_e4m3(codes).to(codes.dtype)), scale
-
-
-def _round_blocks(x: torch.Tensor, kind: str, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Round x (batch, heads, rows, channels); in 8 bits, `tokens` tokens share a scale."""
-    return _round(x.unflatten(-2, (-1, tokens)).flatten(-2), kind, dtype).view_as(x)
-
-
-def _round_tile(x: torch.Tensor, kind: str, scales: str, block_m: int, summed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Round P or dS of a tile of keys (batch, q_heads, rows, block_n) for a sum over its dimension `summed`.
-
-    In 8 bits a scale is shared along the sum, or by the whole tile; a tile has block_m rows.
-    """
-    if kind == "16bit":
-        return _round(x, kind, dtype)
-    tiles = x.unflatten(-2, (-1, block_m))
-    if scales == "tile":
-        return _round(tiles.flatten(-2), kind, dtype).view_as(x)
-    if summed == -1:
-        return _round(x, kind, dtype)
-    return _round(tiles.transpose(-1, -2), kind, dtype).transpose(-1, -2).flatten(-3, -2)
-
-
-def _round(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Round x (..., groups, elements) to `dtype` ("16bit"), or to INT8 or e4m3 with a scale per group."""
-    if kind == "16bit":
-        return x.to(dtype).to(x.dtype)
-    codes, scale = int8.quantize(x, 1) if kind == "int8" else fp8.quantize(x, -1)
+def _round_int8(x: torch.Tensor) -> torch.Tensor:
+    """Round x (..., groups, elements) to INT8 with a scale per group."""
+    codes, scale = int8.quantize(x, 1)
     return codes.to(x.dtype) * scale
 
 

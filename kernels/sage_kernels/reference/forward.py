@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..exact.sdpa import apply_mask, key_mask, rows_per_chunk, unexpanded
+from ..exact.sdpa import apply_mask, rows_per_chunk
 from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import PADDING_BIAS
 from ..spec.layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
+from ..spec.masks import key_mask, unexpanded
 from ..spec.recipe import Recipe
 from .unquantized import Unquantized, attend_unquantized, per_group, take_late
 
@@ -40,7 +41,7 @@ class Operands:
         query_mean, smooth_key: with smoothing of Q, (batch, q_heads, blocks, head_dim) and the unquantised
             (batch, kv_heads, tokens, head_dim), whose product must be added to the scores.
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
-        balance: the result of `transforms.balance`, or None.
+        equalizer: the result of `transforms.equalize`, or None.
         heavy: the keys that are attended to in the caller's dtype, which all others are without; or None.
         recent: what attends to the latest keys of causal rows likewise, all keys included; or None.
     """
@@ -55,7 +56,7 @@ class Operands:
     smooth_key: torch.Tensor | None
     key_mean: torch.Tensor | None
     value_mean: torch.Tensor | None
-    balance: torch.Tensor | None = None
+    equalizer: torch.Tensor | None = None
     heavy: Unquantized | None = None
     recent: Unquantized | None = None
 
@@ -99,12 +100,12 @@ def quantize_operands(
         recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
             `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
             LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the
-            balance, and the scales of V are those of all keys, but beside a balance K's mean and the balance are those
-            of `transforms.quiet_keys`. With `recent_keys` all keys are kept for
+            equalizer, and the scales of V are those of all keys, but with an equalizer, K's mean and the equalizer are
+            those of `transforms.quiet_keys`. With `recent_keys` all keys are kept for
             `Operands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
             as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
-            the balance.
+            the equalizer.
         scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
         is_causal: rows do not attend to all keys.
     """
@@ -113,11 +114,11 @@ def quantize_operands(
     query, key, value = query.float(), key.float(), value.float()
     if valid is not None:
         key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
-    query_mean = smooth_key = key_mean = value_mean = balance = None
+    query_mean = smooth_key = key_mean = value_mean = equalizer = None
     quiet = valid
-    if recipe.balance:
+    if recipe.equalize:
         quiet = transforms.quiet_keys(key, valid)
-        balance = transforms.balance(query, key, quiet, valid_queries, recipe.smooth_q)
+        equalizer = transforms.equalize(query, key, quiet, valid_queries, recipe.smooth_q)
     if recipe.smooth_k:
         key_mean = transforms.mean_of_tokens(key, quiet)
     if recipe.smooth_v:
@@ -154,8 +155,8 @@ def quantize_operands(
     if recipe.smooth_q:
         query, query_mean = transforms.smooth_blocks(query, BLOCK_M)
         smooth_key = key
-    if balance is not None:
-        key, query = key / balance, query * balance.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    if equalizer is not None:
+        key, query = key / equalizer, query * equalizer.repeat_interleave(query.shape[1] // key.shape[1], 1)
     channels = query.shape[-1]
     pad = padded_channels(channels) - channels if recipe.qk == "int8" else -channels % CHANNEL_GROUP
     query, key = F.pad(query, (0, pad)), F.pad(key, (0, pad))
@@ -178,7 +179,7 @@ def quantize_operands(
         smooth_key,
         key_mean,
         value_mean,
-        balance,
+        equalizer,
         heavy,
         recent,
     )
@@ -208,8 +209,8 @@ def attention(
         is_causal: row i attends to keys 0…i + causal_offset.
         scale: default head_dim ** -0.5.
         block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
-        blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and balance are those of
-            all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
+        blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and equalizer are those
+            of all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
 
     Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest
     `recent_keys` keys in the caller's dtype.

@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch.registry import SUPPORTED_DTYPES, Quantizer, Request, register_backward, register_forward
+from ..dispatch.head_kernels import register_head_kernel
+from ..dispatch.registry import Quantizer, Request, register_backward, register_forward
+from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, Declared, Recipes, why_no_dtype
 from ..spec.call import BackwardCall, Call
-from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.checks import SUPPORTED_DTYPES
+from ..spec.heads import Norm, Rope
 from ..spec.operands import Saved
-from ..spec.recipe import Recipe
 from . import backward, forward, norm_rope
 
-_SERVED_BY_FORWARD = (
-    "smooth_q",
-    "smooth_k",
-    "smooth_v",
-    "rotate",
-    "tensor_scale",
-    "scale_steps",
-    "key_scale_steps",
-    "denominator",
-    "balance",
-    "heavy_keys",
-    "heavy_choice",
-    "recent_keys",
-)
 
+class ReferenceKernel(Declared):
+    """A kernel in plain PyTorch, for every device."""
 
-class ReferenceForward:
-    """The forward pass of the reference, with and without gradients."""
-
-    name = "reference"
     native = False
-    takes = None
-    packs = False
-
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve every low-bit recipe."""
-        return recipe.qk != "exact" and recipe.is_plain_but_for(*_SERVED_BY_FORWARD, "backward")
 
     def unsupported(self, request: Request) -> str:
-        """Return why the request's dtype is not served, or ""."""
-        return _unsupported(request)
+        """Name the dtypes that are supported, if the request's is not; or ""."""
+        return "" if request.dtype in SUPPORTED_DTYPES else why_no_dtype()
+
+
+class ReferenceForward(ReferenceKernel):
+    """The forward pass of the reference, of every low-bit recipe, with and without gradients."""
+
+    name = "reference"
+    recipes = Recipes(("nvfp4", "int8"), ("nvfp4", "fp8", "int8", "fp16"), (*NVFP4_FIELDS, "backward"), heavy_keys=None)
+    takes = None
+    packs = False
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend; see `forward.attention`."""
@@ -59,51 +48,18 @@ class ReferenceForward:
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
         """Attend and keep what gradients need; see `backward.forward`."""
-        return backward.forward(
-            call.query,
-            call.key,
-            call.value,
-            call.recipe,
-            lengths=call.lengths,
-            valid=call.mask.valid,
-            blocks=call.mask.blocks,
-            is_causal=call.is_causal,
-            causal_offset=call.causal_offset,
-            scale=call.scale,
-        )
+        return backward.forward(call)
 
 
-class ReferenceBackward:
+class ReferenceBackward(ReferenceKernel):
     """The backward pass of the reference."""
 
     name = "reference_backward"
-    native = False
-
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve recipes with gradients whose Q and K are in INT8, Q with its mean."""
-        served = recipe.qk == "int8" and recipe.backward is not None
-        return served and recipe.is_plain_but_for("smooth_k", "smooth_v", "rotate", "balance", "backward")
-
-    def unsupported(self, request: Request) -> str:
-        """Return why the request's dtype is not served, or ""."""
-        return _unsupported(request)
+    recipes = INT8_BACKWARD
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `backward.backward`."""
-        return backward.backward(
-            call.output_gradient,
-            call.value,
-            call.output,
-            call.saved,
-            call.recipe,
-            head_dim=call.head_dim,
-            lengths=call.lengths,
-            valid=call.mask.valid,
-            blocks=call.mask.blocks,
-            is_causal=call.is_causal,
-            causal_offset=call.causal_offset,
-            scale=call.scale,
-        )
+        return backward.backward(call)
 
 
 class ReferenceHeadKernel:
@@ -124,12 +80,6 @@ class ReferenceHeadKernel:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Raise RuntimeError: PyTorch follows `forward`."""
         raise RuntimeError("gradients of the reference are those of PyTorch's operators")
-
-
-def _unsupported(request: Request) -> str:
-    if request.dtype not in SUPPORTED_DTYPES:
-        return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
-    return ""
 
 
 def register_kernels() -> None:

@@ -1,6 +1,6 @@
-"""The few functions of the CUDA driver that repeated calls need, by ctypes: a call costs a third less than by bindings.
+"""The CUDA driver, by ctypes: load and launch kernels, describe tensors to them, and order streams.
 
-Each acts on the current context, which PyTorch makes that of its current device.
+Each function acts on the thread's current context, which `device_context` makes that of a GPU.
 """
 
 from __future__ import annotations
@@ -18,54 +18,91 @@ MAP_BYTES = 128  # of a CUtensorMap
 MAP_ALIGNMENT = 64
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-"""Bytes of a swizzle of a tensor map, and what the driver calls it."""
+"""Bytes of a swizzle of a tensor map, and the driver's number for it."""
 MAP_DTYPES = {
     **dict.fromkeys((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2), 0),
     **{torch.float16: 6, torch.float32: 7, torch.bfloat16: 9},
 }
-"""Dtypes of a tensor map, and what the driver calls them: those of one byte are bytes to the accelerator."""
-
-CONFIG = "<7I4xQQI4x"
-"""A CUlaunchConfig, as Python's `struct` packs it: grid, block, dynamic shared memory, stream, attributes, how many."""
-CONFIG_STREAM = 32
-"""First byte of the stream in a CUlaunchConfig."""
-ATTRIBUTE = "<I4xI60x"
-"""A CUlaunchAttribute whose value is a number of 32 bits."""
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-_RELAXED = 2
-"""Mode of a thread in which captures do not restrict it."""
+"""Dtypes of a tensor map, and the driver's number for each: dtypes of one byte are bytes to the accelerator."""
+L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 _INVALID_VALUE = 1
-_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
+_RELAXED = 2  # mode of a thread that captures do not restrict
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
-L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_SHARED_MEMORY_OF_DEVICE = 97
+_STATIC_SHARED_MEMORY, _MAX_DYNAMIC_SHARED_MEMORY, _SHARED_MEMORY_CARVEOUT = 1, 8, 9
+
+_POINTER, _INT, _UINT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_SIGNATURES = {
+    "cuCtxGetCurrent": (_POINTER,),
+    "cuCtxSetCurrent": (_POINTER,),
+    "cuDeviceGetAttribute": (_POINTER, _INT, _INT),
+    "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
+    "cuEventCreate": (_POINTER, _UINT),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuFuncGetAttribute": (_POINTER, _INT, _POINTER),
+    "cuFuncGetParamInfo": (_POINTER, _SIZE, _POINTER, _POINTER),
+    "cuFuncLoad": (_POINTER,),
+    "cuFuncSetAttribute": (_POINTER, _INT, _INT),
+    "cuGetErrorName": (_INT, _POINTER),
+    "cuLaunchKernelEx": (_POINTER,) * 4,
+    "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+    "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
+    "cuStreamCreate": (_POINTER, _UINT),
+    "cuStreamGetCaptureInfo_v2": (_POINTER,) * 6,
+    "cuStreamWaitEvent": (_POINTER, _POINTER, _UINT),
+    "cuTensorMapEncodeTiled": (_POINTER, _INT, _UINT, *(_POINTER,) * 5, *(_INT,) * 4),
+    "cuThreadExchangeStreamCaptureMode": (_POINTER,),
+}
+
+
+class LaunchAttribute(ctypes.Structure):
+    """A CUlaunchAttribute whose value is a number of 32 bits."""
+
+    _fields_ = (("id", _UINT), ("pad", _UINT), ("value", _UINT), ("rest", _UINT * 15))
+
+
+class LaunchConfig(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, _UINT) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        *(("stream", _POINTER), ("attributes", _POINTER), ("attribute_count", _UINT)),
+    )
+
+
+WAITS_BY_ITSELF = LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+"""Attribute of a launch that may start before the stream's previous kernel has ended (programmatic dependence)."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the driver's library; OSError: there is none."""
-    loaded = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    pointer = ctypes.c_void_p
-    loaded.cuLaunchKernelEx.argtypes = [pointer] * 4
-    loaded.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
-    loaded.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    loaded.cuTensorMapEncodeTiled.argtypes = [
-        *(pointer, ctypes.c_int, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer),
-        *(ctypes.c_int,) * 4,
-    ]
-    loaded.cuEventCreate.argtypes = [pointer, ctypes.c_uint]
-    loaded.cuEventRecord.argtypes = [pointer, pointer]
-    loaded.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
-    loaded.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
-    loaded.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
-    loaded.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
-    loaded.cuCtxGetCurrent.argtypes = [pointer]
-    loaded.cuCtxSetCurrent.argtypes = [pointer]
-    loaded.cuDevicePrimaryCtxRetain.argtypes = [pointer, ctypes.c_int]
-    loaded.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
+    """Return the driver's library.
+
+    Raises:
+        OSError: there is no driver.
+        AttributeError: the driver lacks a function.
+    """
+    loaded = _open()
+    for name, arguments in _SIGNATURES.items():
+        getattr(loaded, name).argtypes = arguments
     return loaded
+
+
+def _open() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def version() -> int:
+    """Return the version of CUDA that the driver has, as 1000 · major + 10 · minor; 0 without a driver."""
+    found = ctypes.c_int()
+    try:
+        _open().cuDriverGetVersion(ctypes.byref(found))  # a driver of any age has this function
+    except OSError:
+        return 0
+    return found.value
 
 
 def check(what: str, status: int) -> None:
@@ -76,21 +113,71 @@ def check(what: str, status: int) -> None:
         raise RuntimeError(f"{what}: {(name.value or b'an unknown error').decode()} ({status})")
 
 
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the driver; raise RuntimeError if it refuses."""
+    check(name, getattr(library(), name)(*arguments))
+
+
+def _handle(name: str, *arguments: object) -> int:
+    """Call a function of the driver that writes a handle to its first argument; return the handle."""
+    handle = ctypes.c_void_p()
+    _call(name, ctypes.addressof(handle), *arguments)
+    return handle.value or 0
+
+
 def ensure_context(index: int) -> bool:
     """Give a thread that has no context that of GPU `index`, which PyTorch uses too; return whether it had none."""
-    context = ctypes.c_void_p()
-    check("cuCtxGetCurrent", library().cuCtxGetCurrent(ctypes.addressof(context)))
-    if context.value:
+    if _handle("cuCtxGetCurrent"):
         return False
-    check("cuCtxSetCurrent", library().cuCtxSetCurrent(_primary_context(index)))
+    _call("cuCtxSetCurrent", _primary_context(index))
     return True
 
 
 @cache
 def _primary_context(index: int) -> int:
-    context = ctypes.c_void_p()
-    check("cuDevicePrimaryCtxRetain", library().cuDevicePrimaryCtxRetain(ctypes.addressof(context), index))
-    return context.value or 0
+    return _handle("cuDevicePrimaryCtxRetain", index)
+
+
+@contextlib.contextmanager
+def device_context(index: int) -> Iterator[None]:
+    """Make GPU `index` PyTorch's current one, and its context that of the thread, while the block runs."""
+    with torch.cuda.device(index):
+        ensure_context(index)
+        yield
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread load kernels, allocate and wait while it, or another thread, captures a graph."""
+    mode = ctypes.c_int(_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
+    try:
+        yield
+    finally:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
+
+
+def load(image: bytes, name: str, index: int) -> int:
+    """Load a kernel on GPU `index`, also while a graph is captured; return the driver's handle of it.
+
+    A block of it may have all the dynamic shared memory that the GPU gives.
+
+    Args:
+        image: machine code.
+        name: of the kernel in it.
+        index: number of the GPU.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    with device_context(index), relaxed_capture():
+        function = _handle("cuModuleGetFunction", _handle("cuModuleLoadData", image), name.encode())
+        _call("cuFuncLoad", function)
+        most, static = ctypes.c_int(), ctypes.c_int()
+        _call("cuDeviceGetAttribute", ctypes.addressof(most), _MAX_SHARED_MEMORY_OF_DEVICE, index)
+        _call("cuFuncGetAttribute", ctypes.addressof(static), _STATIC_SHARED_MEMORY, function)
+        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_MEMORY, most.value - static.value)
+    return function
 
 
 @cache
@@ -109,7 +196,7 @@ def parameter_sizes(function: int) -> list[int]:
 
 def prefer_shared_memory(function: int, percent: int) -> None:
     """Let a loaded kernel, by its handle, run with that share of a multiprocessor's L1 as shared memory, if it fits."""
-    check("cuFuncSetAttribute", library().cuFuncSetAttribute(function, _PREFERRED_SHARED_MEMORY_CARVEOUT, percent))
+    _call("cuFuncSetAttribute", function, _SHARED_MEMORY_CARVEOUT, percent)
 
 
 def encode_tensor_map(
@@ -143,7 +230,8 @@ def encode_tensor_map(
         (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
     )
-    status = library().cuTensorMapEncodeTiled(
+    _call(
+        "cuTensorMapEncodeTiled",
         ctypes.addressof(space) + start,
         MAP_DTYPES[dtype],
         rank,
@@ -151,23 +239,11 @@ def encode_tensor_map(
         *(ctypes.addressof(one) for one in arrays),
         *(0, SWIZZLES[swizzle], promotion, 0),
     )
-    check("cuTensorMapEncodeTiled", status)
     return space.raw[start : start + MAP_BYTES]
 
 
-@contextlib.contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread load kernels, allocate and wait while it, or another thread, captures a graph."""
-    mode = ctypes.c_int(_RELAXED)
-    check("cuThreadExchangeStreamCaptureMode", library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode)))
-    try:
-        yield
-    finally:
-        library().cuThreadExchangeStreamCaptureMode(ctypes.addressof(mode))
-
-
 class SideStream:
-    """Stream whose work may run beside that of another one.
+    """Stream whose work may run at the same time as another stream's.
 
     Attributes:
         handle: the driver's.
@@ -176,8 +252,8 @@ class SideStream:
     def __init__(self) -> None:
         """Make a stream that waits for no other, and the events by which it waits; also while a graph is captured."""
         with relaxed_capture():
-            self.handle = _created("cuStreamCreate", _NON_BLOCKING_STREAM)
-            self._fork, self._join = (_created("cuEventCreate", _EVENT_WITHOUT_TIMING) for _ in range(2))
+            self.handle = _handle("cuStreamCreate", _NON_BLOCKING_STREAM)
+            self._fork, self._join = (_handle("cuEventCreate", _EVENT_WITHOUT_TIMING) for _ in range(2))
 
     def fork(self, stream: int) -> None:
         """Wait for what `stream` has been given so far."""
@@ -189,7 +265,7 @@ class SideStream:
 
 
 _side_streams: dict[int, list[SideStream]] = {}
-"""By GPU: those that are free; there are as many as were ever in use at the same time."""
+"""Streams that are free, by GPU; there are as many as were ever in use at the same time."""
 _lock = threading.Lock()
 
 
@@ -214,20 +290,11 @@ def _captured_by(stream: int) -> int:
     """Return the number of the graph that captures a stream; 0: none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     places = ctypes.addressof(status), ctypes.addressof(number)
-    check("cuStreamGetCaptureInfo", library().cuStreamGetCaptureInfo_v2(stream, *places, None, None, None))
+    _call("cuStreamGetCaptureInfo_v2", stream, *places, None, None, None)
     return number.value if status.value else 0
-
-
-def _created(function: str, flags: int) -> int:
-    handle = ctypes.c_void_p()
-    check(function, getattr(library(), function)(ctypes.addressof(handle), flags))
-    return handle.value or 0
 
 
 def _wait_for(stream: int, other: int, event: int) -> None:
     """Let `stream` wait for what `other` has been given so far; `event` is free again when this returns."""
-    loaded = library()
-    if status := loaded.cuEventRecord(event, other):
-        check("cuEventRecord", status)
-    if status := loaded.cuStreamWaitEvent(stream, event, 0):
-        check("cuStreamWaitEvent", status)
+    _call("cuEventRecord", event, other)
+    _call("cuStreamWaitEvent", stream, event, 0)

@@ -1,6 +1,6 @@
-"""Rehearse a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
+"""Trace a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
 
-Between calls that differ in addresses only, a kernel's host code decides the same. A rehearsal finds out once which
+Between calls that differ in addresses only, a kernel's host code decides the same. A trace finds out once which
 buffers it allocates, for how long, and where the kernels' parameters hold which address; `tape.Tape` then repeats the
 launches with other addresses.
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime import torch_private
 
 FIRST_ADDRESS = 2**56
 """Stand-ins have addresses from here on, and tensors with memory have lower ones."""
@@ -76,7 +77,7 @@ class Memory:
     """Memory that a call reads, or allocates.
 
     Attributes:
-        number: its place in `Rehearsal.memories`.
+        number: its place in `Trace.memories`.
         size: bytes.
         first, last: numbers of the steps between which it is allocated; `last` is None while it is.
     """
@@ -93,8 +94,8 @@ class Memory:
 
 
 @dataclass
-class Rehearsal:
-    """Launches and allocations of a rehearsed call.
+class Trace:
+    """Launches and allocations of a traced call.
 
     Attributes:
         memories: those it reads and those it allocates, by number.
@@ -174,14 +175,14 @@ def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
     return struct.pack("<Q", address) + first[8:]
 
 
-_current: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 _keeps: ContextVar[bool] = ContextVar("keeps", default=False)
 current = _current.get
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Let a rehearsed call allocate inside what is kept, the same for all calls."""
+    """Let a traced call allocate inside what is kept, the same for all calls."""
     token = _keeps.set(True)
     try:
         yield
@@ -190,22 +191,22 @@ def keeping() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rehearsing(compiles_only: bool = False) -> Iterator[Rehearsal]:
+def tracing(compiles_only: bool = False) -> Iterator[Trace]:
     """Note what this thread would launch inside, instead of launching it; or only how it is compiled.
 
     Args:
         compiles_only: only the latter.
     """
-    rehearsal = Rehearsal(compilations=[] if compiles_only else None)
-    token = _current.set(rehearsal)
+    traced = Trace(compilations=[] if compiles_only else None)
+    token = _current.set(traced)
     try:
         with torch.no_grad(), _NoMemory():
-            yield rehearsal
+            yield traced
     finally:
         _current.reset(token)
 
 
-class _NoMemory(TorchDispatchMode):
+class _NoMemory(torch_private.TorchDispatchMode):
     """Let stand-ins be viewed and allocated like, and refuse whatever else allocates memory on a GPU.
 
     All repetitions of a call would share such memory.
@@ -224,8 +225,8 @@ class _NoMemory(TorchDispatchMode):
             return _follow(function, args, given)
         made = function(*args, **given)
         if isinstance(made, torch.Tensor) and made.device.type == "cuda" and not _keeps.get():
-            storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-            if made.untyped_storage()._cdata not in storages:
+            is_view = any(torch_private.share_memory(made, x) for x in args if isinstance(x, torch.Tensor))
+            if not is_view:
                 raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")
         return made
 
@@ -233,21 +234,21 @@ class _NoMemory(TorchDispatchMode):
 class StandIn(torch.Tensor):
     """A tensor on a GPU with an address but no memory. It can be viewed, and others can be allocated like it.
 
-    It has no dispatch of its own but that of the rehearsal's mode: at the first operator of a class that has one,
+    It has no dispatch of its own but that of the trace's mode: at the first operator of a class that has one,
     PyTorch imports what takes seconds.
     """
 
     _meta: torch.Tensor
     _memory: Memory
-    _rehearsal: Rehearsal
+    _trace: Trace
     _nominal: torch.device
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_private.no_torch_function
 
-    def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, rehearsal: Rehearsal) -> StandIn:
+    def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, traced: Trace) -> StandIn:
         """Stand in for a tensor of that memory; `meta` has its sizes, on the meta device."""
-        x = torch.Tensor._make_subclass(cls, meta)
-        x._meta, x._memory, x._rehearsal, x._nominal = meta, memory, rehearsal, device
+        x = torch_private.tensor_of_class(cls, meta)
+        x._meta, x._memory, x._trace, x._nominal = meta, memory, traced, device
         return x
 
     @property
@@ -280,8 +281,8 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
     """
     of = args[0] if args else None
     schema, allocates = function._schema, function.overloadpacket in _ALLOCATING
-    rehearsed = current()
-    if isinstance(of, StandIn) and rehearsed is not None and rehearsed.compilations is not None:
+    traced = current()
+    if isinstance(of, StandIn) and traced is not None and traced.compilations is not None:
         if function.overloadpacket in _FILLING:
             return of
         allocates |= function.overloadpacket is torch.ops.aten.new_zeros
@@ -299,15 +300,15 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
         # PyTorch imports for seconds before it runs `empty_like` on the meta device.
         function, given = torch.ops.aten.new_empty.default, [of._meta, of.shape]
     meta = function(*given, **options)
-    shares = isinstance(meta, torch.Tensor) and meta.untyped_storage()._cdata == of._meta.untyped_storage()._cdata
+    shares = isinstance(meta, torch.Tensor) and torch_private.share_memory(meta, of._meta)
     if not isinstance(meta, torch.Tensor) or shares == allocates:  # `Tensor.to` is declared as a view, and may copy
         raise NotRepeatableError(f"{function} is more than a view or an allocation")
     if shares:
-        return StandIn(meta, of._memory, of.device, of._rehearsal)
-    rehearsal = of._rehearsal
-    memory = rehearsal.new_memory(meta)
-    weakref.finalize(meta.untyped_storage(), _freed, rehearsal, memory)
-    return StandIn(meta, memory, of.device, rehearsal)
+        return StandIn(meta, of._memory, of.device, of._trace)
+    traced = of._trace
+    memory = traced.new_memory(meta)
+    weakref.finalize(meta.untyped_storage(), _freed, traced, memory)
+    return StandIn(meta, memory, of.device, traced)
 
 
 _ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)
@@ -315,5 +316,5 @@ _FILLING = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.neg_)
 _COMPUTING = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)
 
 
-def _freed(rehearsal: Rehearsal, memory: Memory) -> None:
-    memory.last = len(rehearsal.steps)
+def _freed(traced: Trace, memory: Memory) -> None:
+    memory.last = len(traced.steps)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..exact import sdpa
 from .layout import Lengths, ceil_div
 
 BLOCK_SIZES = (64, 128)
@@ -132,48 +131,3 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
         raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {kv_len} keys in tiles of {blocks.block_n}")
     if not torch.equal(blocks.kept(kv_len).sum(-1, dtype=torch.int32), counts):
         raise ValueError("blocks.tiles names a tile of a block of rows twice")
-
-
-def exact_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    blocks: BlockList,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    causal_offset: int = 0,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend exactly to the tiles of a list by PyTorch's scaled_dot_product_attention, some rows at a time.
-
-    It computes all tiles and masks those not listed, so it is no faster than dense attention. Without gradients its
-    memory is linear in length.
-
-    Args:
-        query, key, value, is_causal, causal_offset, scale: as in `exact.attention`.
-        mask: bool (batch or 1, 1, 1, kv_len), False where a key does not exist; None: all do.
-        return_lse: compute the log-sum-exp of each row's scores, without a gradient.
-
-    Returns:
-        (output, lse or None): (batch, q_heads, q_len, v_head_dim) in query's dtype, 0 in rows that may attend to
-        nothing; (batch, q_heads, q_len) float32.
-    """
-    batch, q_heads, q_len, _ = query.shape
-    kv_len, gqa = key.shape[2], q_heads != key.shape[1]
-    outputs, lses = [], []
-    rows = sdpa.rows_per_chunk(batch * q_heads, kv_len, blocks.block_m)
-    for start in range(0, q_len, rows):
-        part = query[:, :, start : start + rows]
-        allowed = blocks.mask(kv_len, start, start + part.shape[2])
-        if mask is not None:
-            allowed = allowed & mask
-        if is_causal:
-            allowed = sdpa.with_causality(allowed, part, key, causal_offset + start)
-        output = sdpa.sdpa(part, key, value, mask=allowed, scale=scale, enable_gqa=gqa)
-        outputs.append(torch.where(sdpa.attended_rows(allowed), output, 0.0))
-        if return_lse:
-            with torch.no_grad():
-                lses.append(sdpa.log_sum_exp(part, key, mask=allowed, scale=scale))
-    return torch.cat(outputs, 2), torch.cat(lses, 2) if return_lse else None

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from ..exact.sdpa import key_mask
 from .block_list import BlockList
 from .layout import Lengths, Sequences, at_aligned_address, padded_channels, token_axes
+from .masks import key_mask
 from .operands import Saved
 from .recipe import Recipe
 from .transforms import LATE_SHARE, MIN_LATE

@@ -7,8 +7,10 @@ import math
 
 import torch
 
-from ..dispatch.registry import SUPPORTED_DTYPES
+from ..runtime import torch_private
 
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes that recipes are defined for."""
 DTYPES = (*SUPPORTED_DTYPES, torch.float64)
 
 
@@ -62,7 +64,7 @@ def check_causal(is_causal: object) -> None:
 
 def check_memory(*tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError, as PyTorch does, for a tensor with elements whose storage was freed."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch_private.transforms_are_active():
         return
     for x in tensors:
         if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
@@ -76,29 +78,68 @@ def check_memory(*tensors: torch.Tensor | None) -> None:
             )
 
 
-def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+def check_tensors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    enable_gqa: bool = True,
+    mask_name: str = "mask",
+) -> None:
     """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one.
 
-    RuntimeError: see `check_memory`.
+    Args:
+        query, key, value, mask: of kinds that `check_kinds` passes.
+        enable_gqa: whether query may have more heads than key.
+        mask_name: name of the mask in messages.
+
+    Raises:
+        ValueError: see above; it says what to do.
+        RuntimeError: see `check_memory`.
     """
-    sizes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not (query.dim() == key.dim() == value.dim() == 4):
-        raise ValueError(f"query, key and value need 4 dimensions (3 when packed); got {sizes}")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"batch, kv_heads, kv_len and head_dim must agree; got {sizes}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim), or (tokens, "
+                "heads, head_dim) of packed sequences, and as many dimensions as query, key and value have alike"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} but query is {query.dtype} on {query.device}: "
+                "convert them with .to(query)"
+            )
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if key.shape[0] != query.shape[0] or value.shape[0] != query.shape[0]:
+        raise ValueError(f"batch sizes differ: {shapes}: expand key and value to query's")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"head_dim of query and key differ: {shapes}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(f"heads or tokens of key and value differ: {shapes}")
     q_heads, kv_heads = query.shape[1], key.shape[1]
-    if (q_heads % kv_heads if kv_heads else q_heads) or 0 in (query.shape[3], value.shape[3]):
-        raise ValueError(f"q_heads must be a multiple of kv_heads, and no head_dim 0; got {sizes}")
-    for name, other in (("key", key), ("value", value), ("mask", mask)):
-        if other is not None and other.device != query.device:
-            raise ValueError(f"{name} is on {other.device}, query on {query.device}")
-        if other is not None and name != "mask" and other.dtype != query.dtype:
-            raise ValueError(f"{name} is {other.dtype}, query {query.dtype}")
+    if q_heads != kv_heads and not enable_gqa:
+        raise ValueError(f"{q_heads} query heads but {kv_heads} key heads: pass enable_gqa=True for grouped queries")
+    if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
+        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
     if mask is not None:
-        shape = (*query.shape[:3], key.shape[2])
-        if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
-            raise ValueError(f"mask {tuple(mask.shape)} must be 4-D and broadcastable to {tuple(shape)}")
+        _check_mask(query, key, mask, mask_name)
     check_memory(query, key, value, mask)
+
+
+def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, name: str) -> None:
+    if mask.device != query.device:
+        raise ValueError(f"{name} is on {mask.device} but query is on {query.device}: move it with .to(query.device)")
+    full = (*query.shape[:3], key.shape[2])
+    missing = (1,) * (4 - mask.dim())
+    if mask.dim() > 4 or any(size not in (1, target) for size, target in zip(missing + mask.shape, full, strict=True)):
+        raise ValueError(
+            f"{name} of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
+        )
+
+
+def check_head_dims(query: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError for tensors without channels, of which no operator makes operands."""
+    if 0 in (query.shape[3], value.shape[3]):
+        raise ValueError(f"no head_dim may be 0; got query {tuple(query.shape)}, value {tuple(value.shape)}")
 
 
 def check_lengths(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-
-from ..dispatch import verdicts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,8 +30,8 @@ class Norm:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """Return all but values and addresses."""
-        return self.kind, self.eps, self.across_heads, self.rounds, form_of(self.weight), form_of(self.bias)
+        """Return all but tensors, and which tensors there are."""
+        return self.kind, self.eps, self.across_heads, self.rounds, self.weight is None, self.bias is None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,8 +59,8 @@ class Rope:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """Return all but values and addresses."""
-        return self.offset, self.halves, form_of(self.cosine), form_of(self.sine)
+        """Return all but tensors, and which tensors there are."""
+        return self.offset, self.halves, self.sine is None
 
     def strides(self) -> tuple[int, int, int, int]:
         """Return the strides of `cosine` along batch, rows, heads and channels; 0 where all have the same."""
@@ -76,67 +74,6 @@ class Rope:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine; of complex numbers, views of both parts."""
         return (self.cosine.real, self.cosine.imag) if self.sine is None else (self.cosine, self.sine)
-
-
-def form_of(x: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return all of a tensor but values and address; None of none."""
-    return None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_conj())
-
-
-class HeadKernel(Protocol):
-    """Implementation of norm and rotation.
-
-    All tensors but the parameters are (batch, tokens, heads, head_dim).
-    """
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
-
-    def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
-        """Return why it cannot serve a call, whose gradients are wanted if `grad`; "" if it can."""
-
-    def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-        """Return the heads, contiguous, in the dtype of x."""
-
-    def backward(
-        self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
-
-        The channels of the output's gradient lie one behind another.
-        """
-
-
-_kernels: dict[str, HeadKernel] = {}
-
-
-def register_head_kernel(kernel: HeadKernel) -> None:
-    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
-    if kernel.name in _kernels:
-        raise ValueError(f"kernel {kernel.name!r} is registered already")
-    _kernels[kernel.name] = kernel
-
-
-def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
-    """Return the kernel that serves a call: the reference, which is registered last, serves all."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    return next(
-        kernel
-        for kernel in _kernels.values()
-        if not kernel.unsupported(x, norm, rope, grad)
-        and not verdicts.failure(kernel.name, verdicts.HEADS, x.shape[3], capability)
-    )
-
-
-def head_kernels() -> list[HeadKernel]:
-    """Return the registered kernels; the reference is the last."""
-    return list(_kernels.values())
-
-
-def plain_kernel() -> HeadKernel:
-    """Return the reference, which runs PyTorch's operators alone."""
-    return _kernels["reference"]
 
 
 def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:

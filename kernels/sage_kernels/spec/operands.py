@@ -44,8 +44,8 @@ class Statistics:
         value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
             element.
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
-        balance: as key_mean, by which K is divided and Q multiplied (`transforms.balance`), 1 beyond head_dim; None
-            without balance.
+        equalizer: as key_mean, by which K is divided and Q multiplied (`transforms.equalize`), 1 beyond head_dim; None
+            without equalizing.
         chosen: int32 (batch, kv_heads, `Call.choice_places`), the results of `transforms.heavy_places` or `late_keys`;
             None where heavy keys are the first ones.
         first_keys: `Call.first_keys`.
@@ -55,7 +55,7 @@ class Statistics:
     value_mean: torch.Tensor
     value_amax: torch.Tensor
     value_tensor_amax: torch.Tensor
-    balance: torch.Tensor | None = None
+    equalizer: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     first_keys: int = 0
 
@@ -104,8 +104,8 @@ class Int8Operands:
         mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, which heavy keys' scores
             lose, and the LSE gets; None without either, and beside queries in 16 bits.
         heavy: the keys that are attended to in 16 bits; None: none are.
-        balance: float32 (batch, kv_heads, channels), the factors of `transforms.balance`, 1 beyond head_dim; None
-            without balance.
+        equalizer: float32 (batch, kv_heads, channels), the factors of `transforms.equalize`, 1 beyond head_dim; None
+            without equalizing.
         query_factors: float32 (batch, kv_heads, channels), whose bits are the rotation's factors as
             `cuda/include/rotation.cuh` reads them, where Q is left to the forward kernel; else None.
         queue: int32 (1,), 0, from which blocks of a causal forward kernel take items as they get free; it is 0 again
@@ -121,7 +121,7 @@ class Int8Operands:
     value_mean: torch.Tensor
     mean_score: torch.Tensor | None
     heavy: HeavyKeys | None = None
-    balance: torch.Tensor | None = None
+    equalizer: torch.Tensor | None = None
     query_factors: torch.Tensor | None = None
     queue: torch.Tensor | None = None
 
@@ -181,7 +181,7 @@ class Saved(NamedTuple):
         query_scale: float32 (batch, q_heads, rows).
         key: int8 (batch, kv_heads, rows, channels), K without its mean.
         key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), one for 16 tokens (`layout.thread_order`).
-        balance: float32 (sequences, kv_heads, channels), by which K was divided and Q multiplied before they were
+        equalizer: float32 (sequences, kv_heads, channels), by which K was divided and Q multiplied before they were
             rotated, 1 beyond head_dim; (0,) where the recipe has none.
         lse: float32 (batch, q_heads, q_len): natural log-sum-exp of each row's scores against K without its mean,
             -inf where a row may attend to nothing; (1, q_heads, total queries) when packed.
@@ -191,5 +191,5 @@ class Saved(NamedTuple):
     query_scale: torch.Tensor
     key: torch.Tensor
     key_scale: torch.Tensor
-    balance: torch.Tensor
+    equalizer: torch.Tensor
     lse: torch.Tensor

@@ -7,32 +7,6 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Backward:
-    """Formats of the products of the backward pass (arXiv 2505.11594, section 4); its S is that of the forward.
-
-    "16bit" is the dtype of the caller's tensors; S, P and dS themselves are float32.
-
-    Attributes:
-        p: format of P and dO in dV = Pᵀ·dO.
-        ds: format of dS, K and Q in dQ = dS·K and dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
-        dp: format of dO and V in dP = dO·Vᵀ. Rounding errors of dP weigh more than later ones, because dS contains a
-            difference of dP and its mean: INT8 with a scale per token adds up to a fifth to the error, e4m3 triples it.
-        scales: extent of a scale in 8 bits. "row": a row of a tile of P or dS along the sum, and a token of dO or V in
-            dP; "tile": a tile, and a tile's tokens. By row INT8 is more accurate than e4m3; by tile often not.
-        delta: the sum over a row of P∘dP that softmax's gradient subtracts. "output": rowsum(dO∘O) of the forward's
-            output; "consistent": the sum of the backward's own P and dP (arXiv 2603.00040), which it computes twice for
-            that. "output" carries the errors of an 8-bit P·V into dQ and dK, more so the sharper the attention; with
-            P·V in FP16 it is nearly as accurate as "consistent".
-    """
-
-    p: Literal["16bit", "int8", "fp8"] = "16bit"
-    ds: Literal["16bit", "int8", "fp8"] = "16bit"
-    dp: Literal["16bit", "int8", "fp8"] = "16bit"
-    scales: Literal["row", "tile"] = "row"
-    delta: Literal["output", "consistent"] = "output"
-
-
-@dataclass(frozen=True)
 class Recipe:
     """Formats and transforms with which attention is computed.
 
@@ -46,8 +20,8 @@ class Recipe:
             per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
-        balance: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
-            (transforms.balance).
+        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
+            (transforms.equalize).
         heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
             much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
             keys than that has none, nor has one with a block list. Not with `backward`.
@@ -64,7 +38,11 @@ class Recipe:
             the search's float16.
         key_scale_steps: likewise in K, whose error grows most where scales are left out.
         denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
-        backward: formats of the backward pass; None: the recipe has no gradients.
+        backward: format of the products dV = Pᵀ·dO, dQ = dS·K and dK = dSᵀ·Q of the backward pass (arXiv 2505.11594,
+            section 4), whose S is that of the forward; None: the recipe has no gradients. "16bit": the dtype of the
+            caller's tensors, K and Q being the values of the forward's codes. "int8": P and dS with a scale per row of
+            a tile along the sum, dO with one per 64 rows, K and Q as the forward's codes. The product dP = dO·Vᵀ stays
+            in 16 bit: dS contains a difference of dP and its mean, δ = rowsum(dO∘O), so errors of dP weigh most.
     """
 
     name: str
@@ -74,7 +52,7 @@ class Recipe:
     smooth_k: bool = False
     smooth_v: bool = False
     rotate: bool = False
-    balance: bool = False
+    equalize: bool = False
     heavy_keys: int = 0
     heavy_choice: Literal["first", "heaviest"] = "first"
     recent_keys: int = 0
@@ -82,7 +60,7 @@ class Recipe:
     scale_steps: tuple[int, ...] = ()
     key_scale_steps: tuple[int, ...] = ()
     denominator: Literal["p", "quantized_p"] = "p"
-    backward: Backward | None = None
+    backward: Literal["16bit", "int8"] | None = None
 
     def is_plain_but_for(self, *names: str) -> bool:
         """Return whether every field that has a default, but those named, has it.
@@ -104,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             scale_steps=(-1, 1, 4, 5, 6),
             key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
             denominator="quantized_p",
@@ -120,7 +98,7 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
         ),
@@ -130,11 +108,11 @@ RECIPES: dict[str, Recipe] = {
             pv="fp16",
             smooth_k=True,
             rotate=True,
-            balance=True,
+            equalize=True,
             heavy_keys=64,
             heavy_choice="heaviest",
         ),
-        Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, rotate=True, balance=True, backward=Backward()),
+        Recipe("sage_bwd", qk="int8", pv="fp16", smooth_k=True, rotate=True, equalize=True, backward="16bit"),
         Recipe(
             "sage_bwd_int8",
             qk="int8",
@@ -142,8 +120,8 @@ RECIPES: dict[str, Recipe] = {
             smooth_k=True,
             smooth_v=True,
             rotate=True,
-            balance=True,
-            backward=Backward(p="int8", ds="int8"),
+            equalize=True,
+            backward="int8",
         ),
         Recipe("exact", qk="exact", pv="exact"),
     )
@@ -161,11 +139,11 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def without_remedies(recipe: Recipe) -> Recipe:
-    """Return the recipe without what serves peaked attention only: 16-bit keys, balance, and INT8's rotation.
+def without_outlier_handling(recipe: Recipe) -> Recipe:
+    """Return the recipe without what serves peaked attention only: 16-bit keys, equalizing, and INT8's rotation.
 
     It is equal to the recipe if that has none of these. NVFP4's rotation stays: it serves every attention.
     """
-    remedies = {"heavy_keys", "heavy_choice", "recent_keys", "balance", *(["rotate"] if recipe.qk == "int8" else [])}
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in remedies}
+    names = {"heavy_keys", "heavy_choice", "recent_keys", "equalize", *(["rotate"] if recipe.qk == "int8" else [])}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(recipe) if field.name in names}
     return replace(recipe, **defaults)

@@ -25,8 +25,8 @@ def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Te
         return output, empty_saved(call, lse)
     operands = quantize_and_attend(call.for_kernel(), output=output, lse=lse)
     codes = operands.query.neg_() if call.scale < 0 else operands.query
-    balance = lse.new_empty(0) if operands.balance is None else operands.balance
-    return output, Saved(codes, operands.query_scale, operands.key, operands.key_scale, balance, lse)
+    equalizer = lse.new_empty(0) if operands.equalizer is None else operands.equalizer
+    return output, Saved(codes, operands.query_scale, operands.key, operands.key_scale, equalizer, lse)
 
 
 def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
@@ -40,6 +40,6 @@ def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
         new((*query, rows), dtype=torch.float32),
         new((*key, kv_rows, channels), dtype=torch.int8),
         new((*key, kv_rows // KEY_BLOCK, 4), dtype=torch.bfloat16),
-        lse.new_ones((call.batch, key[1], channels) if call.recipe.balance else 0),
+        lse.new_ones((call.batch, key[1], channels) if call.recipe.equalize else 0),
         lse,
     )

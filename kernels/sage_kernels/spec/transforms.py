@@ -5,7 +5,7 @@ smooth  Subtract a mean. K's adds a constant to each row of scores, which softma
         2411.10958, section 3.4). Q's, one per block of rows, is added back to the scores as mean·Kᵀ (the same, 3.1).
 rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
         and spreads channels of large magnitude over all channels.
-balance Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
+equalize Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
 exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
         matter where no query is kept from a key that another one sees. With causality a late key changes places only
         for the rows that see it: for earlier ones the first key is heavy.
@@ -23,10 +23,10 @@ from .layout import KEY_BLOCK
 BLOCK = 128
 MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
-BALANCE_QUERIES = 128
-"""Rows of Q, of each head, whose magnitudes decide the balance; at equal distances, from the first one on."""
-MAX_BALANCE = 8
-"""Largest exponent of a factor of the balance."""
+EQUALIZER_QUERIES = 128
+"""Rows of Q, of each head, whose magnitudes decide the equalizer; at equal distances, from the first one on."""
+MAX_EQUALIZER = 8
+"""Largest exponent of a factor of the equalizer."""
 MIN_VARIANCE = 2.0**-16
 """Least variance that is told from none, as a share of the squared mean: sums in float32 have no more bits."""
 HEAVY_QUERIES = 16
@@ -93,9 +93,9 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
 
 def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which keys count in K's mean and in the balance: those of groups that are not loud.
+    """Return which keys count in K's mean and in the equalizer: those of groups that are not loud.
 
-    One key that is much louder than all others would move the mean away from these, and decide the balance alone. Any
+    One key that is much louder than all others would move the mean away from these, and decide the equalizer alone. Any
     vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the median is
     the lower one of the groups whose mean square is not 0.
 
@@ -152,7 +152,7 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     return torch.cat([part for part, _ in parts], -2), torch.cat([mean for _, mean in parts], -2)
 
 
-def balance(
+def equalize(
     query: torch.Tensor,
     key: torch.Tensor,
     valid: torch.Tensor | None = None,
@@ -161,10 +161,10 @@ def balance(
 ) -> torch.Tensor:
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
-    It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_BALANCE: so
-    both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0 throughout,
-    or so large that the sum of squares is not finite.
-    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / BALANCE_QUERIES), less those that are not valid.
+    It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_EQUALIZER:
+    so both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0
+    throughout, or so large that the sum of squares is not finite.
+    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES), less those that are not valid.
     Where Q's means are subtracted before it is quantised, it is the deviation of these rows from their own mean.
 
     Args:
@@ -177,7 +177,7 @@ def balance(
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
     """
-    step = -(-query.shape[2] // BALANCE_QUERIES)
+    step = -(-query.shape[2] // EQUALIZER_QUERIES)
     sample = query[:, :, ::step]
     if valid_queries is not None:
         valid_queries = valid_queries.expand(-1, -1, query.shape[2], -1)[:, :, ::step]
@@ -186,7 +186,7 @@ def balance(
     variance = _variance(key, valid)
     ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
     # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
-    _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_BALANCE), 2.0 ** (4 * MAX_BALANCE)))
+    _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_EQUALIZER), 2.0 ** (4 * MAX_EQUALIZER)))
     return torch.exp2(((exponent + 1) >> 2).float())
 
 

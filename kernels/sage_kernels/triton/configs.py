@@ -65,8 +65,8 @@ def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
     return replace(config, block_n=min(config.block_n, block_n))
 
 
-def exact_forward_config(head_dim: int, mask: str) -> Config:
-    """Return the configuration of `exact_forward` on Hopper; head_dim is the larger padded one of Q and V.
+def masked_forward_config(head_dim: int, mask: str) -> Config:
+    """Return the configuration of `masked_forward` on Hopper; head_dim is the larger padded one of Q and V.
 
     128 rows share each tile of a bias (364 µs at 4×16×2048×128, 452 with 64). Else small programs hide each other's
     softmax; at head_dim 64 more of them with two stages (window at 2,048 keys: 56 µs, with three 68), at head_dim 128
@@ -79,13 +79,13 @@ def exact_forward_config(head_dim: int, mask: str) -> Config:
     return Config(64, 64, 4, 2 if head_dim <= 64 else 3)
 
 
-def scattered_forward_config(head_dim: int) -> Config:
-    """Return the configuration of `scattered_forward` on Hopper; head_dim as above: over 128 fewer rows spill none."""
-    return Config(64, 64, 8, 2) if head_dim > 128 else exact_forward_config(head_dim, "keys")
+def nonprefix_forward_config(head_dim: int) -> Config:
+    """Return the configuration of `nonprefix_forward` on Hopper; head_dim as above: over 128 fewer rows spill none."""
+    return Config(64, 64, 8, 2) if head_dim > 128 else masked_forward_config(head_dim, "keys")
 
 
-def split_forward_config(head_dim: int, rows: int) -> Config:
-    """Return the configuration of `split_forward` on Hopper for that many padded rows; head_dim as above.
+def splitkv_forward_config(head_dim: int, rows: int) -> Config:
+    """Return the configuration of `splitkv_forward` on Hopper for that many padded rows; head_dim as above.
 
     Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, cuDNN 39. At head_dim 64 there
     is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs, with one 15.6. Left to itself the compiler
@@ -109,8 +109,8 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
     return Config(128 if capability[0] == 9 else 64, 64, 8, 2)
 
 
-def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
-    """Return the configuration of `int8_backward_key`; head_dim as above, `int8`: P and dS are INT8.
+def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+    """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 
     Two float32 gradients of block_n keys stay in registers. On Hopper that is 64 keys for the 128 threads of a matrix
     instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128 queries
@@ -128,8 +128,8 @@ def int8_backward_key_config(capability: tuple[int, int], head_dim: int, int8: b
     return Config(64, 64, 4 if capability == (8, 0) else 8, 2)
 
 
-def int8_backward_query_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
-    """Return the configuration of `int8_backward_query`; arguments as above.
+def int8_bwd_dq_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+    """Return the configuration of `int8_bwd_dq`; arguments as above.
 
     On Hopper registers are capped for three programs a multiprocessor (4.89 ms, 5.08 without a cap), or four at
     head_dim 64 (2.64 ms, 2.70 without). Elsewhere 128 rows share each tile of K and V; none of these loops spills.

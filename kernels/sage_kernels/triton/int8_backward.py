@@ -1,10 +1,10 @@
 """Backward pass of the recipes with gradients: recompute S from INT8, then dV, dK and dQ (`reference.backward`).
 
-Two kernels see the same tiles of scores: `backward_keys` holds keys and walks over queries, for dK and dV;
-`backward_queries` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
+Two kernels see the same tiles of scores: `bwd_dkdv` holds keys and walks over queries, for dK and dV;
+`bwd_dq` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
 without atomics. The kernels run one after the other, each behind the pass that prepares its operands: there are never
 more than two 16-bit copies of the caller's tensors at a time. In INT8 there is a third, the gradient of rotated or
-balanced Q or K.
+equalized Q or K.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..language.backward_operands import key_operands, query_operands
 from ..language.launch import MASK_AXES, launch, strides
 from ..spec.call import BackwardCall
 from ..spec.operands import Saved
-from .backward_keys import int8_backward_key
-from .backward_queries import int8_backward_query
 from .block_tiles import block_tiles
-from .configs import int8_backward_key_config, int8_backward_query_config, limit_to_list
+from .bwd_dkdv import int8_bwd_dkdv
+from .bwd_dq import int8_bwd_dq
+from .configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from .restore_gradients import new_transformed, restore_gradient
 from .tile_rows import tile_rows
 
@@ -46,7 +46,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     blocks = call.mask.blocks
     list_m, list_n = (0, 0) if blocks is None else (blocks.block_m, blocks.block_n)
     arguments = {"V_CHANNELS": call.v_channels, "INT8": int8, "LIST_M": list_m, "TMA": tma, **run.arguments}
-    restores = int8 and (call.recipe.rotate or call.recipe.balance)
+    restores = int8 and (call.recipe.rotate or call.recipe.equalize)
     if restores:
         arguments["head_dim"] = call.channels
 
@@ -62,12 +62,12 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     )
     lse, delta = queries.lse, queries.delta
     into = new_transformed(call, key_gradient) if restores else key_gradient
-    config = int8_backward_key_config(capability, channels, int8)
+    config = int8_bwd_dkdv_config(capability, channels, int8)
     inverted = None
     if blocks is not None:
         config, inverted = limit_to_list(config, list_m, list_n), tile_rows(call)
     launch(
-        int8_backward_key,
+        int8_bwd_dkdv,
         run.key_grid(config.block_n),
         key=saved.key,
         key_scale=saved.key_scale,
@@ -98,13 +98,13 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     del queries, into, inverted  # before as much is allocated again
     value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, copy_value=True)
     into = new_transformed(call, query_gradient) if restores else query_gradient
-    config = int8_backward_query_config(capability, channels, int8)
+    config = int8_bwd_dq_config(capability, channels, int8)
     listed = None
     if blocks is not None:
         config = limit_to_list(config, list_m, list_n)
         listed = block_tiles(call, config.block_n)
     launch(
-        int8_backward_query,
+        int8_bwd_dq,
         run.query_grid(config.block_m),
         query=saved.query,
         query_scale=saved.query_scale,

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..exact.sdpa import unexpanded
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..spec.call import PADDING_BIAS, Call
 from ..spec.layout import ceil_div
+from ..spec.masks import unexpanded
 
 PADDING = tl.constexpr(PADDING_BIAS)
 WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few

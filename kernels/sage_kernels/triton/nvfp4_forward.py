@@ -35,8 +35,8 @@ from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..spec.operands import NVFP4Operands
 from .block_tiles import BlockTiles, block_tiles
 from .configs import Config, limit_to_list, nvfp4_forward_config
-from .delta_scores import delta_scores
 from .mask_tiles import MaskTiles, mask_tiles
+from .smooth_q_scores import smooth_q_scores
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 FLOAT32_MIN_NORMAL = tl.constexpr(2.0**-126)
@@ -116,7 +116,7 @@ def forward(
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            delta_scores(operands, call.tail, counts, first_sequence, first_block, delta)
+            smooth_q_scores(operands, call.tail, counts, first_sequence, first_block, delta)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from ..dispatch.head_kernels import register_head_kernel
 from ..dispatch.registry import (
     MAX_HEAD_DIM,
-    SUPPORTED_DTYPES,
     AttendToFirst,
     Quantizer,
     Request,
@@ -19,22 +19,31 @@ from ..dispatch.registry import (
     register_forward,
     register_quantizer,
 )
+from ..dispatch.support import (
+    HALF_DTYPES,
+    INT8_BACKWARD,
+    INT8_FORWARD,
+    KEY_MASKS,
+    NVFP4_FORWARD,
+    Declared,
+    Requests,
+    is_nvidia,
+)
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall, Call
-from ..spec.heads import Norm, Rope, register_head_kernel
+from ..spec.checks import SUPPORTED_DTYPES
+from ..spec.heads import Norm, Rope
 from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
-from ..spec.recipe import Recipe, get_recipe
+from ..spec.recipe import get_recipe
 
-CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # those that CI compiles for
-HEAVY_KEYS = 64  # of recipes that have any
 SPLIT_ROWS = 64  # queries times heads that share keys, in one program
 MAX_TOKEN_CHANNELS = 16384  # of a token in one program
-TRAINING_DTYPES = (torch.float16, torch.bfloat16)
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
+EVERY_REQUEST = Requests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
 
 
 def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> str:
@@ -50,76 +59,77 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
     return ""
 
 
-class Int8Quantizer:
-    """The INT8 quantiser of `triton.quantize.int8`."""
+class TritonKernel(Declared):
+    """A kernel of this folder, in a module that its first call imports."""
+
+    native = True
+    requests = EVERY_REQUEST
+
+    def unsupported(self, request: Request) -> str:
+        """Name the first limit of the kernel, of Triton or of the launch grid that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
+            return reason
+        triton, capability = triton_version(), request.capability
+        if triton is None:
+            return "Triton is not installed"
+        if capability is not None and triton < (oldest := ASSEMBLER_TRITON.get(capability, triton)):
+            return _needs_triton("this GPU", capability, oldest)
+        if request.batch * request.q_heads * max(request.q_len, request.kv_len) >= 2**36:
+            return "more than 2³⁶ rows of Q, or of K for each head of Q"
+        return ""
+
+
+class TritonQuantizer(TritonKernel):
+    """A quantiser that reads masks of keys by their spans."""
+
+    module: str
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
+        """Quantise; see `quantize_operands` of the module. The spans are written already."""
+        return _load(self.module).quantize_operands(call, valid)
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Find the spans of keys that exist."""
+        return import_module("..language.padding", __package__).read_padding(valid)
+
+
+class Int8Quantizer(TritonQuantizer):
+    """The INT8 quantiser."""
 
     name = "int8_quantize"
-    native = True
+    module = "quantize.int8"
+    recipes = INT8_FORWARD
     makes = Int8Operands
 
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 with all transforms but the mean of Q, and heavy keys."""
-        return _serves_int8(recipe)
 
-    def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        return _unsupported(request)
-
-    def quantize(
-        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
-    ) -> Int8Operands:
-        """Quantise; see `quantize.int8.quantize_int8_operands`. The spans are written already."""
-        return _load("quantize.int8").quantize_int8_operands(call, valid)
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of keys that exist."""
-        return import_module("..language.padding", __package__).read_padding(valid)
-
-
-class NVFP4Quantizer:
-    """The NVFP4 quantiser of `triton.quantize.nvfp4`."""
+class NVFP4Quantizer(TritonQuantizer):
+    """The NVFP4 quantiser."""
 
     name = "nvfp4_quantize"
-    native = True
+    module = "quantize.nvfp4"
+    recipes = NVFP4_FORWARD
     makes = NVFP4Operands
 
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve everything in NVFP4."""
-        return _serves_nvfp4(recipe)
-
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        return _unsupported_nvfp4(request)
-
-    def quantize(
-        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
-    ) -> NVFP4Operands:
-        """Quantise; see `quantize.nvfp4.quantize_nvfp4_operands`. The spans are written already."""
-        return _load("quantize.nvfp4").quantize_nvfp4_operands(call, valid)
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of keys that exist."""
-        return import_module("..language.padding", __package__).read_padding(valid)
+        """Name the first limit of the kernel that a request exceeds; or ""."""
+        return super().unsupported(request) or _too_many_pairs(request)
 
 
-class Int8Forward:
-    """The INT8 forward kernel of `triton.int8_forward`."""
+class Int8Forward(TritonKernel):
+    """The INT8 forward kernel."""
 
     name = "int8_forward"
-    native = True
+    recipes = INT8_FORWARD
     takes = Int8Operands
     packs = True
 
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 with all transforms but Q's mean, P and V in FP16, e4m3 or INT8, and heavy keys."""
-        return _serves_int8(recipe)
-
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
+        """Name the first limit of the kernel that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
+            return reason
+        too_old = request.capability is not None and request.capability < (8, 9)
         fp8 = get_recipe(request.recipe).pv == "fp8"
-        if not (reason := _unsupported(request)) and fp8 and request.capability is not None:
-            return "FP8 needs compute capability 8.9 (Ada) or newer" if request.capability < (8, 9) else ""
-        return reason
+        return "FP8 needs compute capability 8.9 (Ada) or newer" if fp8 and too_old else ""
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `int8_forward.attend`."""
@@ -130,31 +140,21 @@ class Int8Forward:
         return _load("int8_forward").attend_and_save(call, quantizer, _capability(call.query))
 
 
-class Int8Backward:
-    """The INT8 backward kernels of `triton.int8_backward`."""
+class Int8Backward(TritonKernel):
+    """The INT8 backward kernels, of P and dS both in 16 bit or in INT8."""
 
     name = "int8_backward"
-    native = True
-
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve Q and K in INT8 with all transforms but the mean of Q, and P and dS both in 16 bit or in INT8."""
-        backward = recipe.backward
-        if backward is None or not _serves_int8(recipe):
-            return False
-        if (backward.p, backward.ds) not in (("16bit", "16bit"), ("int8", "int8")):
-            return False
-        return (backward.dp, backward.scales, backward.delta) == ("16bit", "row", "output")
+    recipes = INT8_BACKWARD
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        if reason := _unsupported(request):
+        """Name the first limit of the kernels that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
             return reason
-        if request.dtype not in TRAINING_DTYPES:
+        if request.dtype not in HALF_DTYPES:
             return "gradients need float16 or bfloat16"
         capability, triton = request.capability, triton_version()
         if capability is not None and capability[0] == 10 and triton is not None and triton < BLACKWELL_TRAINING_TRITON:
-            major, minor = BLACKWELL_TRAINING_TRITON
-            return f"gradients on compute capability {capability[0]}.{capability[1]} need Triton {major}.{minor}"
+            return _needs_triton("gradients", capability, BLACKWELL_TRAINING_TRITON)
         return ""
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -162,71 +162,74 @@ class Int8Backward:
         return _load("int8_backward").backward(call, _capability(call.value))
 
 
-@dataclass(frozen=True)
-class NVFP4Forward:
-    """The NVFP4 forward kernel of `triton.nvfp4_forward`, on FP4 matrix units or emulated."""
+class NVFP4Forward(TritonKernel):
+    """The NVFP4 forward kernel, on FP4 matrix units or emulated."""
 
-    name: str
-    native: bool
+    recipes = NVFP4_FORWARD
     takes = NVFP4Operands
     packs = True
 
-    def serves(self, recipe: Recipe) -> bool:
-        """Serve everything in NVFP4."""
-        return _serves_nvfp4(recipe)
+    def __init__(self, name: str, native: bool) -> None:
+        self.name, self.native = name, native
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        reason = _unsupported_nvfp4(request)
+        """Name the first limit of the kernel that a request exceeds; or ""."""
+        if reason := super().unsupported(request) or _too_many_pairs(request):
+            return reason
         triton = triton_version()
-        if self.native and not reason and request.capability is not None and triton is not None:
+        if self.native and request.capability is not None and triton is not None:
             return nvfp4_unsupported(request.capability, triton)
-        return reason
+        return ""
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""
         return _load("nvfp4_forward").attend(call, quantizer, _capability(call.query), self.native)
 
 
-class ExactForward:
-    """The exact kernel of `triton.exact_forward`, which skips what a mask hides."""
+class TritonExact(TritonKernel):
+    """A kernel of exact attention, in the module of its name."""
 
-    name = "exact_forward"
+    name: str
     repeats = True
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        if reason := _unsupported_exactly(request):
+        """Name the first limit of the kernel that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
             return reason
-        return "no block lists" if request.mask.startswith("block") else ""
+        if max(request.head_dim, request.v_head_dim) > MAX_HEAD_DIM:
+            return f"head_dim above {MAX_HEAD_DIM}"
+        return "no LSE" if request.return_lse else ""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Attend; see `exact_forward.attend`."""
-        return _load("exact_forward").attend(call)
-
-    def attend_to_scattered(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `scattered_forward.attend`."""
-        return _load("scattered_forward").attend(call, attend_to_first, row_blocks)
+        """Attend; see `attend` of the module."""
+        output: torch.Tensor = _load(self.name).attend(call)
+        return output
 
 
-class SplitForward:
-    """The exact kernels of `triton.split_forward`, for few queries over many keys."""
+class MaskedForward(TritonExact):
+    """The kernel that skips what a mask hides; measured on Hopper only."""
 
-    name = "split_forward"
-    repeats = True
+    name = "masked_forward"
+    requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
+
+    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+        """Attend; see `nonprefix_forward.attend`."""
+        output: torch.Tensor = _load("nonprefix_forward").attend(call, attend_to_first, row_blocks)
+        return output
+
+
+class SplitKVForward(TritonExact):
+    """The kernels for few queries over many keys; measured on Hopper only."""
+
+    name = "splitkv_forward"
+    requests = Requests(((9, 0),), masks=KEY_MASKS, aligned=True, grid=True)
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
-        if reason := _unsupported_exactly(request):
-            return reason
-        if request.mask not in ("none", "keys"):
-            return "no masks of scores"
+        """Name the first limit of the kernels that a request exceeds; or ""."""
         rows = request.q_heads // request.kv_heads * request.q_len
-        return f"more than {SPLIT_ROWS} queries share keys" if rows > SPLIT_ROWS else ""
-
-    def attend(self, call: Call) -> torch.Tensor:
-        """Attend; see `split_forward.attend`."""
-        return _load("split_forward").attend(call)
+        return super().unsupported(request) or (
+            f"more than {SPLIT_ROWS} queries share keys" if rows > SPLIT_ROWS else ""
+        )
 
 
 class HeadKernel:
@@ -236,10 +239,10 @@ class HeadKernel:
 
     def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
         """Return why it does not serve the call, or ""."""
-        if not x.is_cuda or torch.version.hip is not None or triton_version() is None:
+        if not is_nvidia(x.device.type) or triton_version() is None:
             return "needs an NVIDIA GPU and Triton"
         batch, _, heads, head_dim = x.shape
-        if x.dtype not in TRAINING_DTYPES or x.stride(-1) != 1 or head_dim % 2:
+        if x.dtype not in HALF_DTYPES or x.stride(-1) != 1 or head_dim % 2:
             return "needs float16 or bfloat16, and an even number of channels that lie one behind another"
         if max(batch, heads) > MAX_GRID or head_dim > MAX_HEAD_DIM:
             return f"more than {MAX_GRID} batch elements or heads, or head_dim above {MAX_HEAD_DIM}"
@@ -281,8 +284,8 @@ def register_kernels() -> None:
     register_forward(Int8Forward())
     register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
-    register_exact(SplitForward())
-    register_exact(ExactForward())
+    register_exact(SplitKVForward())
+    register_exact(MaskedForward())
     register_head_kernel(HeadKernel())
 
 
@@ -290,22 +293,7 @@ def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None
     """Return `triton.routing`, the kernels of routers, or None where they cannot take Q and K (batch, heads, …)."""
     if 0 in (*query.shape, *key.shape) or query.shape[3] > MAX_HEAD_DIM:
         return None
-    return None if _unsupported(Request.of(query, key, key)) else _load("routing")
-
-
-def _serves_int8(recipe: Recipe) -> bool:
-    formats = recipe.qk == "int8" and recipe.pv in ("fp16", "fp8", "int8")
-    heavy = recipe.heavy_keys == 0 or (recipe.heavy_keys == HEAVY_KEYS and recipe.backward is None)
-    transforms = ("smooth_k", "smooth_v", "rotate", "balance")
-    return formats and heavy and recipe.is_plain_but_for(*transforms, "heavy_keys", "heavy_choice", "backward")
-
-
-def _serves_nvfp4(recipe: Recipe) -> bool:
-    transforms = ("smooth_q", "smooth_k", "smooth_v", "rotate", "balance", "tensor_scale", "denominator")
-    formats = recipe.qk == recipe.pv == "nvfp4" and recipe.heavy_keys in (0, HEAVY_KEYS)
-    return formats and recipe.is_plain_but_for(
-        *transforms, "scale_steps", "key_scale_steps", "heavy_keys", "heavy_choice", "recent_keys"
-    )
+    return None if TritonKernel().unsupported(Request.of(query, key, key)) else _load("routing")
 
 
 def _load(module: str) -> ModuleType:
@@ -316,44 +304,10 @@ def _capability(x: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device)
 
 
-def _unsupported(request: Request) -> str:
-    """Return which limit that all kernels share the request exceeds, or ""."""
-    if request.device_type != "cuda" or request.capability is None:
-        return "needs an NVIDIA GPU"
-    if torch.version.hip is not None:
-        return "needs an NVIDIA GPU, not an AMD one"
-    triton = triton_version()
-    if triton is None:
-        return "Triton is not installed"
-    if request.capability not in CAPABILITIES:
-        return f"compute capability is none of {', '.join(f'{major}.{minor}' for major, minor in CAPABILITIES)}"
-    if triton < ASSEMBLER_TRITON.get(request.capability, triton):
-        major, minor = ASSEMBLER_TRITON[request.capability]
-        return f"compute capability {request.capability[0]}.{request.capability[1]} needs Triton {major}.{minor}"
-    if request.dtype not in SUPPORTED_DTYPES:
-        return f"dtype must be one of {', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
-    if max(request.batch, request.q_heads) > MAX_GRID:
-        return f"more than {MAX_GRID} batch elements or heads"
-    if request.batch * request.q_heads * max(request.q_len, request.kv_len) >= 2**36:
-        return "more than 2³⁶ rows of Q, or of K for each head of Q"
-    return ""
+def _needs_triton(what: str, capability: tuple[int, int], oldest: tuple[int, int]) -> str:
+    return f"{what}: compute capability {capability[0]}.{capability[1]} needs Triton {oldest[0]}.{oldest[1]}"
 
 
-def _unsupported_exactly(request: Request) -> str:
-    """Return which limit that both kernels of exact attention share the request exceeds, or ""."""
-    if reason := _unsupported(request):
-        return reason
-    if request.capability != (9, 0):
-        return "measured on compute capability 9.0 (Hopper) only"
-    if request.dtype not in TRAINING_DTYPES or not request.aligned:
-        return "needs float16 or bfloat16, aligned to 16 bytes"
-    if max(request.head_dim, request.v_head_dim) > MAX_HEAD_DIM:
-        return f"head_dim above {MAX_HEAD_DIM}"
-    return "no packed sequences and no LSE" if request.packed or request.return_lse else ""
-
-
-def _unsupported_nvfp4(request: Request) -> str:
-    reason = _unsupported(request)
-    if not reason and request.batch * request.q_heads > MAX_GRID:
-        return f"more than {MAX_GRID} (batch element, head) pairs"
-    return reason
+def _too_many_pairs(request: Request) -> str:
+    too_many = request.batch * request.q_heads > MAX_GRID
+    return f"more than {MAX_GRID} (batch element, head) pairs" if too_many else ""

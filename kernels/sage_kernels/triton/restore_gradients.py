@@ -1,4 +1,4 @@
-"""Gradients of Q and K that were made of INT8 codes: undo the rotation and the balance of their channels.
+"""Gradients of Q and K that were made of INT8 codes: undo the rotation and the equalizer of their channels.
 
 A kernel of its own, because the gradient kernels have no registers left for it.
 """
@@ -34,7 +34,7 @@ def restore_gradient(
     Args:
         transformed: `new_transformed`, filled.
         gradient: (batch, heads, tokens, head_dim) in the caller's dtype.
-        call: its recipe and balance say what to undo.
+        call: its recipe and equalizer say what to undo.
         sequences: the token axis.
         of_query: the gradient is that of Q.
     """
@@ -45,7 +45,7 @@ def restore_gradient(
         (blocks * call.batch * heads,),
         transformed=transformed,
         gradient=gradient,
-        balance=call.saved.balance if call.recipe.balance else None,
+        equalizer=call.saved.equalizer if call.recipe.equalize else None,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         blocks=blocks,
@@ -65,7 +65,7 @@ def restore_gradient(
 def restore_channels(
     transformed,
     gradient,
-    balance,
+    equalizer,
     ranges,
     tokens,
     blocks,
@@ -96,9 +96,9 @@ def restore_channels(
     )
     if SIGN_BITS is not None:
         x = unrotate(x, CHANNELS, SIGN_BITS)
-    if balance is not None:
+    if equalizer is not None:
         kv_pair = batch * (heads // group) + head // group
-        x *= channel_factor(balance + kv_pair * CHANNELS, channel, CHANNELS, not IS_QUERY)[None, :]
+        x *= channel_factor(equalizer + kv_pair * CHANNELS, channel, CHANNELS, not IS_QUERY)[None, :]
     into = gradient + batch * stride_batch + head * stride_head
     into += (start + token).to(tl.int64)[:, None] * stride_token + channel[None, :] * stride_channel
     tl.store(into, x.to(gradient.dtype.element_ty), mask=inside[:, None] & (channel < head_dim)[None, :])

@@ -11,7 +11,7 @@ import torch
 
 import sage_hf
 from sage_hf import SageAttnProcessor
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, shards
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, parallel
 from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
@@ -21,11 +21,14 @@ WITHOUT_PLAN = [
 ]
 
 
-def test_two_processes_agree_with_one(tmp_path: Path):
+@pytest.mark.parametrize(
+    "names", [("wan-t2v", "flux"), pytest.param([case.name for case in FAMILIES], marks=pytest.mark.audit)], ids=len
+)
+def test_two_processes_agree_with_one(names: list[str], tmp_path: Path):
     from tests.helpers.context_parallel import run_pair  # an older diffusers has nothing to import
 
-    found = run_pair(tmp_path, "cpu", 180)
-    assert len(found) > 10
+    found = run_pair(tmp_path, "cpu", 180, names)
+    assert len(found) > 4
     assert not {case: what for case, what in found.items() if what}
 
 
@@ -96,9 +99,9 @@ def test_a_mask_is_whole_where_processes_have_unequal_numbers_of_keys(
             part[..., : sent.shape[-1]] = sent
             part[..., sent.shape[-1] :] = True  # a pad that would be seen
 
-    monkeypatch.setattr(shards.dist, "all_gather", all_gather)
+    monkeypatch.setattr(parallel.dist, "all_gather", all_gather)
     config = SimpleNamespace(
         ring_degree=1, ulysses_degree=3, ulysses_anything=True, _ulysses_mesh=SimpleNamespace(get_group=lambda: None)
     )
     for mask in masks:
-        assert torch.equal(shards.gather_mask(mask, mask.shape[1], config), whole)
+        assert torch.equal(parallel.gather_mask(mask, mask.shape[1], config), whole)

@@ -90,7 +90,7 @@ def test_a_processor_that_dispatches_is_served_or_left_with_a_reason(classes):
 
 
 def dispatches(processor: type) -> Iterator[bool]:
-    """Return whether each call of the dispatch in a processor's code lets its backend be chosen."""
+    """Check whether each call of the dispatch in a processor's code lets its backend be chosen."""
     source = textwrap.dedent(inspect.getsource(processor.__call__))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dispatch_attention_fn":

@@ -1,4 +1,4 @@
-// Statistics of K and V, and of a sample of Q: means, extrema, the balance, and which keys are heavy. A cluster takes
+// Statistics of K and V, and of a sample of Q: means, extrema, the equalizer, and which keys are heavy. A cluster takes
 // those of K of a pair, another one those of V; its blocks share the tokens.
 #pragma once
 #include "barrier.cuh"
@@ -33,8 +33,8 @@ constexpr int QUADS = LANES / 4;
 struct Partial {
   float sum[WARPS][CHANNELS];
   uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
-  uint32 rejected[WARPS][CHANNELS / 2];          // ones where an element is not finite
-  float squares[BALANCE ? WARPS : 1][CHANNELS];  // sums of them
+  uint32 rejected[WARPS][CHANNELS / 2];           // ones where an element is not finite
+  float squares[EQUALIZE ? WARPS : 1][CHANNELS];  // sums of them
   // Parts of the scores of tokens, by row, QUADS, and 8 rows: 16 of 20, lest parts of a warp lie in the same banks.
   float scores[CHOICE ? 8 : 1][QUADS][20];
 };
@@ -42,7 +42,7 @@ struct Partial {
 // Sum squares of rows, by channel and warp: `load` gives a row by number, of those of the thread from 0 on. A square
 // that is not finite counts as 0.
 template <typename Load>
-DEVICE void sum_squares(int rows, Load load, float (&sums)[BALANCE ? WARPS : 1][CHANNELS]) {
+DEVICE void sum_squares(int rows, Load load, float (&sums)[EQUALIZE ? WARPS : 1][CHANNELS]) {
   constexpr int LOADED = 2;  // at once
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float squares[8] = {};
@@ -119,7 +119,7 @@ DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4],
 // way, is done. Return whether a sum of the thread is not finite.
 template <bool OF_VALUE, bool CAREFUL, typename Prepare>
 DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32 (&mean_query)[4], Partial& partial) {
-  constexpr bool SQUARES = BALANCE && !OF_VALUE && !CAREFUL;
+  constexpr bool SQUARES = EQUALIZE && !OF_VALUE && !CAREFUL;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
@@ -211,7 +211,8 @@ DEVICE bool is_heavier(float score, int key, float than, int other) {
 
 // Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` and `late_keys`
 // say; return how many there are.
-DEVICE float load_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, uint32 (&x)[2][4]) {
+DEVICE float load_queries(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair,
+                          uint32 (&x)[2][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 earlier = LATE ? b.q_len / 2 : 0, counted = b.q_len - earlier, rows = group * counted;
@@ -308,7 +309,7 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens, uint32 
 }
 
 // Sum the squares of the block's share of a pair's sample of Q, by channel and warp.
-DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, Partial& partial) {
+DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair, Partial& partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
@@ -325,18 +326,18 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Balance& 
               partial.squares);
 }
 
-// Read what the block needs of a pair's Q: write its share of the balance's squares, and make the thread's part of the
-// mean query for `find_scores`.
-DEVICE void read_queries(const Tokens& query, const Statistics& s, const Balance& b, uint32 pair, Partial& partial,
+// Read what the block needs of a pair's Q: write its share of the equalizer's squares, and make the thread's part of
+// the mean query for `find_scores`.
+DEVICE void read_queries(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair, Partial& partial,
                          uint32 (&mean_query)[4]) {
   __shared__ float mean[CHOICE ? CHANNELS : 1];
   uint32 x[2][4];
   float count = 1.0f;
   if (CHOICE) count = load_queries(query, s, b, pair, x);
-  if (BALANCE) sum_sample(query, s, b, pair, partial);
+  if (EQUALIZE) sum_sample(query, s, b, pair, partial);
   if (CHOICE) sum_queries(x, partial);
   __syncthreads();
-  if (BALANCE) line(s, pair, SQUARES + SHARERS + blockIdx.x % SHARERS)[threadIdx.x] = total_of_warps(partial.squares);
+  if (EQUALIZE) line(s, pair, SQUARES + SHARERS + blockIdx.x % SHARERS)[threadIdx.x] = total_of_warps(partial.squares);
   if (!CHOICE) return;
   mean[threadIdx.x] = __fdiv_rn(total_of_warps(partial.sum), count);
   __syncthreads();
@@ -354,15 +355,15 @@ struct Found {
 // `threadIdx.x`, and the sum of K's squares; beside K read what is needed of Q, and with CHOICE write K's candidates
 // for heavy keys.
 template <bool OF_VALUE>
-DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Balance& b, uint32 pair,
+DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair,
                            const uint8* valid, float* sums) {
   __shared__ alignas(16) Partial partials[2];
-  constexpr bool SQUARES = BALANCE && !OF_VALUE;
+  constexpr bool SQUARES = EQUALIZE && !OF_VALUE;
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
   const int channel = threadIdx.x, tokens = s.kv_len + FIRST_KEYS;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
-  bool finite = true, prepared = OF_VALUE || !(BALANCE || CHOICE);
+  bool finite = true, prepared = OF_VALUE || !(EQUALIZE || CHOICE);
   uint32 mean_query[4];
   auto prepare = [&] {  // with the partial that is not the first block's
     if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
@@ -457,7 +458,7 @@ __device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, c
 }
 
 // Return the number of sampled queries of a head that exist.
-DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair) {
+DEVICE float sampled_queries(const Statistics& s, const Equalizer& b, uint32 pair) {
   if (!PADDED || b.q_len != s.kv_len + FIRST_KEYS) return b.samples;
   int count = 0;
   for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
@@ -465,11 +466,11 @@ DEVICE float sampled_queries(const Statistics& s, const Balance& b, uint32 pair)
   return max(__reduce_add_sync(~0u, count), 1);
 }
 
-// Return the exponent of the factor of a channel, as `transforms.balance` finds it, given K's mean, and how many keys,
+// Return the exponent of the factor of a channel, as `transforms.equalize` finds it, given K's mean, and how many keys,
 // of the sharers whose bits are set, and queries were counted. Squares are summed in another order than there: where
 // the logarithm lies between two integers it may be the other one.
-DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, uint32 sharers, float keys,
-                            float queries) {
+DEVICE int equalizer_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, uint32 sharers, float keys,
+                              float queries) {
   float of_key = 0.0f, of_query = 0.0f;
 #pragma unroll
   for (int i = 0; i < SHARERS; i++) {
@@ -482,7 +483,7 @@ DEVICE int balance_exponent(const Statistics& s, uint32 pair, uint32 channel, fl
   const float variance = fmaxf(__fsub_rn(of_key, square), __fmul_rn(square, MIN_VARIANCE));
   if (!(of_query > 0.0f && variance > 0.0f && is_finite(of_query) && is_finite(variance))) return 0;
   const float exponent = rintf(log2f(__fdiv_rn(variance, of_query)) * 0.25f);
-  return static_cast<int>(fminf(fmaxf(exponent, -MAX_BALANCE), MAX_BALANCE));
+  return static_cast<int>(fminf(fmaxf(exponent, -MAX_EQUALIZER), MAX_EQUALIZER));
 }
 
 // Return the place of a channel's factor of Q, or of K, in a pair's line: both have 8 channels in turn, so that what a
@@ -500,16 +501,16 @@ DEVICE uint16 factor(int exponent, uint32 channel) {
 }
 
 // Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
-// channel that they have in those of the first LANES threads, and the sharers and keys as `balance_exponent` has them.
-// Not inlined, for the registers of the loops before it.
-__device__ __noinline__ void prepare_rotation(const Statistics& s, const Balance& b, uint32 pair, uint32 channel,
+// channel that they have in those of the first LANES threads, and the sharers and keys as `equalizer_exponent` has
+// them. Not inlined, for the registers of the loops before it.
+__device__ __noinline__ void prepare_rotation(const Statistics& s, const Equalizer& b, uint32 pair, uint32 channel,
                                               float mean, uint32 sharers, float keys) {
   uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));
   float queries = 0.0f;
-  if (BALANCE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
+  if (EQUALIZE && threadIdx.x < 32) queries = sampled_queries(s, b, pair) * (b.q_heads / s.kv_heads);
   if (threadIdx.x < LANES) {
-    const int exponent = BALANCE ? balance_exponent(s, pair, channel, mean, sharers, keys, queries) : 0;
-    if (BALANCE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
+    const int exponent = EQUALIZE ? equalizer_exponent(s, pair, channel, mean, sharers, keys, queries) : 0;
+    if (EQUALIZE) b.factors[pair * CHANNELS + channel] = exp2_of_integer(exponent);
     factors[factor_number(channel, false)] = factor(exponent, channel);
     factors[factor_number(channel, true)] = factor(-exponent, channel);
   }

@@ -1,5 +1,5 @@
-// Statistics for the NVFP4 recipes: sums of blocks of K and V, the means, balance and scales that follow from them, and
-// which keys are heavy.
+// Statistics for the NVFP4 recipes: sums of blocks of K and V, the means, equalizer and scales that follow from them,
+// and which keys are heavy.
 #pragma once
 #include "nvfp4.cuh"
 #include "quiet_groups.cuh"
@@ -47,8 +47,8 @@ DEVICE float* query_line(const Statistics& s, uint32 pair, uint32 member) {
   return s.query_lines + static_cast<int64>(pair * (s.q_heads / s.kv_heads) + member) * (KEY_LINES * CHANNELS);
 }
 
-// Rows of Q of a sequence that decide the balance lie so far apart.
-DEVICE int sample_distance(int queries) { return max((queries + BALANCE_QUERIES - 1) / BALANCE_QUERIES, 1); }
+// Rows of Q of a sequence that decide the equalizer lie so far apart.
+DEVICE int sample_distance(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
 DEVICE int samples_of(int queries) { return (queries + sample_distance(queries) - 1) / sample_distance(queries); }
 
 // Return whether a key counts; they are numbered from the first of all on.
@@ -107,7 +107,7 @@ DEVICE uint32 find_quiet_groups(const float* squares, int blocks, const int (&nu
   return quiet_groups(__fdiv_rn(sum, static_cast<float>(max(numbers[threadIdx.x % LOUD_GROUPS], 1))));
 }
 
-// Return likewise the number of rows of Q that decide the balance.
+// Return likewise the number of rows of Q that decide the equalizer.
 DEVICE bool are_queries_padded(const Statistics& s) { return PADDED && s.q_len == s.keys; }
 DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
   const int queries = queries_of(s, batch).length, samples = samples_of(queries);
@@ -164,9 +164,9 @@ DEVICE float variance_of(float mean_square, float mean) {
   return fmaxf(__fsub_rn(mean_square, square), __fmul_rn(square, MIN_VARIANCE));
 }
 
-// Return a channel's factor in the balance (`transforms.balance`), given K's mean and mean square.
-DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square,
-                        float samples) {
+// Return a channel's factor in the equalizer (`transforms.equalize`), given K's mean and mean square.
+DEVICE float equalizer_of(const Statistics& s, uint32 pair, uint32 channel, float mean, float mean_square,
+                          float samples) {
   const uint32 group = s.q_heads / s.kv_heads;
   float of_query = 0.0f;
   for (uint32 member = 0; member < group; member++) {
@@ -177,7 +177,8 @@ DEVICE float balance_of(const Statistics& s, uint32 pair, uint32 channel, float 
   of_query = __fdiv_rn(of_query, static_cast<float>(group));
   const float variance = variance_of(mean_square, mean);
   const bool some = of_query > 0.0f && variance > 0.0f;
-  const float most = __int_as_float(127 + 4 * MAX_BALANCE << 23), least = __int_as_float(127 - 4 * MAX_BALANCE << 23);
+  const float most = __int_as_float(127 + 4 * MAX_EQUALIZER << 23),
+              least = __int_as_float(127 - 4 * MAX_EQUALIZER << 23);
   const float ratio = fminf(fmaxf(some ? __fdiv_rn(variance, of_query) : 1.0f, least), most);
   return __int_as_float(((__float_as_int(ratio) >> 23) - 126 + 1 >> 2) + 127 << 23);
 }

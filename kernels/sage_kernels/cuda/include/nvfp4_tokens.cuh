@@ -167,7 +167,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
 #pragma unroll
     for (int i = 0; i < 32; i += 4) {
       float4 factor = make_float4(1.0f, 1.0f, 1.0f, 1.0f), shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (BALANCE || ROTATION > 1) factor = *reinterpret_cast<const float4*>(factor_of + i);
+      if (EQUALIZE || ROTATION > 1) factor = *reinterpret_cast<const float4*>(factor_of + i);
       if (SMOOTH) shift = *reinterpret_cast<const float4*>(shift_of + i);
       // Factors are powers of two: this rounds as the difference from the mean does.
       float* y = x[i / GROUP] + i % GROUP;

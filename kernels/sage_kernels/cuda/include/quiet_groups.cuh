@@ -1,4 +1,4 @@
-// Groups of K's tokens that count in its mean and in the balance, as `transforms.quiet_keys` says.
+// Groups of K's tokens that count in its mean and in the equalizer, as `transforms.quiet_keys` says.
 #pragma once
 #include "numbers.cuh"
 

@@ -34,11 +34,11 @@ ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all ch
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
 ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
-ASSERT_FLAG(BALANCE, "Q and K are balanced before they are rotated, or not");
+ASSERT_FLAG(EQUALIZE, "Q and K are equalized before they are rotated, or not");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 ASSERT_FLAG(QUEUE, "the forward kernel takes items from a queue, or has none");
-static_assert(ROTATE || !BALANCE, "BALANCE needs ROTATE: factors are applied by the rotation");
-static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 15, "MAX_BALANCE must be 1 to 14: factors are normal in float16");
+static_assert(ROTATE || !EQUALIZE, "EQUALIZE needs ROTATE: factors are applied by the rotation");
+static_assert(MAX_EQUALIZER > 0 && MAX_EQUALIZER < 15, "MAX_EQUALIZER must be 1 to 14: factors are normal in float16");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
 #define ASSERT_SIGNS(NAME) \
   static_assert(NAME >= 0 && NAME <= 0xFFFFFFFF, #NAME " must be 32 bits, ones where the rotation negates a channel")
@@ -60,9 +60,9 @@ static_assert(HEAVY_QUERIES == 16,
               "HEAVY_QUERIES must be 16 rows of Q: two for each of those that a block loads at once");
 
 // Threads of a multiprocessor, at least: a thread has 64 registers of tokens; with more threads, more than two spill.
-constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !BALANCE ? 384 : 512;
+constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !EQUALIZE ? 384 : 512;
 
-// Find the means of K and V, V's scales, and K's and Q's balance: a cluster for K of each pair, and one for V.
+// Find the means of K and V, V's scales, and K's and Q's equalizer: a cluster for K of each pair, and one for V.
 extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
     __launch_bounds__(STATISTICS_THREADS, RESIDENT_CHANNELS / CHANNELS) statistics(STATISTICS_PARAMETERS) {
   let_next_kernel_start();
@@ -75,23 +75,23 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
   Found found;
   if (of_value) {
-    found = reduce_blocks<true>(reader, query, s, balance, pair, valid, sums);
+    found = reduce_blocks<true>(reader, query, s, equalizer, pair, valid, sums);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
   } else {
-    found = reduce_blocks<false>(reader, query, s, balance, pair, valid, sums);
-    if (BALANCE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
+    found = reduce_blocks<false>(reader, query, s, equalizer, pair, valid, sums);
+    if (EQUALIZE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
   sync_cluster();
-  const uint32 sharers = BALANCE && !of_value ? quiet_sharers(s, pair, counts) : ~0u;
+  const uint32 sharers = EQUALIZE && !of_value ? quiet_sharers(s, pair, counts) : ~0u;
   const float tokens = tokens_of_sharers(s, counts, sharers);
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
   float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens, sharers);
   if (ROTATE && !of_value) {
     if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
-    prepare_rotation(s, balance, pair, channel, mean, sharers, tokens);
+    prepare_rotation(s, equalizer, pair, channel, mean, sharers, tokens);
   }
   if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < CHOOSERS) choose_heavy_key(s, pair, threadIdx.x);
   if (ROTATE && !of_value) return;

@@ -21,16 +21,17 @@ static_assert(ROTATION == 1 || ROTATION == 16 || ROTATION == 32 || ROTATION == C
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64: a block of the grid writes a pair's");
 static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
-static_assert(MAX_BALANCE > 0 && MAX_BALANCE < 16, "MAX_BALANCE must be 1 to 15: its fourth power is a float32 number");
+static_assert(MAX_EQUALIZER > 0 && MAX_EQUALIZER < 16,
+              "MAX_EQUALIZER must be 1 to 15: its fourth power is a float32 number");
 ASSERT_FLAG(SMOOTH_Q, "Q's means are subtracted, and written");
 ASSERT_FLAG(SMOOTH_K, "K's mean is subtracted");
 ASSERT_FLAG(SMOOTH_V, "V's mean is subtracted where it is large");
-ASSERT_FLAG(BALANCE, "Q and K are balanced");
+ASSERT_FLAG(EQUALIZE, "Q and K are equalized");
 ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of two as their scale");
 ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
 ASSERT_FLAG(PADDED, "keys may be left out");
 ASSERT_FLAG(PACKED, "sequences lie one after the other");
-static_assert(BALANCE_QUERIES == BLOCK, "BALANCE_QUERIES must be BLOCK rows of Q, which are reduced like one of K");
+static_assert(EQUALIZER_QUERIES == BLOCK, "EQUALIZER_QUERIES must be BLOCK rows of Q, which are reduced like one of K");
 ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
 static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
 ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
   for (; block < last; block++) {
     const PaddedReader reader = read_block(key, s.head_dim);
     if (CHOICE) write_scores(reader, mean, s, pair, block);
-    if (SMOOTH_K || BALANCE) {
+    if (SMOOTH_K || EQUALIZE) {
       const Reduced found = reduce_block(reader, lacks_some(), partial.of_key);
       if (channel < CHANNELS) {
         float* into = line(s, pair, block) + channel;
@@ -123,17 +124,17 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   if (blockIdx.x % 2 == 0) {
     if constexpr (CHOICE) choose_heavy_keys(s, pair);
     float mean = 0.0f, factor = 1.0f;
-    const uint32 groups = BALANCE ? find_quiet_groups(line(s, pair, 0, 1), blocks, numbers) : ~0u;
+    const uint32 groups = EQUALIZE ? find_quiet_groups(line(s, pair, 0, 1), blocks, numbers) : ~0u;
     const int keys = keys_of_groups(numbers, groups);
-    if (SMOOTH_K || BALANCE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys, groups);
-    if (BALANCE) {
+    if (SMOOTH_K || EQUALIZE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys, groups);
+    if (EQUALIZE) {
       const float square = mean_of_blocks(line(s, pair, 0, 1), blocks, keys, groups);
-      factor = balance_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
+      factor = equalizer_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
     }
     if (row != 0) return;
     if (!SMOOTH_K) mean = 0.0f;
     s.key_mean[at] = mean;
-    if (BALANCE) s.balance[at] = factor;
+    if (EQUALIZE) s.equalizer[at] = factor;
     float* factors = s.factors + static_cast<int64>(pair) * FACTORS * CHANNELS + channel;
     const float sign = sign_of_rotation(channel), inverse = __fmul_rn(sign, __fdiv_rn(1.0f, factor));
     factors[OF_QUERY * CHANNELS] = __fmul_rn(sign, factor);

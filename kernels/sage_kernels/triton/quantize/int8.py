@@ -29,7 +29,7 @@ TILES_BY_MATRIX = 4
 MAX_MATRIX = 128
 
 
-def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`
     for heavy keys and the LSE.
 
@@ -55,7 +55,7 @@ def quantize_int8_operands(call: Call, valid: torch.Tensor | None = None) -> Int
         statistics.value_mean,
         mean_score,
         heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1], centred=False),
-        statistics.balance,
+        statistics.equalizer,
     )
 
 
@@ -68,7 +68,7 @@ def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: 
     by_matrix = rotates and x.dtype != torch.float32 and channels <= MAX_MATRIX
     return {
         "key_mean": statistics.key_mean,
-        "balance": statistics.balance,
+        "equalizer": statistics.equalizer,
         "mean_channels": statistics.key_mean.shape[2],
         "matrix": rotation_matrix(channels, x.dtype, x.device) if by_matrix else None,
         "SIGN_BITS": sign_bits(channels) if rotates else None,
@@ -79,13 +79,13 @@ def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: 
 def quantize_query(
     query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, rotates: bool, mean_score: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Balance and rotate Q; quantise it to INT8 with one scale per token.
+    """Equalize and rotate Q; quantise it to INT8 with one scale per token.
 
     Args:
         query: (batch, q_heads, tokens, head_dim), any strides; (1, q_heads, total tokens, head_dim) when packed.
         sequences: the token axis.
         batch: number of sequences.
-        statistics: K's mean, and the balance.
+        statistics: K's mean, and the equalizer.
         rotates: rotate channels.
         mean_score: make the third result.
 
@@ -135,12 +135,12 @@ def quantize_key(
     rotates: bool,
     valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract K's mean, balance and rotate K; quantise it to INT8, a scale per 16 tokens (`layout.thread_order`).
+    """Subtract K's mean, equalize and rotate K; quantise it to INT8, a scale per 16 tokens (`layout.thread_order`).
 
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: K's mean, the balance, and which keys are heavy: here others have their places.
+        statistics: K's mean, the equalizer, and which keys are heavy: here others have their places.
         rotates: rotate channels.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
 
@@ -200,7 +200,7 @@ def quantize_query_int8(
     codes,
     scale,
     key_mean,
-    balance,
+    equalizer,
     matrix,
     mean_score,
     ranges,
@@ -233,8 +233,8 @@ def quantize_query_int8(
         channel = tl.arange(0, CHANNELS)
         kv_pair = batch * (q_heads // group) + head // group
         factor = tl.full((CHANNELS,), 1.0, tl.float32)
-        if balance is not None:
-            factor = channel_factor(balance + kv_pair * mean_channels, channel, head_dim, False)
+        if equalizer is not None:
+            factor = channel_factor(equalizer + kv_pair * mean_channels, channel, head_dim, False)
         if matrix is not None:
             rotation = scaled_matrix(matrix, factor, CHANNELS)
         for tile in range(count):
@@ -249,7 +249,7 @@ def quantize_query_int8(
             if matrix is not None:
                 x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5
             else:
-                if balance is not None:
+                if equalizer is not None:
                     x *= factor[None, :]
                 if SIGN_BITS is not None:
                     x = rotate(x, CHANNELS, SIGN_BITS)
@@ -264,7 +264,7 @@ def quantize_key_int8(
     codes,
     scale,
     key_mean,
-    balance,
+    equalizer,
     matrix,
     chosen,
     valid,
@@ -303,8 +303,8 @@ def quantize_key_int8(
         first_channel = pair.to(tl.int64) * mean_channels
         mean = tl.load(key_mean + first_channel + channel, mask=channel < head_dim, other=0.0)
         inverse_factor = tl.full((CHANNELS,), 1.0, tl.float32)
-        if balance is not None:
-            inverse_factor = channel_factor(balance + first_channel, channel, head_dim, True)
+        if equalizer is not None:
+            inverse_factor = channel_factor(equalizer + first_channel, channel, head_dim, True)
         if matrix is not None:
             # K itself is exact in 16 bits, without its mean it is not: subtract the rotated mean.
             rotation = scaled_matrix(matrix, inverse_factor, CHANNELS)
@@ -322,7 +322,7 @@ def quantize_key_int8(
                 x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             if matrix is None:
-                if balance is not None:
+                if equalizer is not None:
                     x *= inverse_factor[None, :]
                 if SIGN_BITS is not None:
                     x = rotate(x, CHANNELS, SIGN_BITS)

@@ -35,7 +35,7 @@ LIMIT_EXPONENT = tl.constexpr(11)
 LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
-def quantize_nvfp4_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`.
 
     Args:
@@ -108,7 +108,7 @@ def _quantize_tokens(
         tensor_scale=tensor_scale,
         mean=mean,
         key_mean=statistics.key_mean,
-        balance=statistics.balance,
+        equalizer=statistics.equalizer,
         mean_score=score,
         chosen=None if is_query else statistics.chosen,
         search=nvfp4.search_table(steps, x.device),
@@ -336,7 +336,7 @@ def quantize_tokens_nvfp4(
     tensor_scale,
     mean,
     key_mean,
-    balance,
+    equalizer,
     mean_score,
     chosen,
     search,
@@ -412,8 +412,8 @@ def quantize_tokens_nvfp4(
         else:
             shift = tl.load(key_mean, mask=channel < key_mean_channels, other=0.0)
         tile = tl.where(counts[:, None], tile - shift[None, :], 0.0)
-    if balance is not None:
-        tile *= channel_factor(balance + kv_pair * key_mean_channels, channel, channels, not IS_QUERY)[None, :]
+    if equalizer is not None:
+        tile *= channel_factor(equalizer + kv_pair * key_mean_channels, channel, channels, not IS_QUERY)[None, :]
     if ROTATION > 1:
         tile = rotate(tile, ROTATION, SIGN_BITS)
     factor = 1.0

@@ -22,8 +22,8 @@ from .choice import choose_keys, is_finite, mean_query, write_scores
 from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
 
 MIN_MEAN = tl.constexpr(transforms.MIN_MEAN)
-BALANCE_QUERIES = tl.constexpr(transforms.BALANCE_QUERIES)
-MAX_BALANCE = tl.constexpr(transforms.MAX_BALANCE)
+EQUALIZER_QUERIES = tl.constexpr(transforms.EQUALIZER_QUERIES)
+MAX_EQUALIZER = tl.constexpr(transforms.MAX_EQUALIZER)
 MIN_VARIANCE = tl.constexpr(transforms.MIN_VARIANCE)
 PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, largest, smallest, whether all are finite
 
@@ -31,12 +31,12 @@ PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, larg
 def token_statistics(
     call: Call, valid: torch.Tensor | None = None, valid_queries: torch.Tensor | None = None
 ) -> Statistics:
-    """Compute the statistics of K and V, and the balance of K and Q; choose the heavy keys.
+    """Compute the statistics of K and V, and the equalizer of K and Q; choose the heavy keys.
 
     Args:
-        call: its recipe's smooth_k, smooth_v and balance, and `chooses_heavy_keys`, decide which are taken; not empty.
+        call: its recipe's smooth_k, smooth_v and equalize, and `chooses_heavy_keys`, decide which to take; not empty.
         valid: int32 (batch or 1, kv_len), 0 where a key does not count; None: all count.
-        valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the balance.
+        valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the equalizer.
     """
     key, value, recipe = call.key, call.value, call.recipe
     q_sequences, sequences = call.token_axes
@@ -98,7 +98,7 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
-        new(batch, kv_heads, k_channels) if recipe.balance else None,
+        new(batch, kv_heads, k_channels) if recipe.equalize else None,
         None if scores is None else key.new_empty((batch, kv_heads, call.choice_places), dtype=torch.int32),
         call.first_keys,
     )
@@ -108,11 +108,11 @@ def token_statistics(
         "operand_blocks": operand_blocks,
         "valid_stride": valid_stride,
     }
-    if recipe.smooth_k or recipe.balance or scores is not None:
+    if recipe.smooth_k or recipe.equalize or scores is not None:
         of_queries = None
-        if recipe.balance:
+        if recipe.equalize:
             of_queries = _query_squares(call, valid_queries, q_sequences, k_channels)
-        parts = reduce_blocks(key, *((2,) if recipe.balance else ()), k_channels, squares=recipe.balance)
+        parts = reduce_blocks(key, *((2,) if recipe.equalize else ()), k_channels, squares=recipe.equalize)
         launch(
             key_statistics,
             (pairs,),
@@ -120,7 +120,7 @@ def token_statistics(
             valid=valid,
             ranges=sequences.ranges,
             mean=statistics.key_mean,
-            balance=statistics.balance,
+            equalizer=statistics.equalizer,
             query_squares=of_queries,
             scores=scores,
             chosen=statistics.chosen,
@@ -153,7 +153,7 @@ def token_statistics(
 
 
 def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences, channels: int) -> torch.Tensor:
-    """Return the mean squares of the rows of Q that decide the balance: float32 (batch, q_heads, channels)."""
+    """Return the mean squares of the rows of Q that decide the equalizer: float32 (batch, q_heads, channels)."""
     query, batch = call.query, call.batch
     q_heads, head_dim = query.shape[1], query.shape[3]
     squares = query.new_empty((batch, q_heads, channels), dtype=torch.float32)
@@ -271,7 +271,7 @@ def key_statistics(
     valid,
     ranges,
     mean,
-    balance,
+    equalizer,
     query_squares,
     scores,
     chosen,
@@ -290,7 +290,7 @@ def key_statistics(
 ):
     """Compute the mean of K of one (batch, kv head) from the sums of its blocks.
 
-    Compute the balance too, if it is wanted, and choose heavy keys if there are `scores`.
+    Compute the equalizer too, if it is wanted, and choose heavy keys if there are `scores`.
     """
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
@@ -298,20 +298,20 @@ def key_statistics(
     first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
     if HAS_VALID:
         valid += batch * valid_stride
-    PARTS_OF_BLOCK: tl.constexpr = 1 if balance is None else 2
+    PARTS_OF_BLOCK: tl.constexpr = 1 if equalizer is None else 2
     stride: tl.constexpr = PARTS_OF_BLOCK * CHANNELS
     parts += first_part * stride
     used = tl.cdiv(length, BLOCK_ROWS)
     channel = tl.arange(0, CHANNELS)
     counts = tokens_of_groups(valid, used, length, HAS_VALID)
     groups = None
-    if balance is not None:
+    if equalizer is not None:
         groups = quiet_groups(parts + CHANNELS, counts, used, stride, CHANNELS)
         counts = tl.where(groups, counts, 0.0)
     count = tl.sum(counts, 0)
     k_mean = mean_of_blocks(parts, count, used, stride, CHANNELS, groups)
     tl.store(mean + pair * CHANNELS + channel, k_mean)
-    if balance is not None:
+    if equalizer is not None:
         k_square = mean_of_blocks(parts + CHANNELS, count, used, stride, CHANNELS, groups)
         q_square = tl.zeros((CHANNELS,), tl.float32)
         for member in range(group):
@@ -321,9 +321,9 @@ def key_statistics(
         variance = tl.maximum(k_square - mean_square, mean_square * MIN_VARIANCE)
         some = (q_square > 0) & (k_square > 0) & (variance > 0)
         ratio = tl.where(some, tl.div_rn(variance, tl.where(some, q_square, 1.0)), 1.0)
-        ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_BALANCE)), 2.0 ** (4 * MAX_BALANCE))
+        ratio = tl.minimum(tl.maximum(ratio, 2.0 ** (-4 * MAX_EQUALIZER)), 2.0 ** (4 * MAX_EQUALIZER))
         exponent = ((ratio.to(tl.int32, bitcast=True) >> 23) - 126 + 1) >> 2
-        tl.store(balance + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
+        tl.store(equalizer + pair * CHANNELS + channel, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     if scores is not None:
         heaviest = choose_keys(scores + first_part * BLOCK_ROWS, length, FIRST, PLACES, LATE)
         tl.store(chosen + pair * PLACES + tl.arange(0, PLACES), heaviest)
@@ -355,12 +355,12 @@ def query_squares(
     pair = tl.program_id(0).to(tl.int64)
     start, length, _ = sequence_range(ranges, pair // q_heads, tokens, RAGGED)
     query += pair // q_heads * stride_batch + pair % q_heads * stride_head + tl.cast(start, tl.int64) * stride_token
-    step = tl.maximum(tl.cdiv(length, BALANCE_QUERIES), 1)
+    step = tl.maximum(tl.cdiv(length, EQUALIZER_QUERIES), 1)
     rows = tl.cdiv(length, step)
     count = rows
     if HAS_VALID:
         valid += pair // q_heads * valid_stride
-        row = tl.arange(0, BALANCE_QUERIES)
+        row = tl.arange(0, EQUALIZER_QUERIES)
         count = tl.sum((tl.load(valid + row * step, mask=row < rows, other=0) != 0).to(tl.int32), 0)
     total, _largest, _smallest, _finite = reduce_block(
         query, valid, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, HAS_VALID, True, True, step

@@ -17,7 +17,7 @@ from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
-from .configs import split_forward_config
+from .configs import splitkv_forward_config
 
 MAX_ROWS = 64
 """Queries times heads that share keys, of one sequence."""
@@ -41,7 +41,7 @@ def attend(call: Call) -> torch.Tensor:
     (batch, q_heads, q_len, head_dim), (kv_heads, kv_len), v_head_dim = query.shape, key.shape[1:3], value.shape[3]
     rows = q_heads // kv_heads * q_len
     channels, v_channels = max(16, power_of_two(head_dim)), max(16, power_of_two(v_head_dim))
-    config = split_forward_config(max(channels, v_channels), max(MIN_ROWS, power_of_two(rows)))
+    config = splitkv_forward_config(max(channels, v_channels), max(MIN_ROWS, power_of_two(rows)))
     tiles = ceil_div(kv_len, config.block_n)
     at_once = PROGRAMS[max(64, channels, v_channels)] * multiprocessors(query.get_device())
     tiles_of_part = ceil_div(tiles, parts_of(tiles, batch * kv_heads, at_once))

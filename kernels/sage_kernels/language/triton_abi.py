@@ -1,10 +1,15 @@
-"""Pack the parameters of a compiled Triton or Gluon kernel as its own launcher does."""
+"""How Triton compiles, loads and launches a kernel: all that this package knows of Triton beyond its public names.
+
+Where another version of Triton differs, its own launcher runs: slower, not wrong.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,18 +29,28 @@ SCALARS = {
 SWIZZLE_BYTES = (0, 32, 64, 128)
 
 
+_digested: set[int] = set()
+
+
+def compile_kernel(
+    kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    """Return a kernel compiled for its arguments, without running it; see `pack`."""
+    return kernel.run(grid=grid, warmup=True, **arguments, **options)
+
+
 def pack(
     kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
 ) -> PackedLaunch:
     """Return a launch as the driver takes it; the kernel is compiled if it is not yet.
 
     Args:
-        kernel, grid, arguments, options: as of `launch.launch`, with stand-ins.
+        kernel, grid, arguments, options: as of `launch.launch`; tensors may be stand-ins.
 
     Raises:
         NotRepeatableError: the kernel needs more of a launch than parameters, or has others than are known here.
     """
-    compiled = kernel.run(grid=grid, warmup=True, **arguments, **options)
+    compiled = compile_kernel(kernel, grid, arguments, options)
     function, metadata = _load(compiled), compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
         if getattr(metadata, name, 0):
@@ -113,3 +128,30 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
         yield SCALARS[kind], value
     else:
         raise NotRepeatableError(f"a parameter of type {kind}")
+
+
+def digest(function: Any) -> None:
+    """Have Triton digest the source of a kernel, by which its cache finds it, after those of the functions it calls.
+
+    A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
+    before: a process that launches other kernels first would not find this one, and compile it again.
+    """
+    if not hasattr(type(function), "cache_key") or id(function) in _digested:
+        return
+    for name in function.fn.__code__.co_names:
+        if (called := function.fn.__globals__.get(name)) is not function:
+            digest(called)
+    _ = function.cache_key
+    _digested.add(id(function))
+
+
+def build_driver() -> None:
+    """Build Triton's driver by a C compiler; a failure shows again where Triton builds it."""
+    with contextlib.suppress(Exception):
+        triton.runtime.driver.active.get_current_device()
+
+
+def digest_compiler() -> None:
+    """Digest the files of Triton's compiler, for the keys of its cache; a failure shows again where Triton does."""
+    with contextlib.suppress(Exception):
+        import_module("triton.runtime.cache").triton_key()

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..exact.sdpa import unexpanded
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
-from .configs import Config, exact_forward_config
+from ..spec.masks import unexpanded
+from .configs import Config, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # of a mask of one row
@@ -31,7 +31,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
 
     Args:
         call: not empty, not packed, without a block list, in float16 or bfloat16; Q, K and V as `layout.is_aligned`.
-        config: default `configs.exact_forward_config`; its block_n is 64.
+        config: default `configs.masked_forward_config`; its block_n is 64.
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
@@ -40,7 +40,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
     (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
     # Below 64 channels the assembler of CUDA 12.8 gives some products a wrong address in shared memory.
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
-    config = config or exact_forward_config(max(channels, v_channels), kind)
+    config = config or masked_forward_config(max(channels, v_channels), kind)
     bits = tiles = bias = None
     mask_strides: tuple[int, ...] = (0, 0, 0)
     tile_strides: tuple[int, ...] = (0, 0, 0)
@@ -63,7 +63,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
             for x in (bits, tiles)
         )
     launch(
-        exact_forward,
+        masked_forward,
         (ceil_div(q_len, config.block_m), q_heads, batch),
         query=query,
         key=TensorDescriptor.from_tensor(key, [1, 1, config.block_n, channels]),
@@ -308,7 +308,7 @@ def attend_tile(
     """Attend to the keys from `start` on; return the new (row_max, row_sum, acc).
 
     With ENDS, scores are masked where `needs_mask` is not 0: by bits, or else where keys end and by causality. Other
-    arguments are those of `exact_forward`, `bits` of its (batch, head), and the bias's place.
+    arguments are those of `masked_forward`, `bits` of its (batch, head), and the bias's place.
     """
     k = key.load([batch, kv_head, start, 0]).reshape(BLOCK_N, CHANNELS)
     x = tl.dot(q, k.T) * scale
@@ -352,7 +352,7 @@ def attend_tile(
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "mask_stride_batch", "mask_stride_head"])
-def exact_forward(
+def masked_forward(
     query,
     key,
     value,

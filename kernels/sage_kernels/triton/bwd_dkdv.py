@@ -94,7 +94,7 @@ def locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDE
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def int8_backward_key(
+def int8_bwd_dkdv(
     key,
     key_scale,
     value,

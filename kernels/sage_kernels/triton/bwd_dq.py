@@ -74,7 +74,7 @@ def add_keys(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def int8_backward_query(
+def int8_bwd_dq(
     query,
     query_scale,
     gradient,

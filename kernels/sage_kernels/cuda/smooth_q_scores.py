@@ -1,4 +1,4 @@
-"""Scores of Q's means by `delta_scores.cu`: see `triton.delta_scores`."""
+"""Scores of Q's means by `smooth_q_scores.cu`: see `triton.smooth_q_scores`."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class Parameters:
 
 @cache
 def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> Kernel:
-    """Return `delta_scores` for operands of so many channels, 64 or 128, and K of that dtype.
+    """Return `smooth_q_scores` for operands of so many channels, 64 or 128, and K of that dtype.
 
     With `choice` heavy keys are not just the first ones.
     """
     macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS, "CHOICE": choice}
-    return Kernel(Source("delta_scores.cu", {"delta_scores": Parameters}, macros), "delta_scores", THREADS)
+    return Kernel(Source("smooth_q_scores.cu", {"smooth_q_scores": Parameters}, macros), "smooth_q_scores", THREADS)
 
 
-def delta_scores(
+def smooth_q_scores(
     operands: NVFP4Operands, call: Call, first_sequence: int, sequences: int, first_block: int, delta: torch.Tensor
 ) -> None:
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.

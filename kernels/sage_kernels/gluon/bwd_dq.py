@@ -1,8 +1,8 @@
-"""The kernel of dQ on Hopper: the work of `triton.backward_queries` in specialised warps.
+"""The kernel of dQ on Hopper: the work of `triton.bwd_dq` in specialised warps.
 
 One warp loads tiles of keys. Two or three warpgroups, each with 64 of the program's rows, walk over them out of step;
 each starts the scores of its next tile before it finishes this one. The arithmetic of a tile is that of
-`triton.backward_queries` in 16 bit.
+`triton.bwd_dq` in 16 bit.
 """
 
 from triton.experimental import gluon
@@ -210,7 +210,7 @@ def walk_over_keys(
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
-def hopper_backward_query(
+def hopper_bwd_dq(
     query,
     query_scale,
     gradient,

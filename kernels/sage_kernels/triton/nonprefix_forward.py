@@ -16,9 +16,9 @@ from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
-from .configs import scattered_forward_config
-from .exact_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
-from .split_forward import multiprocessors
+from .configs import nonprefix_forward_config
+from .masked_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
+from .splitkv_forward import multiprocessors
 
 PROGRAMS = 2
 """Programs that a multiprocessor has room for; few, because most of them only find that there is nothing to do."""
@@ -36,7 +36,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
     """Return the output, 0 in rows without a key.
 
     Args:
-        call: as of `exact_forward.attend`, with a mask of keys and without causality.
+        call: as of `masked_forward.attend`, with a mask of keys and without causality.
         attend_to_first: the kernel for the batch elements whose keys that exist come first.
         row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
     """
@@ -47,7 +47,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
     valid = valid.view(torch.uint8)
     (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
-    config = scattered_forward_config(max(channels, v_channels))
+    config = nonprefix_forward_config(max(channels, v_channels))
     width = min(LISTED_ALONE, max(LEAST_LISTED, power_of_two(kv_len)))
     blocks = ceil_div(q_len, config.block_m)
     programs = min(ceil_div(PROGRAMS * multiprocessors(query.get_device()), batch), blocks * q_heads)
@@ -61,7 +61,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
     q_lengths = None if row_blocks else query.new_empty((batch,), dtype=torch.int32)
     plan = query.new_empty((plan_size(batch),), dtype=torch.int32) if row_blocks else None
     launch(
-        scattered_forward,
+        nonprefix_forward,
         (programs, batch),
         query=query,
         key=TensorDescriptor.from_tensor(key, [1, 1, config.block_n, channels]),
@@ -107,7 +107,7 @@ def plan_size(batch: int) -> int:
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "row_blocks", "part_size"])
-def scattered_forward(
+def nonprefix_forward(
     query,
     key,
     value,
@@ -148,7 +148,7 @@ def scattered_forward(
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the plan, for those where they do.
 
-    `bits` and `tiles` are each program's own: as of `exact_forward.list_tiles`, of one row of a mask. COUNTED is of
+    `bits` and `tiles` are each program's own: as of `masked_forward.list_tiles`, of one row of a mask. COUNTED is of
     `count_adjacent`, or 0 where the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)

@@ -22,7 +22,7 @@ from .quantize.heavy import choice_places
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
 
-def delta_scores(
+def smooth_q_scores(
     operands: NVFP4Operands,
     call: Call,
     valid: torch.Tensor | None,
@@ -54,7 +54,7 @@ def delta_scores(
     keys, tiles = 64 if channels <= 128 else 32, 16 if split else 1
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
-        delta_scores_of_means,
+        smooth_q_scores_of_means,
         (ceil_div(columns, tiles * keys), ceil_div(blocks, means), pairs),
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
@@ -96,7 +96,7 @@ def delta_scores(
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
-def delta_scores_of_means(
+def smooth_q_scores_of_means(
     query_mean,
     query_tensor_scale,
     key,

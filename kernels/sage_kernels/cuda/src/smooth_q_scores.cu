@@ -13,7 +13,7 @@ static_assert(BLOCK == 128 && THREADS == 128, "THREADS must be 4 warps, for the 
 constexpr int SECTIONS = CHANNELS / 32;  // of which a thread has 8 channels
 constexpr int MEANS = 16, KEY_BLOCKS = 4;
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta_scores(DELTA_SCORES_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS) smooth_q_scores(SMOOTH_Q_SCORES_PARAMETERS) {
   const auto& a = arguments;
   const int tiles = a.kv_rows / BLOCK, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.q_heads, head = pair % a.q_heads, batch = a.first_sequence + sequence;

@@ -1,0 +1,113 @@
+"""Who decides that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `registry.select`.
+
+Both decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
+shows it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ..runtime import dynamo, torch_private
+from ..spec.call import Mask, MaskKind
+from ..spec.derivatives import has_tangent
+from ..spec.layout import is_aligned
+from ..spec.options import Fallback, Options
+from ..spec.recipe import get_recipe
+from . import cost_model, registry, run
+from .registry import KernelUnavailableError, Plan, Request, select
+
+DROPOUT = "attention dropout is computed by exact attention alone"
+
+
+def why_exact(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
+) -> str:
+    """Return why exact attention runs in place of the recipe; "" if `registry.select` decides.
+
+    Args:
+        query, key, value, mask: the call's tensors.
+        options: its options.
+        wants_gradient: whether a derivative is wanted of one of the tensors.
+    """
+    recipe = options.recipe
+    if recipe == "exact":
+        return ""
+    if options.dropout_p:
+        return DROPOUT
+    if not wants_gradient:
+        return ""
+    if get_recipe(recipe).backward is None:
+        return f"{recipe} is forward only and gradients are wanted"
+    if has_tangent(query, key, value, mask.tensor):
+        return f"{recipe} has no forward-mode derivative"
+    if not torch.compiler.is_compiling() and torch_private.transforms_are_active():
+        return f"{recipe} cannot be differentiated inside a transform of torch.func"
+    if mask.kind in ("bool", "additive"):
+        return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
+    if options.fallback == "error":
+        return ""  # `training.attention` raises, and says why
+    return why_exact_gradients(query, key, value, mask, options)
+
+
+def why_exact_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options
+) -> str:
+    """Return why no kernel with gradients runs a call: none serves it, or with fallback "native" it would be slower.
+
+    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
+    dimensions. If a call's sizes exceed a kernel's limits, `training.attention` then raises KernelUnavailableError.
+
+    Args:
+        query, key, value, options: the call's tensors and options.
+        mask: none, one of keys, or a block list.
+    """
+    recipe, fallback = options.recipe, options.fallback
+    if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
+        head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
+        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), mask.kind, *head_dims)
+    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
+    request = replace(
+        Request.of(query, key, value, None, options.is_causal, recipe, grad=True),
+        aligned=aligned,
+        mask=mask.kind,
+        list_sizes=mask.list_sizes,
+    )
+    reason = _why_no_kernel(request, fallback, run.choose)
+    routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
+    return reason or (why_slower(select(request)) if routed else "")
+
+
+def why_slower(plan: Plan) -> str:
+    """Return why exact attention trains faster than a plan with gradients; "" if it does not.
+
+    In a checkpoint, the forward pass counts twice.
+    """
+    if not registry.routing() or plan.numerics != "native" or not plan.request.grad:
+        return ""
+    kernels = plan.recipe, plan.kernel, plan.quantizer, plan.backward
+    return cost_model.why_slower_training(plan.request, *kernels, checkpointed=torch_private.is_checkpointed())
+
+
+@dynamo.assume_constant_result
+def _why_exact_at_any_size(
+    recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
+) -> str:
+    """Return why no kernel serves a small call; it takes names, because the compiler's constants are plain data."""
+    options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
+    query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
+    request = Request.of(query, query, value, recipe=recipe, grad=True)
+    where = torch.device(device)
+    capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
+    return _why_no_kernel(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
+
+
+def _why_no_kernel(request: Request, fallback: Fallback, choose: Callable[[Request, Fallback], Plan] = select) -> str:
+    try:
+        return choose(request, fallback).reason
+    except KernelUnavailableError as error:
+        return str(error)

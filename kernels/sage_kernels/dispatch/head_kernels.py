@@ -1,0 +1,61 @@
+"""Registry of the kernels of norm and rotation (`spec.heads`), and the choice of the one that serves a call."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..spec.heads import Norm, Rope
+from . import verdicts
+
+
+class HeadKernel(Protocol):
+    """Implementation of norm and rotation.
+
+    All tensors but the parameters are (batch, tokens, heads, head_dim).
+    """
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+    def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
+        """Return why it cannot serve a call, whose gradients are wanted if `grad`; "" if it can."""
+
+    def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+        """Return the heads, contiguous, in the dtype of x."""
+
+    def backward(
+        self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
+
+        The channels of the output's gradient lie one behind another.
+        """
+
+
+_kernels: dict[str, HeadKernel] = {}
+
+
+def register_head_kernel(kernel: HeadKernel) -> None:
+    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    if kernel.name in _kernels:
+        raise ValueError(f"kernel {kernel.name!r} is registered already")
+    _kernels[kernel.name] = kernel
+
+
+def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
+    """Return the kernel that serves a call: the reference, which is registered last, serves all."""
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    return next(
+        kernel
+        for kernel in _kernels.values()
+        if not kernel.unsupported(x, norm, rope, grad)
+        and not verdicts.failure(kernel.name, verdicts.HEADS, x.shape[3], capability)
+    )
+
+
+def plain_kernel() -> HeadKernel:
+    """Return the reference, which runs PyTorch's operators alone."""
+    return _kernels["reference"]

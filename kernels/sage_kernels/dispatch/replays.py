@@ -1,0 +1,210 @@
+"""Replays of attention (`replay.cache`): by the launches that a call made, or without its checks and its planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ..replay import cache
+from ..replay.cache import Replay
+from ..spec.block_list import BlockList
+from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.masks import key_mask
+from ..spec.operands import Saved
+from ..spec.recipe import get_recipe
+from . import run
+from .registry import (
+    Fallback,
+    Plan,
+    TrainingForward,
+    get_backward,
+    get_exact,
+    get_forward,
+    get_quantizer,
+)
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -> Replay | None:
+    """Make the replay of a call without gradients: (query, key, value, mask, counts, tiles) -> (output, lse).
+
+    Counts and tiles are the block list's; for calls without a list they may be left out.
+
+    Args:
+        call: the call.
+        plan: what ran.
+        mask: the caller's mask, 4-D; a call with another mask, made of the caller's, is not replayed.
+        result: what `run.run` returned.
+
+    Returns:
+        The replay; None if more than launches depends on addresses and values, or nothing is gained.
+    """
+    if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
+        return None
+    blocks = call.mask.blocks
+    lists = () if blocks is None else (blocks.counts, blocks.tiles)
+    tensors, alike = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
+    own = get_exact(plan.kernel)
+    if call.query.is_cuda and (plan.numerics != "exact" or (own is not None and own.repeats)):
+        outputs = list(result) if call.return_lse else [result[0]]
+        launched = partial(_outputs, alike, plan)
+        return cache.traced(plan, launched, tensors, outputs, tuple if call.return_lse else _without_lse)
+    if plan.numerics != "exact":
+        return None
+    return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
+
+
+def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
+    """Return a function of (query, key, value, mask, counts, tiles) to a call with the options of this one.
+
+    It keeps none of the call's tensors. The recipe is the one that the plan runs.
+    """
+    recipe, scale, return_lse = get_recipe(plan.recipe), call.scale, call.return_lse
+    is_causal, causal_offset, (block_m, block_n) = call.is_causal, call.causal_offset, call.mask.list_sizes
+
+    def alike(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        tiles: torch.Tensor | None = None,
+    ) -> Call:
+        keys = key.shape[2]
+        if counts is None or tiles is None:
+            masks = Mask.of(mask, keys)
+        else:
+            masks = Mask.of_blocks(BlockList(counts, tiles, block_m, block_n), mask, keys)
+        return Call(query, key, value, recipe, masks, is_causal, causal_offset, scale, None, return_lse)
+
+    return alike
+
+
+def _outputs(alike: Callable[..., Call], plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Launch the kernels of a plan; return the output, laid out with tokens before heads, and the LSE if wanted."""
+    call = alike(*tensors)
+    if (own := get_exact(plan.kernel)) is not None:
+        return [_tokens_first(own.attend(call))]
+    output, lse = get_forward(plan.kernel).attend(call, get_quantizer(plan.quantizer))
+    if not call.return_lse:
+        return [_tokens_first(output)]
+    assert lse is not None
+    return [_tokens_first(output), lse]
+
+
+def _without_lse(outputs: list[torch.Tensor]) -> Result:
+    return outputs[0], None
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """Both passes of calls with gradients that agree in all but addresses and values.
+
+    Attributes:
+        forward: (query, key, value, mask) -> the output and the parts of `Saved`.
+        options: what the operator of the backward pass takes behind its tensors.
+    """
+
+    forward: Callable[..., Sequence[torch.Tensor]]
+    options: tuple[Any, ...]
+
+    def backward(self, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        """Return dQ, dK and dV.
+
+        Args:
+            tensors: the output's gradient, V, the output, the parts of `Saved`, and which keys exist.
+        """
+        entry = None if torch.is_grad_enabled() else cache.find("backward", tensors, self.options)
+        if entry is not None and entry.replay is not None:
+            return cast(Sequence[torch.Tensor], entry.replay(*tensors))
+        blocks, lengths = (None, None, 0, 0), (None, None, 0, 0, None)
+        gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
+            *tensors, *blocks, *lengths, *self.options
+        )
+        if entry is not None:
+            launched = partial(_gradients, self.options)
+            # The forward pass has recurred, so its gradients will.
+            entry.consider(lambda: cache.traced(None, launched, tensors, gradients), at_once=True)
+        return gradients
+
+
+def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> Replay | None:
+    """Make the replay of a call with gradients: (query, key, value, mask) -> (output, None), the output with gradients.
+
+    The kernels' backward pass is replayed too, from its second time on.
+
+    Args:
+        call: the call, without a block list and of no packed sequences, whose mask, if any, is one of keys.
+        plan: the kernels of both passes.
+        scale, fallback: as the caller gave them.
+
+    Returns:
+        The replay; None off the GPU.
+    """
+    if not call.query.is_cuda or call.is_empty:
+        return None
+    alike = calls_like(call, plan)
+    kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
+
+    def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        output, saved = kernel.attend_and_save(alike(*tensors), quantizer)
+        return [_tokens_first(output), *(part.contiguous() for part in saved)]
+
+    with torch.no_grad():
+        output, saved = run.run_and_save(call, plan)
+    tensors = call.query, call.key, call.value, call.mask.tensor
+    forward = cache.traced(plan, launched, tensors, [output, *saved])
+    if forward is None:
+        return None
+    recipe, size = call.recipe.name, call.query.shape[3]
+    options = size, plan.backward, call.is_causal, call.causal_offset, scale, recipe, fallback
+    training = _Training(forward.run, options)
+    return Replay(plan, lambda *tensors: (_Attention.apply(*tensors, training), None))
+
+
+def _gradients(options: tuple[Any, ...], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Launch the backward pass; arguments as of `_Training`."""
+    head_dim, kernel, is_causal, causal_offset, scale, recipe, _ = options
+    gradient, value, output, *saved, valid = tensors
+    call = BackwardCall(
+        *(gradient, value, output, Saved(*saved), head_dim, get_recipe(recipe)),
+        *(Mask.of_keys(valid), is_causal, causal_offset, softmax_scale(scale, head_dim)),
+    )
+    return [_tokens_first(x) for x in get_backward(kernel).backward(call)]
+
+
+class _Attention(torch.autograd.Function):
+    """Replay of a call as autograd sees it, which saves what `training` saves for the operator, in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        training: _Training,
+    ) -> torch.Tensor:
+        valid = None if mask is None else key_mask(mask, key.shape[2])
+        output, *saved = training.forward(query, key, value, mask)
+        ctx.save_for_backward(value, output, *saved, valid)
+        ctx.set_materialize_grads(False)
+        ctx.training = training
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        gradients = ctx.training.backward(gradient, *ctx.saved_tensors)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if needed else None for gradient, needed in wanted), None, None

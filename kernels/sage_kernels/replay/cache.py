@@ -1,0 +1,211 @@
+"""Cache of recurring calls: what layout, options and settings decide is found out once, then replayed.
+
+A replay is prepared at the second occurrence of a call, so a length that occurs once costs nothing. Its first output is
+compared with the ordinary call's, bit by bit; a call that cannot be replayed runs anew each time. A replay makes no
+checks, for the checks of the first call hold, and runs no operator of torch.library: it serves plain tensors outside of
+tracing, of transforms and of modes that want to see operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..runtime import torch_private
+from . import driver
+from .launch_plan import LaunchPlan
+from .trace import NotRepeatableError, tracing
+
+logger = logging.getLogger(__name__)
+
+CALLS = 512
+"""Calls that are remembered; of more, those used least lately are forgotten."""
+ALIGNMENT = 16
+"""Bytes, of the addresses of replayed calls."""
+MOST_BYTES = 2**28
+"""Bytes of a call's results up to which it is replayed: to compare larger ones takes much memory, and such a call takes
+the GPU longer than any host."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """Replay of a call, made by `traced` or `compared`.
+
+    Attributes:
+        plan: what runs, to be announced.
+        run: (tensors as `find` was given them) -> what the ordinary call returns.
+    """
+
+    plan: Any
+    run: Callable[..., Any]
+
+    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+        """Run."""
+        return self.run(*tensors)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Knowledge of calls that agree in all but addresses and values.
+
+    Attributes:
+        replay: replays them; None if no replay is prepared.
+        calls: how many ran the ordinary way.
+    """
+
+    replay: Replay | None = None
+    calls: int = 0
+
+    def consider(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
+        """Count a call that has just run the ordinary way; prepare a replay by `make` at the second one, or `at_once`.
+
+        While a graph is captured, nothing is prepared: its launches do not run, so their results tell nothing.
+        """
+        if is_capturing():
+            return
+        self.calls += 1
+        if self.calls != (1 if at_once else 2):
+            return
+        try:
+            self.replay = make()
+        except Exception as error:  # the call has run, and runs so again: its next failure shows
+            reason = f"{error}" if isinstance(error, NotRepeatableError) else f"{type(error).__name__}: {error}"
+            logger.info("a call is not replayed but run anew each time: %s", reason)
+
+
+@lru_cache(maxsize=CALLS)
+def _entry(*facts: object) -> Entry:
+    return Entry()
+
+
+forget = _entry.cache_clear
+"""() -> None: forget all calls, because other kernels may serve them from now on."""
+
+
+def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = False) -> Entry | None:
+    """Return what is known of a call, or None if such a call is never replayed.
+
+    Entries differ by kind, by sizes, strides, dtypes and devices of the tensors, by options and their types, and by the
+    settings of this process and thread that can change results or plans (`torch_private.settings`).
+
+    Args:
+        kind: name of the function that is called; calls of another one are others.
+        tensors: the arguments, not checked yet; None where an optional one is not given.
+        options: all else that was given.
+        grad: gradients of one of the arguments are wanted.
+    """
+    if torch.compiler.is_compiling() or torch_private.modes_are_active():
+        return None
+    try:
+        if not is_plain(*tensors):
+            return None
+        layout: list[object] = []
+        for x in tensors:
+            layout += (None,) if x is None else (x.shape, x.stride(), x.dtype, x.device)
+        checkpointed = grad and torch_private.is_checkpointed()
+        types = tuple(map(type, options))  # 1 == 1.0 == True
+        return _entry(kind, grad, checkpointed, torch_private.settings(), options, types, *layout)
+    except (AttributeError, RuntimeError, TypeError):  # no strides, no address, no hash: the call's checks say more
+        return None
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes.
+
+    Tensors without memory are not plain: zeros that no memory holds, and tensors whose storage was freed. Their address
+    is the byte that they would have in their storage.
+    """
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN or x.is_neg() or x.is_conj():
+            return False
+        address = x.data_ptr()
+        if address % ALIGNMENT or (address == x.storage_offset() * x.element_size() and x.numel()):
+            return False
+    return True
+
+
+def is_capturing() -> bool:
+    """Return whether a graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def traced(
+    plan: Any,
+    call: Callable[..., Sequence[torch.Tensor]],
+    tensors: Tensors,
+    expected: Tensors,
+    result: Callable[[list[torch.Tensor]], Any] = tuple,
+) -> Replay | None:
+    """Return a replay that repeats the launches of a call; None if its results are too large to be compared.
+
+    Args:
+        plan: what runs.
+        call: (tensors) -> outputs, each with memory of its own; only allocates, takes views and launches.
+        tensors: the arguments of the call that has just run.
+        expected: its outputs.
+        result: (outputs) -> what the ordinary call returns.
+
+    Raises:
+        NotRepeatableError: the call does more than that, or its replay gives other outputs.
+        RuntimeError: the driver refuses.
+    """
+    device = next(x.device for x in tensors if x is not None)
+    with torch.cuda.device(device), driver.relaxed_capture(), tracing() as trace:
+        inputs = [None if x is None else trace.stand_in(x, device) for x in tensors]
+        outputs = call(*inputs)
+        launches = LaunchPlan(trace, [x for x in inputs if x is not None], outputs, device)
+
+    def run(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+        return launches.run(*[x for x in tensors if x is not None])
+
+    return Replay(plan, lambda *tensors: result(run(*tensors))) if _agrees(run, tensors, expected) else None
+
+
+def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:
+    """Return a replay by a function that does without checks and planning; arguments and errors as of `traced`."""
+    return Replay(plan, run) if _agrees(run, tensors, expected) else None
+
+
+def _agrees(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> bool:
+    """Return whether `run(*tensors)` gives what is expected; False if that is too large to be compared.
+
+    Raises:
+        NotRepeatableError: it gives something else.
+    """
+    device = next(x.device for x in expected if x is not None)
+    if sum(x.numel() * x.element_size() for x in expected if x is not None) > MOST_BYTES:
+        return False
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda" and torch.version.hip is None:
+            stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(driver.relaxed_capture())
+        if not are_same(run(*tensors), expected):
+            raise NotRepeatableError("its replay gives another output")
+    return True
+
+
+def are_same(found: Tensors, expected: Tensors) -> bool:
+    """Return whether tensors have the same bits, NaN included."""
+    return len(found) == len(expected) and all(map(_is_same, found, expected))
+
+
+def _is_same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    x, y = x.detach(), y.detach()
+    bits = _BITS[x.element_size()], _BITS[y.element_size()]
+    return x.dtype == y.dtype and torch.equal(x.view(bits[0]), y.view(bits[1]))

@@ -1,0 +1,85 @@
+"""Attention masks as tensors: what they say, and the forms in which kernels take them."""
+
+from __future__ import annotations
+
+import torch
+
+ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
+
+
+def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
+    """Return which keys exist, bool (batch or 1, kv_len), if that is all the 4-D mask says; otherwise None."""
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    mask = unexpanded(mask)
+    if mask.shape[1] != 1 or mask.shape[2] != 1:
+        return None
+    return mask[:, 0, 0].expand(-1, kv_len)
+
+
+def unexpanded(mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask without repetitions: dimensions of stride 0 get size 1, so work on it costs what it stores."""
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def attended_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Return which rows may attend to some key: bool, broadcastable to the mask's shape with its last dimension 1."""
+    mask = unexpanded(mask)
+    if mask.dtype == torch.bool or mask.shape[-1] == 0:
+        return mask.bool().any(-1, keepdim=True)
+    return mask.detach().amax(-1, keepdim=True) != -torch.inf  # reads the mask once, and writes nothing of its size
+
+
+def with_causality(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal_offset: int = 0
+) -> torch.Tensor:
+    """Return a mask that also keeps row i from keys beyond i + causal_offset.
+
+    Args:
+        mask: bool or additive, broadcastable to (batch, q_heads, q_len, kv_len), or None.
+        query, key: as in `attention`.
+
+    Returns:
+        As mask, or bool, at least (1, 1, q_len, kv_len).
+    """
+    seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(causal_offset)
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype, largest: float | None = None) -> torch.Tensor:
+    """Return a mask in `dtype`, a bool one as it is; a finite number beyond ±`largest` becomes that.
+
+    A row biased by the lowest number throughout is uniform attention; by -inf it would be none.
+
+    Args:
+        mask: bool or additive.
+        dtype: floating.
+        largest: default the largest number of `dtype`. A mask that has this dtype already is returned as it is.
+    """
+    if mask.dtype in (torch.bool, dtype):
+        return mask
+    converted = mask.to(dtype)
+    limit = torch.finfo(dtype).max if largest is None else min(largest, torch.finfo(dtype).max)
+    if torch.finfo(mask.dtype).max <= limit:
+        return converted
+    return torch.where(mask.isinf(), converted, converted.clamp(-limit, limit))
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
+
+    Returns:
+        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
+        multiples of 16 bytes.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    mask = unexpanded(mask)
+    *sizes, columns = mask.shape
+    rows = torch.empty((*sizes, -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS), dtype=dtype, device=mask.device)
+    return torch.log(mask, out=rows[..., :columns])  # in one launch

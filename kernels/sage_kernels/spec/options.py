@@ -1,0 +1,46 @@
+"""Options of an attention call, and what may run where its recipe has no native kernel; this file imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Fallback = Literal["native", "emulate", "error"]
+FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
+
+
+class Options(NamedTuple):
+    """Options of a call, as the caller gave them: all arguments but tensors.
+
+    Attributes:
+        is_causal: row i attends to keys 0…i + causal_offset.
+        causal_offset: 0 aligns causality upper left, as PyTorch's SDPA.
+        scale: finite factor of the scores; None: head_dim ** -0.5.
+        enable_gqa: query may have more heads than key.
+        dropout_p: probability of dropping a weight.
+        recipe: name of the recipe that is asked for.
+        fallback: what may run where the recipe has no native kernel; see `registry.select`.
+        return_lse: the log-sum-exp of each row's scores is wanted.
+        tokens_first: query, key, value and the output are (batch, tokens, heads, channels).
+    """
+
+    is_causal: bool = False
+    causal_offset: int = 0
+    scale: float | None = None
+    enable_gqa: bool = True
+    dropout_p: float = 0.0
+    recipe: str = "sage3"
+    fallback: Fallback = "native"
+    return_lse: bool = False
+    tokens_first: bool = False
+
+
+def check_fallback(fallback: str) -> Fallback:
+    """Return `fallback` if it is one of the choices.
+
+    Raises:
+        ValueError: it is none of them; the message lists them.
+    """
+    for known in FALLBACKS:
+        if fallback == known:
+            return known
+    raise ValueError(f"unknown fallback {fallback!r}; choose from: {', '.join(FALLBACKS)}")

@@ -1,0 +1,343 @@
+"""Names of diffusers that are private or depend on its version: every use of one is here.
+
+A name that a version lacks costs speed or raises UnsupportedAttentionError with the reason; it never changes a result.
+Importing this file imports neither diffusers nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .errors import UnsupportedAttentionError
+
+if TYPE_CHECKING:
+    import torch
+
+IP_ADAPTER_METHODS = "_load_ip_adapter_weights", "unload_ip_adapter"
+"""Methods of loaders that make every processor anew by its class."""
+
+
+# Running pipelines
+
+
+class _Thread(threading.local):
+    """Pipelines whose calls this thread is inside of, the innermost last."""
+
+    def __init__(self) -> None:
+        self.pipelines: list[Any] = []
+
+
+_thread = _Thread()
+
+
+def running_pipeline() -> Any:
+    """Return the pipeline whose call encloses the caller's in this thread and whose scheduler has timesteps; or None.
+
+    Calls are seen from the first `follow_pipelines` on.
+    """
+    has_timesteps = (one for one in reversed(_thread.pipelines) if _has_timesteps(one))
+    return next(has_timesteps, None)
+
+
+def _has_timesteps(pipe: Any) -> bool:
+    return getattr(getattr(pipe, "scheduler", None), "timesteps", None) is not None
+
+
+@functools.cache
+def follow_pipelines() -> None:
+    """Let `running_pipeline` see the calls of diffusers' pipelines, modular ones too, and of classes derived from them.
+
+    Their `__call__` is wrapped, in later subclasses as well.
+    """
+    import diffusers
+
+    for base in (diffusers.DiffusionPipeline, getattr(diffusers, "ModularPipeline", None)):
+        if base is not None:
+            for_each_subclass(base, _follow_calls)
+
+
+def _follow_calls(pipeline_class: Any) -> None:
+    if (call := vars(pipeline_class).get("__call__")) is None:
+        return
+
+    @functools.wraps(call)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _thread.pipelines.append(self)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            _thread.pipelines.pop()
+
+    pipeline_class.__call__ = wrapper
+
+
+def for_each_subclass(base: Any, complete: Callable[[Any], None]) -> None:
+    """Call `complete` with a class and every subclass of it, now and whenever another is defined."""
+    own = vars(base).get("__init_subclass__")
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs) if own is None else own.__func__(cls, **kwargs)
+        complete(cls)
+
+    waiting, seen = [base], {base}
+    for cls in waiting:
+        complete(cls)
+        more = [one for one in cls.__subclasses__() if one not in seen]
+        waiting += more
+        seen.update(more)
+    base.__init_subclass__ = classmethod(init_subclass)
+
+
+# Attention backends
+
+DISPATCH = "dispatch_attention_fn"
+"""Name of diffusers' function by which processors attend."""
+
+
+def add_backend(dispatch: ModuleType, name: str, backend: Callable[..., Any]) -> Any:
+    """Register an attention backend, and return its member of AttentionBackendName.
+
+    There is no public way to add a member, so this writes the internals of `Enum`.
+
+    Args:
+        dispatch: diffusers.models.attention_dispatch.
+        name: the name, in lower case.
+        backend: function of (batch, tokens, heads, head_dim) tensors.
+    """
+    enum, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    member = str.__new__(enum, name)
+    member._name_, member._value_, member.__objclass__ = name.upper(), name, enum
+    member._sort_order_ = len(enum._member_names_)
+    setattr(enum, member._name_, member)
+    enum._member_names_.append(member._name_)
+    enum._member_map_[member._name_] = member
+    enum._value2member_map_[name] = member
+    parallel = "supports_context_parallel" in inspect.signature(registry.register).parameters
+    registry.register(member, **({"supports_context_parallel": True} if parallel else {}))(backend)
+    return member
+
+
+def choose_backend(dispatch: ModuleType, choose: Callable[[], Any]) -> None:
+    """Let `choose` say which backend attends where a processor names none; None: the one that diffusers would take."""
+    registry = dispatch._AttentionBackendRegistry
+    get_active_backend = registry.get_active_backend.__func__
+
+    @functools.wraps(get_active_backend)
+    def wrapper(cls: Any) -> Any:
+        chosen = choose()
+        return get_active_backend(cls) if chosen is None else (chosen, cls._backends[chosen])
+
+    registry.get_active_backend = classmethod(wrapper)
+
+
+def active_backend(dispatch: ModuleType) -> str:
+    """Return the name of the backend of `with attention_backend(...)`, or of the process; "" if it is not known."""
+    active = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
+    return getattr(active, "value", "")
+
+
+def attention_across_processes(dispatch: ModuleType) -> Callable[..., Any]:
+    """Return diffusers' attention in context parallelism, which calls a backend's operators for one shard.
+
+    Raises:
+        UnsupportedAttentionError: this version has none.
+    """
+    attention: Callable[..., Any] | None = getattr(dispatch, "_templated_context_parallel_attention", None)
+    if attention is None:
+        raise UnsupportedAttentionError(
+            "this version of diffusers has no attention across processes that sage_hf knows: run this model without "
+            "enable_parallelism()"
+        )
+    return attention
+
+
+# Processors
+
+
+class StandIn:
+    """Stand-in for an object during one call: it has some attributes of its own, and all others of the object.
+
+    A compiled call finds the object as it was traced, for nothing is written to it.
+    """
+
+    def __init__(self, original: Any, own: Mapping[str, Any]) -> None:
+        self._original = original
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class ParallelProcessor:
+    """Base of our processors: it holds the attribute that diffusers assigns in `enable_parallelism`."""
+
+    @property
+    def parallel_config(self) -> Any:
+        """Return the ParallelConfig of this processor, None without one."""
+        return vars(self).get("parallel")
+
+    @parallel_config.setter
+    def parallel_config(self, config: Any) -> None:
+        vars(self)["parallel"] = config
+
+    @property
+    def _parallel_config(self) -> Any:
+        return self.parallel_config
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        self.parallel_config = config
+
+
+class BackendProcessor(ParallelProcessor):
+    """Base of our processors that attend by a recipe: diffusers sees its backend, by which models make their masks.
+
+    A model's `set_attention_backend` assigns to all its processors; these keep theirs.
+    """
+
+    @property
+    def attention_backend(self) -> Any:
+        """Return the member of AttentionBackendName by which this processor attends."""
+        raise NotImplementedError
+
+    @property
+    def _attention_backend(self) -> Any:
+        return self.attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: object) -> None:
+        pass
+
+
+def takes_backend(processor: Any) -> bool:
+    """Return whether a processor of diffusers attends by the backend that is assigned to it."""
+    return hasattr(processor, "_attention_backend")
+
+
+def backend_of(processor: Any) -> str:
+    """Return the name of the backend that is assigned to a processor of diffusers; "" if there is none."""
+    backend = getattr(processor, "_attention_backend", None)
+    return str(getattr(backend, "value", backend) or "")
+
+
+def with_backend(processor: Any, backend: Any) -> StandIn:
+    """Return a stand-in for a processor that attends by another backend."""
+    return StandIn(processor, {"_attention_backend": backend})
+
+
+def fixed_backends(processor: Any) -> tuple[str, ...]:
+    """Return the backends to which a processor confines itself; () if it names none."""
+    return tuple(getattr(processor, "_SUPPORTED_BACKENDS", None) or ())
+
+
+def passes_parallel_config(processor: Any) -> bool:
+    """Return whether a processor's code hands its ParallelConfig to diffusers' dispatch."""
+    return "_parallel_config" in type(processor).__call__.__code__.co_names
+
+
+# Context parallelism
+
+
+def parallel_config_of(model_or_processor: Any) -> Any:
+    """Return the ParallelConfig that `enable_parallelism` gave a model or a processor; None without one."""
+    return getattr(model_or_processor, "_parallel_config", None)
+
+
+def set_parallel_config(processor: Any, config: Any) -> None:
+    """Give a processor of diffusers a ParallelConfig."""
+    processor._parallel_config = config
+
+
+def has_parallel_plan(model: Any) -> bool:
+    """Return whether diffusers knows how to split a model's inputs among processes."""
+    return getattr(model, "_cp_plan", None) is not None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Split of a model's tokens among processes, of diffusers' ContextParallelConfig.
+
+    Attributes:
+        ring: number of processes in ring attention.
+        ulysses: number of processes that exchange tokens for heads.
+        uneven: whether these may have different numbers of tokens.
+    """
+
+    ring: int
+    ulysses: int
+    uneven: bool
+    _config: Any
+
+    @classmethod
+    def of(cls, config: Any) -> Shards:
+        """Read a ContextParallelConfig."""
+        return cls(config.ring_degree, config.ulysses_degree, getattr(config, "ulysses_anything", False), config)
+
+    @property
+    def group(self) -> Any:
+        """Return the process group of those that exchange tokens for heads."""
+        return self._config._ulysses_mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """Return this process's place in that group."""
+        rank: int = self._config._ulysses_local_rank
+        return rank
+
+
+# Layer skip (skip-layer and perturbed-attention guidance)
+
+score_skip_modes: list[type] = []
+"""The function mode inside of which diffusers leaves attention's scores out, once it is imported."""
+
+
+def function_modes_are_active() -> bool:
+    """Return whether any mode replaces PyTorch's functions, as a layer skip does."""
+    from sage_kernels.runtime import torch_private
+
+    return bool(torch_private.function_modes())
+
+
+def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether this attention, of (B, H, N, D) tensors, runs inside diffusers' `AttentionScoreSkipFunctionMode`.
+
+    That mode replaces torch's scaled_dot_product_attention, but not ours. As in diffusers, attention with different
+    numbers of queries and keys is not skipped.
+    """
+    from sage_kernels.runtime import torch_private
+
+    modes = torch_private.function_mode_stack()
+    return (
+        bool(modes)
+        and any(isinstance(mode, tuple(score_skip_modes)) for mode in modes)
+        and query.shape[2] == value.shape[2]
+    )
+
+
+def skip_as_original(helpers: ModuleType, ours: tuple[type, ...], original_of: Callable[[Any], Any]) -> None:
+    """Let diffusers skip the attention of layers with our processors as it skips that of their originals.
+
+    Args:
+        helpers: diffusers.hooks._helpers.
+        ours: the classes of our processors.
+        original_of: function of an attention module that returns the processor of diffusers for it.
+    """
+    registry = helpers.AttentionProcessorRegistry
+    get = registry.get
+
+    def skip_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return get(type(original_of(module))).skip_processor_output_fn(module, *args, **kwargs)
+
+    def get_metadata(cls: type, processor_class: type) -> Any:
+        if issubclass(processor_class, ours):
+            return helpers.AttentionProcessorMetadata(skip_processor_output_fn=skip_attention)
+        return get(processor_class)
+
+    registry.get = classmethod(get_metadata)

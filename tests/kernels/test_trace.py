@@ -1,0 +1,101 @@
+"""Traced calls: what stands in for tensors, and which host code can be traced."""
+
+import struct
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from sage_kernels.replay.trace import (
+    FIRST_ADDRESS,
+    NotRepeatableError,
+    is_stand_in,
+    keeping,
+    locate,
+    relocatable,
+    tracing,
+)
+
+
+@pytest.fixture
+def traced():
+    with tracing() as traced:
+        yield traced
+
+
+def test_a_stand_in_is_like_the_tensor_but_for_its_address(traced):
+    x = torch.randn(2, 3, 40, 16).transpose(1, 2)
+    like = traced.stand_in(x)
+    assert (like.shape, like.stride(), like.dtype, like.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert is_stand_in(like.data_ptr()) and not is_stand_in(x.data_ptr())
+
+
+def test_views_and_allocations_have_addresses(traced):
+    x, _ = (traced.stand_in(torch.empty(2, 3, 40, 16)) for _ in range(2))
+    assert locate(x[:, 1, 8:].data_ptr()) == (0, (40 + 8) * 16 * 4)
+    assert locate(x.view(torch.uint8)[..., 4:].data_ptr()) == (0, 4)
+    new = x.new_empty(7, dtype=torch.int8)
+    assert locate(new.data_ptr()) == (2, 0) and traced.memories[2].size == 7
+    assert locate(torch.empty_like(x).data_ptr()) == (3, 0)
+    assert x.contiguous() is x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 1,
+        lambda x: x.neg_(),
+        lambda x: x.transpose(1, 2).contiguous(),
+        lambda x: x.new_zeros(3),
+        lambda x: x.float().half(),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.sum().item(),
+    ],
+)
+def test_a_call_that_computes_with_a_tensor_cannot_be_repeated(traced, function):
+    with pytest.raises(NotRepeatableError):
+        function(traced.stand_in(torch.empty(2, 3, 40, 16)))
+
+
+def test_a_call_that_allocates_beside_its_arguments_cannot_be_repeated():
+    with FakeTensorMode(), tracing(), pytest.raises(NotRepeatableError, match="allocates memory"):
+        torch.empty(4, device="cuda")
+
+
+def test_memory_is_known_to_be_free_when_its_last_view_is_gone(traced):
+    x = traced.stand_in(torch.empty(4))
+    first, second = x.new_empty(8), x.new_empty(8)
+    view = first.view(2, 4)
+    del first, second
+    traced.steps.append("fork")
+    del view
+    assert [memory.last for memory in traced.memories] == [None, 1, 0]
+
+
+def test_a_tensor_map_of_a_stand_in_begins_with_its_address():
+    def tensor_map(address):
+        return struct.pack("<Q", address) + b"layout"
+
+    assert relocatable(tensor_map, 4096) == tensor_map(4096)
+    assert relocatable(tensor_map, FIRST_ADDRESS + 32) == tensor_map(FIRST_ADDRESS + 32)
+    with pytest.raises(NotRepeatableError, match="first 64 bits"):
+        relocatable(lambda address: struct.pack("<QQ", address, address), FIRST_ADDRESS)
+
+
+def test_what_is_kept_for_all_calls_may_be_allocated():
+    with FakeTensorMode(), tracing(), keeping():
+        torch.ones(4, device="cuda")
+
+
+def test_while_kernels_are_only_compiled_a_call_may_compute_what_they_take():
+    with tracing(compiles_only=True) as traced:
+        x = traced.stand_in(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
+        made = [-x, x.clone(), x.t().int(), x.new_zeros(5, dtype=torch.uint8), x[1:].zero_()]
+        with pytest.raises(NotRepeatableError):
+            x.sum()
+    assert [(y.shape, y.dtype, y.is_cuda) for y in made[2:]] == [
+        ((4, 3), torch.int32, True),
+        ((5,), torch.uint8, True),
+        ((2, 4), torch.bfloat16, True),
+    ]
+    assert len({y.data_ptr() for y in made}) == 5 and made[4].data_ptr() == x.data_ptr() + 8
