@@ -386,8 +386,7 @@ def recipes() -> str:
         gradients = "exact attention" if backward is None else f"{backward}, {backward}, 16bit"
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
         rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
-        chosen = "the heaviest" if recipe.heavy_choice == "heaviest" else "the first"
-        heavy = f"{chosen} {recipe.heavy_keys}" if recipe.heavy_keys else "none"
+        heavy = f"{recipe.heavy_keys} heavy ones" if recipe.heavy_keys else "none"
         heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
         rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)

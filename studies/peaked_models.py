@@ -143,7 +143,7 @@ def defined_as(recipe: Recipe) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Return the log-probabilities of every byte at every place but the first: float32 (windows, tokens - 1, vocabulary)."""
+    """Return log-probabilities of every byte at all places but the first: float32 (windows, tokens - 1, vocabulary)."""
     batches = tokens.split(BATCH)
     return torch.cat([model(x, attention_mask=torch.ones_like(x)).logits[:, :-1].log_softmax(-1) for x in batches])
 

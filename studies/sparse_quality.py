@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from sparse_video import Clips, Denoiser, Size, Training, generate, held_out_loss, score, shown_scenes
 from torch import Tensor
 
@@ -57,8 +57,8 @@ POINTS = 50
 """Points of a curve of losses."""
 SHOWN = 8
 """Prompts of the picture."""
-LABEL_WIDTH = 250
-ENLARGED = 2
+LABEL_WIDTH, HEAD_HEIGHT = 300, 66
+ENLARGED = 3
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,12 @@ def variants(fallback: str | None = None) -> list[Variant]:
             sparse = Sparse(router, keep, from_tokens=1)
             found.append(Variant("dense", f"sage2, {router} {keep:g}", _config(sparse, fallback)))
     return found
+
+
+def _order(one: Variant) -> tuple[bool, bool, float]:
+    """Return the place of a way in the picture: dense models before VSA's, dense calls before sparse ones."""
+    sparse = None if one.config is None else one.config.sparse
+    return one.trained == "vsa", one.vsa, -getattr(sparse, "keep", 1.0)
 
 
 Message = dict[str, Any]
@@ -254,16 +260,22 @@ class Record:
         self._file().write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def _draw(self) -> None:
-        """Write the picture: the middle frame of some prompts with each way to run seed 0's models."""
-        labels = [label for one in variants() if (label := f"{one.trained}: {one.run}") in self.frames]
+        """Write the picture: prompts, and below them a frame of each way to run seed 0's models, in order."""
+        ordered = sorted(variants(), key=_order)
+        labels = [label for one in ordered if (label := f"{one.trained}: {one.run}") in self.frames]
         side = ENLARGED * self.pixels
-        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, len(labels) * side), "white")
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(labels) * side), "white")
+        draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+        scenes = shown_scenes()
+        for column, scene in enumerate(scenes[:: len(scenes) // SHOWN]):
+            middle = (LABEL_WIDTH + column * side + side // 2, HEAD_HEIGHT // 2)
+            draw.multiline_text(middle, "\n".join(scene), "black", font, anchor="mm", align="center", spacing=2)
         for line, label in enumerate(labels):
             frames = self.frames[label]
             pixels = (np.concatenate(list(frames), -1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
             image = Image.fromarray(pixels).resize((len(frames) * side, side), Image.Resampling.NEAREST)
-            picture.paste(image, (LABEL_WIDTH, line * side))
-            ImageDraw.Draw(picture).text((4, line * side + side // 2 - 6), label, fill="black")
+            picture.paste(image, (LABEL_WIDTH, HEAD_HEIGHT + line * side))
+            draw.text((8, HEAD_HEIGHT + line * side + side // 2), label, "black", font, anchor="lm")
         self.args.output.mkdir(parents=True, exist_ok=True)
         picture.save(self._file().with_suffix(".png"))
         self.result["picture"] = labels

@@ -280,7 +280,7 @@ def _names(known: Sequence[Named]) -> str:
 
 
 def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
-    """Return the entries of `known` that have one of the names; all if no names are given. Raise ValueError for others."""
+    """Return the entries of `known` with these names, or all without names. Raise ValueError for unknown names."""
     if unknown := set(names or ()).difference(one.name for one in known):
         raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
     return [one for one in known if names is None or one.name in names]

@@ -167,7 +167,7 @@ def names_for(point: Point) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a table's figures depend."""
+    """Return the versions on which a table's figures depend, next to the GPU."""
     triton = triton_version()
     return {
         "torch": torch.__version__,

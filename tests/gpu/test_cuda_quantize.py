@@ -59,7 +59,7 @@ def with_fields(pv, **fields):
 
 
 def plain(pv):
-    """Return that recipe with no transforms but means: its operands have the same bits from all quantisers."""
+    """Return the recipe with no transforms but means: its operands have the same bits from all quantisers."""
     return with_fields(pv, rotate=False, equalize=False, heavy_keys=0)
 
 

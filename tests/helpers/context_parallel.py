@@ -53,7 +53,7 @@ ODD_LENGTHS = (5, 9, 13, 17)
 def run_pair(
     folder: Path, device: str, seconds: float, names: Collection[str] = tuple(case.name for case in FAMILIES)
 ) -> dict[str, str]:
-    """Return what two processes found, as `main` reports it.
+    """Return the findings of two processes, as `main` reports it.
 
     Args:
         folder: an empty one, for the processes' files.

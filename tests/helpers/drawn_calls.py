@@ -321,7 +321,7 @@ def entered(name: str) -> Iterator[None]:
 
 
 def settings() -> dict[str, object]:
-    """Return what a call must leave as it was."""
+    """Return the state that a call must leave as it was."""
     return {
         "cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled(),
         "flash_sdp": torch.backends.cuda.flash_sdp_enabled(),

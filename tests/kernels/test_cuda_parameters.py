@@ -157,7 +157,7 @@ def test_a_struct_that_lies_otherwise_does_not_compile(line, changed, message, c
 
 
 def unsupported(value):
-    """Return what no constant of a source is."""
+    """Return a value that no constant of a source has."""
     return "-3.0f" if isinstance(value, str) else 2 if isinstance(value, bool) else -3
 
 

@@ -171,7 +171,7 @@ class Features:
 
     @classmethod
     def of(cls, recipe: Recipe, kv_len: int, padded: bool, is_causal: bool) -> Features:
-        """Return the statistics' options for a recipe and a number of keys, some of which may be padding if `padded`."""
+        """Return the features of a recipe's statistics for a number of keys, some of them padding if `padded`."""
         mask: MaskKind = "keys" if padded else "none"
         choice = chooses_heavy_keys(recipe, kv_len, mask, is_causal)
         heavy_keys = heavy_keys_of(recipe, kv_len, mask)

@@ -101,7 +101,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=16)
 def machine_of(capability: Capability) -> dict[str, Any]:
-    """Return the facts that a verdict depends on: the GPU, its driver, PyTorch, Triton and the source of this package."""
+    """Return the facts of a verdict: the GPU, its driver, PyTorch, Triton and the source of this package."""
     device = device_of(capability)
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
