@@ -44,8 +44,8 @@ def test_they_serve_hopper(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"capability": (8, 9)}, "NVIDIA GPU"),
-        ({"capability": (10, 0)}, "NVIDIA GPU"),
+        ({"capability": (8, 9)}, "compute capability 9.0"),
+        ({"capability": (10, 0)}, "compute capability 9.0"),
         ({"device_type": "cpu", "capability": None}, "NVIDIA GPU"),
         ({"dtype": torch.float32}, "float16, bfloat16"),
         ({"batch": 65536}, "65535"),
