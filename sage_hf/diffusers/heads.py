@@ -221,6 +221,8 @@ def with_own_norms(
         ropes = rotary.ropes(table, attn, given)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
             return None
+        if any(rope.cosine.is_cpu for rope in ropes.values()):  # processors move such angles in each call, too
+            ropes = {name: _moved(rope, sample.device) for name, rope in ropes.items()}
         if any(rope.cosine.device != sample.device for rope in ropes.values()):
             return None
         given[rotary.argument] = None
@@ -242,6 +244,11 @@ def with_own_norms(
         return None
     kind = (type(processor), sample.dtype, sample.device, *kinds) if kinds else None
     return Fused(norms, given, kind)
+
+
+def _moved(rope: Rope, device: torch.device) -> Rope:
+    """Return a rotation whose angles lie on a device."""
+    return replace(rope, cosine=rope.cosine.to(device), sine=None if rope.sine is None else rope.sine.to(device))
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:

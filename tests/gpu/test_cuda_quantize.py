@@ -19,7 +19,7 @@ from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, t
 from sage_kernels.spec.operands import MEAN_PARTS
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import equalize, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
-from tests.helpers import triton_calls
+from tests.helpers import calls, triton_calls
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise
 
@@ -50,7 +50,7 @@ def draw(*shape, heads=None, q_len=None, v_head_dim=None, dtype=torch.bfloat16, 
 
 
 def triton_operands(query, key, value, pv="fp8", return_lse=False):
-    return triton_calls.quantize(triton_calls.new_call(query, key, value, plain(pv), return_lse=return_lse))
+    return triton_calls.quantize(calls.new_call(query, key, value, plain(pv), return_lse=return_lse))
 
 
 def with_fields(pv, **fields):
@@ -64,7 +64,7 @@ def plain(pv):
 
 
 def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
-    call = triton_calls.new_call(*inputs, plain(pv), return_lse=return_lse)
+    call = calls.new_call(*inputs, plain(pv), return_lse=return_lse)
     assert HopperQuantizer().unsupported(request_of(call)) == ""
     return quantize.quantize_operands(call, leaves_query=leaves_query)
 
@@ -175,7 +175,7 @@ def test_heavy_keys_are_those_of_the_reference_and_the_others_are_quantised_with
     _, key, value = inputs = [lay_out(x, layout) for x in inputs]
     recipe = replace(plain(pv), heavy_keys=64, heavy_choice="first")
     for return_lse in (False, True):
-        call = triton_calls.new_call(*inputs, recipe, return_lse=return_lse)
+        call = calls.new_call(*inputs, recipe, return_lse=return_lse)
         assert HopperQuantizer().serves(recipe)
         expected = triton_calls.quantize(call)
         actual = quantize.quantize_operands(call)
@@ -304,8 +304,8 @@ def test_rotated_operands_are_those_of_the_reference(case, equalized, pv, device
     heavy = 64 if 0 < recipe.heavy_keys < kv_len else 0
     plain_recipe = replace(recipe, rotate=False, equalize=False)
     for return_lse in (False, True):
-        actual = quantize.quantize_operands(triton_calls.new_call(*inputs, recipe, return_lse=return_lse))
-        expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=return_lse))
+        actual = quantize.quantize_operands(calls.new_call(*inputs, recipe, return_lse=return_lse))
+        expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=return_lse))
         assert_rotated(actual, inputs, recipe)
         assert [x for x in differing(actual, expected) if x.startswith("value")] == []
         assert (actual.heavy is not None) == bool(heavy)
@@ -333,7 +333,7 @@ def test_sinks_anywhere_are_heavy(device):
         key[:, head, places] = key[:, head].float().mean(-2).to(key.dtype)[:, None] + 4.0
     recipe = with_fields("fp8")
     for valid in (None, torch.rand(2, 4165, device=device) < 0.8):
-        call = triton_calls.new_call(query, key, value, recipe, valid=valid)
+        call = calls.new_call(query, key, value, recipe, valid=valid)
         padding = None if valid is None else HopperQuantizer().read_padding(valid)
         actual = quantize.quantize_operands(call, padding)
         places = None if valid is None else valid[:, None, :, None]
@@ -378,13 +378,13 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     for x in inputs[1:]:
         x[~valid[:, None].expand(2, kv_heads, -1)] = choose.choice((torch.nan, torch.inf, 1e4))
     recipe = with_fields(pv, rotate=rotated, equalize=rotated, heavy_keys=choose.choice((0, 64)))
-    call = triton_calls.new_call(*inputs, recipe, return_lse=True)
+    call = calls.new_call(*inputs, recipe, return_lse=True)
     heavy = call.heavy_keys
     padding = HopperQuantizer().read_padding(valid)
     actual = HopperQuantizer().quantize(call, padding.valid, padding.spans)
     assert torch.equal(padding.spans, read_padding(valid).spans)
     plain_recipe = replace(recipe, rotate=False, equalize=False)
-    expected = triton_calls.quantize(triton_calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
+    expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
     differ = differing(actual, expected)
     if rotated:
         queries = valid[:, None, :, None] if q_len == kv_len else None
@@ -404,7 +404,7 @@ def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
     query[..., 1] = largest
     key[..., 1] *= 2.0**-14
     recipe = with_fields("fp8", rotate=True, equalize=True, heavy_keys=0)
-    actual = quantize.quantize_operands(triton_calls.new_call(query, key, value, recipe))
+    actual = quantize.quantize_operands(calls.new_call(query, key, value, recipe))
     assert actual.equalizer.amax() == 256 and actual.equalizer.amin() < 1
     assert_rotated(actual, (query, key, value), recipe)
     assert actual.query_scale[:, :, :1000].isfinite().all() and actual.key_scale.isfinite().all()
@@ -415,7 +415,7 @@ def test_full_size_rotated(shape, device):
     """Also twice the same bits."""
     inputs = draw(*shape)
     recipe = with_fields("fp8", rotate=True, equalize=True, heavy_keys=64)
-    first, second = (quantize.quantize_operands(triton_calls.new_call(*inputs, recipe)) for _ in range(2))
+    first, second = (quantize.quantize_operands(calls.new_call(*inputs, recipe)) for _ in range(2))
     assert differing(first, second) == [] and torch.equal(first.equalizer, second.equalizer)
     for head in range(0, shape[1], 8):  # the reference takes much memory
         one = [x[:1, head : head + 1] for x in inputs]

@@ -14,7 +14,7 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.mask_tiles import mask_tiles
 from sage_kernels.triton.quantize.nvfp4 import quantize_operands as quantize_nvfp4_operands
-from tests.helpers import triton_calls
+from tests.helpers import calls
 from tests.helpers.layouts import lay_out
 
 pytestmark = [
@@ -73,7 +73,7 @@ def parts(operands):
 
 
 def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
-    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
+    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
     assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     flags = None if valid is None else valid.int()
     actual, expected = NVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
@@ -160,7 +160,7 @@ def test_it_is_chosen_before_triton_s_for_masks_too():
     keys = torch.ones(1, 333, dtype=torch.bool, device="cuda")
     scores = torch.ones(1, 1, 300, 333, dtype=torch.bool, device="cuda").tril()
     for options in ({}, {"valid": keys}, {"mask": scores}):
-        call = triton_calls.new_call(*inputs, "sage3", **options)
+        call = calls.new_call(*inputs, "sage3", **options)
         assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
 
 
@@ -171,7 +171,7 @@ def test_masks_of_scores_are_served(dtype):
     mask = torch.rand(2, 1, 300, 333, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.7
     mask[..., 40:50], mask[..., 200:230] = False, False
     mask = mask if dtype == torch.bool else torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
-    call = triton_calls.new_call(*inputs, SAGE3, mask=mask)
+    call = calls.new_call(*inputs, SAGE3, mask=mask)
     valid = mask_tiles(call, 128, 64).valid
     assert not valid.all() and not call.chooses_heavy_keys
     actual, expected = NVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
@@ -208,7 +208,7 @@ def test_packed_sequences_have_the_operands_that_triton_gives_them(name, is_caus
     starts = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (q_lengths, k_lengths)]
     counts = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
     lengths = Lengths(*starts, max(q_lengths), max(k_lengths), counts)
-    call = triton_calls.new_call(query, key, value, RECIPES[name], lengths=lengths, is_causal=is_causal)
+    call = calls.new_call(query, key, value, RECIPES[name], lengths=lengths, is_causal=is_causal)
     assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     actual, expected = (
         of_sequences(call, quantize(call)) for quantize in (NVFP4Quantizer().quantize, quantize_nvfp4_operands)
@@ -220,6 +220,6 @@ def test_packed_sequences_have_the_operands_that_triton_gives_them(name, is_caus
 
 def test_reruns_are_equal():
     inputs = draw(2, 4, 4, 1000, 1000, 128, 128)
-    call = triton_calls.new_call(*inputs, "sage3")
+    call = calls.new_call(*inputs, "sage3")
     first, second = (parts(NVFP4Quantizer().quantize(call)) for _ in range(2))
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)

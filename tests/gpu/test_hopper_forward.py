@@ -11,7 +11,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.language.padding import read_padding
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
-from tests.helpers import triton_calls
+from tests.helpers import calls, triton_calls
 from tests.helpers.judge import Error, judge, lse_tolerance
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise
@@ -69,13 +69,13 @@ class Operands:
 
     def call(self, **options):
         inputs = self.query, self.key, self.value
-        return triton_calls.new_call(*inputs, self.recipe, return_lse=self.return_lse, **options)
+        return calls.new_call(*inputs, self.recipe, return_lse=self.return_lse, **options)
 
     def quantize(self, valid=None):
         """For calls without and with causality, whose heavy keys differ."""
         self.padding = None if valid is None else read_padding(valid)
-        calls = [self.call(is_causal=is_causal) for is_causal in (False, True)]
-        self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in calls]
+        made = [self.call(is_causal=is_causal) for is_causal in (False, True)]
+        self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in made]
         return self
 
     def attend(self, kernel, is_causal=False, causal_offset=0):

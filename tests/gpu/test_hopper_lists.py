@@ -12,7 +12,7 @@ from sage_kernels.spec.layout import padded_channels
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from sage_kernels.triton.block_tiles import block_tiles
-from tests.helpers import triton_calls
+from tests.helpers import calls, triton_calls
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import lse_tolerance
 
@@ -78,7 +78,7 @@ class Operands:
 
     def call(self, return_lse, is_causal=False, causal_offset=0):
         options = {"is_causal": is_causal, "causal_offset": causal_offset, "return_lse": return_lse}
-        call = triton_calls.new_call(*self.inputs, self.recipe, valid=self.valid, blocks=self.blocks, **options)
+        call = calls.new_call(*self.inputs, self.recipe, valid=self.valid, blocks=self.blocks, **options)
         return call.for_kernel()
 
     def attend(self, kernel, is_causal=False, causal_offset=0, return_lse=True, change=lambda lists: None):
@@ -189,7 +189,7 @@ def test_the_queue_has_each_item_once_and_first_the_long_ones_that_would_end_alo
     counts[:, ::3, -1], counts[1, 7, 5], counts[0, 0, 0] = 40, 39, 0
     blocks = BlockList(counts.cuda(), tiles.cuda())
     inputs = [torch.empty(2, heads, 60 * 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (50, 10, 10)]
-    call = triton_calls.new_call(*inputs, "sage2", blocks=blocks, is_causal=is_causal)
+    call = calls.new_call(*inputs, "sage2", blocks=blocks, is_causal=is_causal)
     queue = sort_lists(call, None, 20).queue.cpu()
     assert queue[0] == 0
     assert torch.equal(queue[1:].sort().values, torch.arange(2 * 50 * 60, dtype=torch.int32))

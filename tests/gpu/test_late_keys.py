@@ -13,7 +13,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.spec.transforms import NO_KEY, late_keys
-from tests.helpers import triton_calls
+from tests.helpers import calls, triton_calls
 from tests.helpers.judge import lse_tolerance
 from tests.helpers.pairwise import pairwise
 from tests.helpers.sinks import uniform_but_where_sampled
@@ -97,7 +97,7 @@ def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
     recipe = UNSEARCHED if recipe == "sage3" else RECIPES[recipe]
     inputs, options = draw(sizes, torch.float16)
     valid = keys_that_exist(kind, sizes)
-    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
+    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
     check(inputs, recipe, triton_calls.attend(call, CAPABILITY), valid, options)
 
 
@@ -107,7 +107,7 @@ def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
 def test_the_cuda_nvfp4_kernel_has_the_references_error(kind, sizes):
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)
-    call = triton_calls.new_call(*inputs, UNSEARCHED, valid=valid, return_lse=True, **options)
+    call = calls.new_call(*inputs, UNSEARCHED, valid=valid, return_lse=True, **options)
     quantizer = CudaNVFP4Quantizer() if valid is None else triton_calls.quantizer_of(UNSEARCHED)
     check(inputs, UNSEARCHED, nvfp4_forward.attend(call, quantizer, native=False), valid, options)
 
@@ -130,7 +130,7 @@ def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
     recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, equalize=False)
     inputs, options = draw(sizes)
     valid = keys_that_exist(kind, sizes)
-    call = triton_calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
+    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
     expected = triton_calls.quantize(call, valid)
     if name == "sage3":
         actual = CudaNVFP4Quantizer().quantize(call, None if valid is None else valid.int())
@@ -146,7 +146,7 @@ def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
 @pytest.mark.parametrize("sizes", ["square", "grouped", "lower right", "a chunk of a prompt", "few keys"])
 def test_sinks_behind_the_first_keys_are_late_keys(sizes, recipe):
     inputs, options = draw(sizes)
-    call = triton_calls.new_call(*inputs, recipe, **options)
+    call = calls.new_call(*inputs, recipe, **options)
     late = triton_calls.quantize(call).heavy.late
     expected = late_keys(*(x.float() for x in inputs[:2]), call.first_keys, call.late_keys, call.scale, None)
     assert torch.equal(late.long(), expected)

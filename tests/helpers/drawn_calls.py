@@ -363,8 +363,9 @@ def run_call(kind: Kind, mode: Mode, inputs: Inputs, freed: bool = False) -> Out
                 result = record.run_in_layer(layer, function, *tensors)
             facts |= {f"setting {name}": before[name] == now for name, now in settings().items()}
         results = result if isinstance(result, tuple) else (result,)
-        tensors_of |= dict(zip(("output", "lse"), results, strict=False))
-        output = tensors_of["output"]
+        first = "gradient of query" if mode.context == "torch.func.grad" else "output"
+        tensors_of |= dict(zip((first, "lse"), results, strict=False))
+        output = results[0]
         facts["differentiable"] = output.grad_fn is not None
         facts["inference tensor"] = output.is_inference()
         wanted = [x for x in inputs.tensors.values() if x.requires_grad]
