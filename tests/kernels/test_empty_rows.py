@@ -80,7 +80,7 @@ def test_an_additive_mask_is_taken_as_it_is():
     assert exact.additive(mask, torch.float16) is mask
 
 
-def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
+def test_a_backend_is_tried(monkeypatch):
     kind = torch.device("cpu"), torch.bfloat16, 40, 64
     assert masked_rows._gives_zeros_by(masked_rows._math, *kind)
     assert masked_rows._gives_zeros_by(masked_rows._cudnn, *kind)  # serves no calls here
@@ -96,5 +96,4 @@ def test_a_backend_is_tried_forwards_and_backwards(monkeypatch):
     assert given(lambda *inputs, **options: sdpa(*inputs, **options))
     assert not given(lambda *inputs, mask, by: sdpa(*inputs, mask=mask.clamp(min=-1e4), by=by))
     assert not given(lambda *inputs, **options: sdpa(*inputs, **options) + 0.1 * mean(inputs[2]))
-    assert not given(lambda *inputs, **options: sdpa(*inputs, **options) + (mean(inputs[2]) - mean(inputs[2]).detach()))
     assert not given(fails)

@@ -1,6 +1,9 @@
 """Exact attention whose rows without a key are 0, whatever the backend gives.
 
-PyTorch's GPU kernels give zeros, and no gradient, where an additive mask is -inf throughout. A bool mask is made
+With gradients, such rows attend to every key, and zeros take the place of their output: kernels divide by nothing, and
+cuDNN's gives NaN where -inf is added throughout (PyTorch 2.11, one query).
+
+Without gradients, PyTorch's GPU kernels give zeros where an additive mask is -inf throughout. A bool mask is made
 additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
 Here that takes one launch, with -inf. What the kernels of a head_dim give is tried once; where they give something
 else, zeros are chosen afterwards.
@@ -16,11 +19,12 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 
 from ..replay import driver
 from ..runtime import torch_private
+from ..spec.derivatives import wants_gradient
 from ..spec.masks import additive, attended_rows
 from . import sdpa
 
 ROWS, NEAR = 128, 0.02
-"""Queries and keys of a trial, and how far from what it should be an output of about 1 may be: more than rounding."""
+"""Queries and keys of a trial, and the largest error of an output of about 1: more than rounding."""
 _found: dict[tuple[object, ...], bool] = {}
 
 
@@ -45,6 +49,10 @@ def attend(
     options |= {"dropout_p": dropout_p, "by": by}
     if mask is None:
         return sdpa.sdpa(query, key, value, **options)
+    if wants_gradient(query, key, value, mask) or torch_private.transforms_are_active():
+        rows, mask = attended_rows(mask), sdpa.stored_part(mask)
+        mask = mask | ~rows if mask.dtype == torch.bool else torch.where(rows, mask, 0.0)
+        return torch.where(rows, sdpa.sdpa(query, key, value, mask=mask, **options), 0.0)
     if _gives_zeros(query, key, value, mask):
         return sdpa.sdpa(query, key, value, mask=additive(mask, query.dtype), **options)
     output = sdpa.sdpa(query, key, value, mask=mask, **options)
@@ -55,7 +63,7 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
     if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or torch_private.transforms_are_active() or torch_private.tangents_are_active():
+    if torch.compiler.is_compiling() or torch_private.tangents_are_active():
         return False
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value, mask))
     if not plain or torch_private.dispatch_modes() or 0 in (*query.shape, *value.shape):
@@ -74,33 +82,22 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
 def _gives_zeros_by(
     by: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> bool:
-    """Return whether a backend gives zeros in rows that are hidden, and no gradient for them, as far as it serves."""
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-        # One row of the first batch element has no key, and none of the second one has.
-        allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
-        allowed[0, :, 5] = allowed[1] = False
-        mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
-        kept[5] = 0.0
-        channels = head_dim, head_dim, v_head_dim
-        inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device).requires_grad_() for count in channels]
-        for wants_gradients in (False, True):
-            try:
-                with torch.set_grad_enabled(wants_gradients):
-                    output = sdpa.sdpa(*inputs, mask=mask, by=by)
-                    gradients = torch.autograd.grad(output.sum(), inputs) if wants_gradients else ()
-            except _RefusedError:
-                continue
-            except RuntimeError:
-                return False
-            # The other rows are the mean of ones, and a key of the first element gets a ROWS-th of each one's gradient.
-            found = (output.detach(), *gradients)
-            right = not any(x[1].any() for x in found) and not any(x[0, :, 5].any() for x in found[:2])
-            right = right and bool((output[0] - kept).abs().max() < NEAR)
-            if wants_gradients:
-                right = right and bool((gradients[2][0] - (ROWS - 1) / ROWS).abs().max() < NEAR)
-            if not right or not all(x.isfinite().all() for x in found):
-                return False
-    return True
+    """Return whether a backend gives zeros in rows that are hidden, as far as it serves."""
+    # One row of the first batch element has no key, and none of the second one has.
+    allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
+    allowed[0, :, 5] = allowed[1] = False
+    mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)
+    kept[5] = 0.0
+    inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device) for count in (head_dim, head_dim, v_head_dim)]
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            output = sdpa.sdpa(*inputs, mask=mask, by=by)
+    except _RefusedError:
+        return True
+    except RuntimeError:
+        return False
+    # The other rows are the mean of ones.
+    return not output[1].any() and not output[0, :, 5].any() and bool((output[0] - kept).abs().max() < NEAR)
 
 
 class _RefusedError(Exception):
@@ -116,7 +113,7 @@ def _cudnn(
     if not can_use_cudnn_attention(SDPAParams(query, key, value, attn_mask, 0.0, False, False)):
         raise _RefusedError
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled(), scale=scale
+        query, key, value, attn_mask, False, scale=scale
     )[0]
     return output
 
@@ -128,7 +125,7 @@ def _efficient(
         raise _RefusedError
     mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, torch.is_grad_enabled(), scale=scale
+        query, key, value, mask, False, scale=scale
     )[0]
     return output
 

@@ -326,7 +326,7 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
         return mask if kept else mask_in_dtype(mask, query.dtype)
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    mask = mask_in_dtype(_stored(mask), query.dtype, LARGEST_BIAS)
+    mask = mask_in_dtype(stored_part(mask), query.dtype, LARGEST_BIAS)
     if mask.shape[-1] != kv_len:
         mask = mask.expand(*mask.shape[:-1], kv_len)
     if mask.dtype == torch.bool and mask.stride(-1) != 1:
@@ -365,7 +365,7 @@ def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
     return mask if _is_aligned(mask) else _aligned(mask, ROW_ELEMENTS).narrow(-1, 0, mask.shape[-1])
 
 
-def _stored(x: torch.Tensor) -> torch.Tensor:
+def stored_part(x: torch.Tensor) -> torch.Tensor:
     """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
     return x if differentiated or torch_private.transforms_are_active() else unexpanded(x)
@@ -385,7 +385,7 @@ def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
     padding = -x.shape[-1] % multiple
     if not padding and _is_aligned(x):
         return x
-    stored = _stored(x)
+    stored = stored_part(x)
     stored = stored.expand(*stored.shape[:-1], x.shape[-1])
     if padding:
         stored = F.pad(stored, (0, padding))

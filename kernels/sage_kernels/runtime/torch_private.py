@@ -61,6 +61,18 @@ no_torch_function: Any = _find("_C._disabled_torch_function_impl", torch.Tensor.
 """`__torch_function__` of tensors that only modes see."""
 
 
+_is_transformed: Callable[[torch.Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda x: False)
+_unwrapped: Callable[[torch.Tensor], torch.Tensor | None] = _find("_C._functorch.get_unwrapped", lambda x: None)
+
+
+def without_transforms(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that transforms of torch.func have wrapped; x if none has, None if PyTorch does not tell."""
+    found: torch.Tensor | None = x
+    while found is not None and _is_transformed(found):
+        found = _unwrapped(found)
+    return found
+
+
 def tangents_are_active() -> bool:
     """Return whether code runs inside a level of forward-mode differentiation."""
     return bool(getattr(forward_ad, "_current_level", 0) >= 0)

@@ -64,9 +64,12 @@ def check_causal(is_causal: object) -> None:
 
 def check_memory(*tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError, as PyTorch does, for a tensor with elements whose storage was freed."""
-    if torch.compiler.is_compiling() or torch_private.transforms_are_active():
+    if torch.compiler.is_compiling():
         return
+    transformed = torch_private.transforms_are_active()
     for x in tensors:
+        if transformed and x is not None:
+            x = torch_private.without_transforms(x)
         if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
             continue
         # Without memory, the address of a storage's first byte is 0; so it is on the meta device.
