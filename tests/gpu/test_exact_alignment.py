@@ -11,6 +11,7 @@ import torch
 
 from sage_hf import record, sage_attention
 from sage_kernels.exact import sdpa
+from sage_kernels.exact.gradients import exact_gradients
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 LENGTHS = [1, 15, 17, 63, 100]
@@ -215,3 +216,21 @@ def test_compiled_calls_are_aligned_too(device, dynamic, grad):
         if grad:
             for x, y in zip(*(torch.autograd.grad(output.sum(), inputs) for output in (actual, expected)), strict=True):
                 assert (x - y).norm() <= 16 * torch.finfo(torch.float16).eps * max(y.norm().item(), tokens**0.5 * 64)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool"])
+@pytest.mark.parametrize("query_layout", ["heads first", "tokens first"])
+def test_gradients_are_right_for_every_layout_of_the_outputs_gradient_in_turn(device, query_layout, mask):
+    def lay_out(x, layout):
+        return x if layout == "heads first" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    inputs = [draw(device, torch.float16, HEADS, 136, 64, seed=seed) for seed in range(3)]
+    allowed = torch.ones(136, 136, dtype=torch.bool, device=device).tril() if mask == "bool" else None
+    for layout in ("heads first", "tokens first", "heads first"):
+        weights = lay_out(draw(device, torch.float16, HEADS, 136, 64, seed=4), layout)
+        query, key, value = (lay_out(x, query_layout).requires_grad_() for x in inputs)
+        output = sdpa.sdpa(query, key, value, mask=allowed)
+        found = torch.autograd.grad(output, (query, key, value), weights)
+        _, *truth = exact_gradients(weights, query, key, value, mask=None if allowed is None else allowed[None, None])
+        for x, y in zip(found, truth, strict=True):
+            assert (x - y).abs().max() < 8 * torch.finfo(torch.float16).eps * y.abs().max()

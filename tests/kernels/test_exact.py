@@ -227,3 +227,38 @@ def test_causality_may_be_aligned_lower_right(monkeypatch, kv_heads, scale):
     output = exact.sdpa(query, key, value, scale=scale, enable_gqa=kv_heads != 4, lower_right=True)
     truth, _ = exact.attention(query, key, value, is_causal=True, causal_offset=12, scale=scale)
     torch.testing.assert_close(output.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [False, True], ids=["autograd", "torch.func"])
+def test_the_outputs_gradient_reaches_a_gpus_kernel_in_the_outputs_layout(monkeypatch, transform):
+    monkeypatch.setattr(exact, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(exact, "_is_read_in_place", lambda *call: True)
+    strides = []
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(query, key, value):
+            return (query + value).transpose(1, 2).contiguous().transpose(1, 2)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            strides.append(gradient.stride())
+            return gradient, None, gradient
+
+    query, key, value = (torch.randn(2, 3, 5, 16, dtype=torch.float16) for _ in range(3))
+
+    def total(query):
+        output = exact.sdpa(query, key, value, by=lambda query, key, value, **options: Kernel.apply(query, key, value))
+        return output.float().sum() if transform else output
+
+    if transform:
+        torch.func.grad(total)(query)
+    else:
+        output = total(query.requires_grad_())
+        for weights in (torch.ones(2, 3, 5, 16).half(), torch.ones(2, 5, 3, 16).half().transpose(1, 2)):
+            torch.autograd.grad(output, query, weights, retain_graph=True)
+    assert set(strides) == {(240, 16, 48, 1)}

@@ -10,7 +10,9 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend
 
 from ..runtime import dynamo, torch_private
+from ..spec.derivatives import wants_gradient
 from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
+from .gradient_layout import with_gradient_like_output
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
@@ -233,6 +235,8 @@ def sdpa(
     else:
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         output = (by or pytorch_sdpa)(query, key, value, attn_mask=mask, **options)
+    if _may_be_cudnn(query, key, value, mask):
+        output = with_gradient_like_output(output)
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
 
 
@@ -392,6 +396,16 @@ def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
     if not _is_aligned(stored):
         stored = stored.clone(memory_format=torch.contiguous_format)
     return stored.expand(*x.shape[:-1], -1)
+
+
+def _may_be_cudnn(*tensors: torch.Tensor | None) -> bool:
+    """Return whether gradients of a call may be computed by PyTorch's cuDNN attention, outside of compiled graphs."""
+    query = tensors[0]
+    if query is None or not _on_gpu(query) or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.compiler.is_compiling() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return wants_gradient(*tensors) or torch_private.transforms_are_active()
 
 
 def _misleads_cudnn(query: torch.Tensor, value: torch.Tensor) -> bool:
