@@ -31,3 +31,21 @@ def test_the_statistics_are_the_references_bit_for_bit(recipe, place, padded, ti
     )
     assert torch.equal(found.chosen, transforms.heavy_places(query, key, 64, 32**-0.5, exists).int())
     assert (found.chosen == place).any(-1).all()
+
+
+@pytest.mark.parametrize("kv_len", [1, 129, 200, 1100])
+@pytest.mark.parametrize("size", [1e-22, 1.0, 1e8, 1e18, 1e37])
+def test_groups_of_keys_of_any_number_and_size_are_loud_where_the_specification_says(kv_len, size):
+    """Take heads of which no key, the first, or the last one is louder, or the last one more quiet; squares of some of
+    these sizes are subnormal, or have sums beyond float32, or are beyond it themselves.
+    """
+    query, key, value = loud_key(kv_len, 0, 32, times=1.0)
+    query, key = query * size, key * size
+    key[:, 1, 0] *= 10.0
+    key[:, 2, -1] *= 10.0
+    key[:, 3, -1] *= 0.1
+    found = token_statistics(new_call(query, key, value, RECIPES["sage1"]))
+    counted = transforms.quiet_keys(key)
+    assert torch.equal(found.key_mean, transforms.mean_of_tokens(key, counted)[:, :, 0])
+    if kv_len == 129 and size in (1.0, 1e8):  # a last group of one key is louder than the first, or the first than it
+        assert [counted[0, head].sum().item() for head in range(4)] == [129, 129, 128, 1]
