@@ -8,7 +8,7 @@ import torch
 
 from . import ops, training
 from .dispatch import exact_choice, replays, run
-from .dispatch.registry import KernelUnavailableError
+from .dispatch.plan import KernelUnavailableError
 from .exact import block_lists, masked_rows, sdpa
 from .replay import cache
 from .spec import checks

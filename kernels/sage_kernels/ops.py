@@ -76,7 +76,7 @@ def attention(
         causal_offset: 0 aligns causality upper left, as PyTorch's SDPA; kv_len - q_len lower right, as in decoding.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
-        fallback: see `registry.select`.
+        fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
         blocks: the tiles of keys that each block of rows attends to; None: all. Beside a list the mask may only say
             which keys exist, and no key is heavy.
@@ -88,8 +88,8 @@ def attention(
 
     Raises:
         TypeError: a tensor is not dense or has another dtype, or the scale is not a number.
-        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
-        KernelUnavailableError: see `registry.select`.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `select.select`.
+        KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
     checks.check_causal(is_causal)
@@ -143,7 +143,7 @@ def packed_attention(
     Raises:
         TypeError: see `attention`.
         ValueError: see `attention`; also if lengths do not fit, whose values are checked on a CPU only.
-        KernelUnavailableError: see `registry.select`.
+        KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
     checks.check_causal(is_causal)

@@ -64,7 +64,7 @@ def attention(
         causal_offset: see `ops.attention`.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: name of a recipe with gradients.
-        fallback: see `registry.select`.
+        fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
 
     Returns:
@@ -75,7 +75,7 @@ def attention(
 
     Raises:
         TypeError: see `ops.attention`.
-        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select` and
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `select.select` and
             `blocks.check_blocks`.
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.

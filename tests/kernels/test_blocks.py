@@ -9,7 +9,8 @@ import torch
 from sage_kernels import ops
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import block_lists, sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.block_list import BlockList

@@ -6,7 +6,7 @@ import torch
 import sage_kernels
 from sage_kernels import ops, training
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES

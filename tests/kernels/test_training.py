@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sage_kernels import ops, training
 from sage_kernels.dispatch import registry, run
 from sage_kernels.dispatch.exact_choice import why_exact_gradients
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.call import NO_MASK, Mask

@@ -15,17 +15,12 @@ from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
 from ..spec.masks import key_mask
 from ..spec.operands import Saved
+from ..spec.options import Fallback
 from ..spec.recipe import get_recipe
 from . import run
-from .registry import (
-    Fallback,
-    Plan,
-    TrainingForward,
-    get_backward,
-    get_exact,
-    get_forward,
-    get_quantizer,
-)
+from .kernels import TrainingForward
+from .plan import Plan
+from .registry import get_backward, get_exact, get_forward, get_quantizer
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 

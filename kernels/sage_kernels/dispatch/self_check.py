@@ -15,7 +15,8 @@ import torch
 from ..runtime import torch_private
 from . import verdicts
 from .examination import Case, Verdict, examine, examine_heads
-from .registry import Plan, select
+from .plan import Plan
+from .select import select
 
 logger = logging.getLogger(__name__)
 
