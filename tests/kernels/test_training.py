@@ -264,9 +264,10 @@ def test_opcheck_passes(call):
     torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *blocks, *lengths, *options))
     with torch.no_grad():
         output, *saved = operators.training_attention(*inputs, valid, *blocks, *lengths, *options)
-    arguments = (torch.ones_like(output), inputs[2].detach(), output, *saved, valid, *blocks, *lengths, 64)
+    forward, given = (inputs[2].detach(), output, *saved), (valid, *blocks, *lengths, *options)
     for kernel in ("reference_backward", ""):
-        torch.library.opcheck(operators.training_attention_backward.default, (*arguments, kernel, *options))
+        arguments = (torch.ones_like(output), *forward, 64, kernel, *given)
+        torch.library.opcheck(operators.training_attention_backward.default, arguments)
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 256])
