@@ -71,7 +71,8 @@ def attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback, return_lse=return_lse)
+    # All by place: torch.compile would take a default that is a float, of dropout, for an input of the graph.
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     return attend(query, key, value, mask, blocks, None, options)
 
 
@@ -117,7 +118,7 @@ def packed_attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback, return_lse=return_lse)
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, scale)
     query, key, value = map(as_one_sequence, (query, key, value))

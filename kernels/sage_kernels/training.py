@@ -78,7 +78,7 @@ def attention(
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback, return_lse=return_lse)
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     output, lse = attend(query, key, value, valid, blocks, None, options)
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -117,7 +117,7 @@ def packed_attention(
         TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
         ValueError: see `attention` and `ops.packed_attention`.
     """
-    options = Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback)
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, scale)
     query, key, value = map(as_one_sequence, (query, key, value))

@@ -19,6 +19,7 @@ from sage_kernels.exact import sdpa as exact
 from sage_kernels.replay import cache
 from sage_kernels.runtime import torch_private
 from sage_kernels.spec.options import Options
+from tests.helpers.blocks import draw_blocks
 
 SHAPE = (1, 2, 192, 64)
 
@@ -289,6 +290,16 @@ def test_a_tensor_whose_memory_was_freed_is_refused(recipe, autocast, known, num
     tensors[number] = freed(tensors[number].detach()).requires_grad_(grad)
     with pytest.raises(RuntimeError, match="no memory"), torch.autocast("cpu", torch.float16, enabled=autocast):
         sage_attention(*tensors, recipe=recipe)
+
+
+@pytest.mark.parametrize("field", ["counts", "tiles"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_block_list_whose_memory_was_freed_is_refused(known, field):
+    tensors, blocks = draw(), draw_blocks(1, 1, SHAPE[2], SHAPE[2])
+    for _ in range(3 * known):
+        sage_attention(*tensors, recipe="exact", blocks=blocks)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sage_attention(*tensors, recipe="exact", blocks=blocks._replace(**{field: freed(getattr(blocks, field))}))
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..runtime import dynamo, torch_private
+from ..runtime.hardware import capability_of
 from ..spec.call import Mask, MaskKind
 from ..spec.derivatives import has_tangent
 from ..spec.layout import is_aligned
@@ -104,7 +105,7 @@ def _why_exact_at_any_size(
     query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
     request = Request.of(query, query, value, recipe=recipe, grad=True)
     where = torch.device(device)
-    capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
+    capability = capability_of(where)
     return _why_no_kernel(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
 
 

@@ -27,7 +27,7 @@ class Options(NamedTuple):
     causal_offset: int = 0
     scale: float | None = None
     enable_gqa: bool = True
-    dropout_p: float = 0  # no float, which torch.compile would take for an input of a graph with dynamic sizes
+    dropout_p: float = 0.0
     recipe: str = "sage3"
     fallback: Fallback = "native"
     return_lse: bool = False
