@@ -28,9 +28,9 @@ def with_gradient_like_output(output: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _in_layout(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a gradient whose dimensions lie in memory in the order that these strides tell."""
-    if gradient.stride() == strides:
+def _in_layout(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
+    """Return a gradient whose dimensions lie in memory in the order that these strides tell; None where none came."""
+    if gradient is None or gradient.stride() == strides:
         return gradient
     order = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
     inverse = sorted(range(gradient.dim()), key=lambda dim: order[dim])
@@ -51,5 +51,5 @@ class _GradientLikeOutput(torch.autograd.Function):
         ctx.strides = output.stride()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
         return _in_layout(gradient, ctx.strides)
