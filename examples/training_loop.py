@@ -13,7 +13,7 @@ from training_report import finite
 from transformers import get_cosine_schedule_with_warmup
 
 import sage_hf
-from sage_kernels.dispatch.registry import set_routing
+from sage_kernels.dispatch.select import set_routing
 
 
 def run_own_numerics() -> None:

@@ -22,7 +22,8 @@ from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_hf.text import text_table, to_ascii
 from sage_kernels.dispatch import cost_model
-from sage_kernels.dispatch.registry import Outcome, Plan, routing
+from sage_kernels.dispatch.plan import Outcome, Plan
+from sage_kernels.dispatch.select import routing
 from sage_kernels.spec.call import chooses_heavy_keys, heavy_keys_of
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 

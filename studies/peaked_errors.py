@@ -33,7 +33,7 @@ from sage_hf.bench.providers import PROVIDERS, Provider
 from sage_hf.text import markdown_table
 from sage_kernels import ops
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import Plan
+from sage_kernels.dispatch.plan import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 

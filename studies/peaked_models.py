@@ -32,7 +32,7 @@ from sage_hf import record
 from sage_hf.app.peaks import channel_loudness
 from sage_hf.bench import results
 from sage_hf.text import markdown_table
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling

@@ -39,7 +39,7 @@ from sage_hf.bench.results import facts, path_of, reason
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
-from sage_kernels.dispatch.registry import set_routing
+from sage_kernels.dispatch.select import set_routing
 
 SPARSITY = 0.75
 KEEPS = (0.25, 0.5, 0.15)

@@ -15,7 +15,7 @@ from sage_hf.bench import command, measure, results, tables
 from sage_hf.bench.cases import TRAINING_SHAPES, Case, draw
 from sage_hf.bench.measure import SampledGradientErrors, Step
 from sage_hf.bench.providers import TRAINING_PROVIDERS, Prepared, Provider
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.exact.gradients import Gradients, exact_gradients
 from tests.helpers.benchmark_results import CPU, SMALL, fake_training_result

@@ -11,7 +11,8 @@ from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import Kind, Point, compile_kernels
 from sage_kernels.dispatch.curves import Sizes
-from sage_kernels.dispatch.registry import get_exact, registered_exact, select
+from sage_kernels.dispatch.registry import exacts
+from sage_kernels.dispatch.select import select
 
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 4096, 16384)
@@ -47,7 +48,7 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
         Point(Sizes(1, 2, 2, tokens, tokens, head_dim), kind)
         for kind, tokens, head_dim in itertools.product(KINDS, LENGTHS, head_dims)
     ]
-    exactly = [name for name in registered_exact() if (kernel := get_exact(name)) and kernel.repeats]
+    exactly = [name for name, kernel in exacts.items() if kernel.repeats]
     short = [
         Point(Sizes(1, 2, 2, queries, EXACT_LENGTH, head_dim), kind)
         for queries, kind, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_KINDS, head_dims)

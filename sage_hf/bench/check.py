@@ -16,7 +16,8 @@ from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_mea
 from sage_kernels.dispatch import examination, registry, self_check, verdicts
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0
@@ -124,7 +125,7 @@ def _examinations(
         request = dispatch.request_of(case.draw(device), case.grad)
         while True:  # until a kernel is right, or none is left
             try:
-                plan = registry.select(request, "error" if device.type == "cuda" else "emulate")
+                plan = select(request, "error" if device.type == "cuda" else "emulate")
             except KernelUnavailableError:
                 return
             if plan.numerics == "exact":
@@ -150,7 +151,7 @@ def _run_once(device: torch.device, case: Case) -> None:
     """Run the kernels of a case, so that the caches on disk hold them."""
     request = dispatch.request_of(case.draw(device), case.grad)
     if case.recipe != "exact":
-        examination.examine(registry.select(request, "error"), case, device)
+        examination.examine(select(request, "error"), case, device)
     else:
         for name in registry.exact_kernels(request):
             examination.examine_exact(name, case, device)

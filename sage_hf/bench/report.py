@@ -18,8 +18,9 @@ from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
 from sage_kernels import ops
 from sage_kernels.cuda.registration import nvfp4_forward_measured
-from sage_kernels.dispatch.registry import get_quantizer, select
+from sage_kernels.dispatch.registry import get_quantizer
 from sage_kernels.dispatch.run import request_of
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.call import Call

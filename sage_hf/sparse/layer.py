@@ -16,7 +16,9 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_hf.attention import chosen_fallback, sage_attention
-from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
 from sage_kernels.spec.masks import key_mask
 

@@ -16,7 +16,8 @@ from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, run
 from sage_kernels.dispatch.curves import Sizes
-from sage_kernels.dispatch.registry import KernelUnavailableError, get_exact
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.exact import masked_rows
 from sage_kernels.spec.call import Call, Mask, MaskKind
 from sage_kernels.spec.recipe import get_recipe

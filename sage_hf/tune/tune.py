@@ -23,7 +23,8 @@ from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_mea
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
 from sage_kernels.dispatch.curves import Curve, Sizes
-from sage_kernels.dispatch.registry import MIN_KV_LEN, MIN_QUERY_LEN, registered_exact, select
+from sage_kernels.dispatch.registry import exacts
+from sage_kernels.dispatch.select import MIN_KV_LEN, MIN_QUERY_LEN, select
 from sage_kernels.runtime.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
@@ -163,7 +164,7 @@ def names_for(point: Point) -> list[str]:
     decodes = point.mask == "none" and point.sizes.q_len < DECODED_QUERIES
     backends = ["flash"] if behind else [name for name in BACKENDS if name != "cudnn" or not decodes]
     too_short = point.sizes.q_len < MIN_QUERY_LEN or point.sizes.kv_len < MIN_KV_LEN
-    return [*(() if too_short else RECIPES), *backends, *(name for name in registered_exact() if name not in BACKENDS)]
+    return [*(() if too_short else RECIPES), *backends, *(name for name in exacts if name not in BACKENDS)]
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import sage_hf
 from sage_hf import attention, record, sage_attention
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels import training
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch.registry import Plan, Request
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.request import Request
 
 
 @pytest.fixture(autouse=True)

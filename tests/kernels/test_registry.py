@@ -8,14 +8,10 @@ import torch
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import registry, run
-from sage_kernels.dispatch.registry import (
-    KernelUnavailableError,
-    Request,
-    get_backward,
-    get_forward,
-    get_quantizer,
-    select,
-)
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.gluon import registration as gluon
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.call import Call
@@ -226,7 +222,7 @@ def test_a_head_dim_of_no_recipe_runs_exactly_and_says_so_unless_that_is_forbidd
 @pytest.mark.parametrize("mask", ["bool", "additive"])
 def test_a_mask_of_scores_needs_more_keys_to_gain_from_low_bits_on_a_gpu(mask):
     short = replace(GPU, recipe="sage1", capability=(8, 0), mask=mask, kv_len=1023)
-    assert select(short).reason.startswith("fewer than 1024 keys beside a mask of scores")
+    assert select(short).reason.startswith("fewer than 1024 keys together with an attention bias")
     for served in (replace(short, kv_len=1024), replace(short, mask="keys"), replace(short, mask="none")):
         assert select(served).kernel == "int8_forward"
     for fallback in ("emulate", "error"):

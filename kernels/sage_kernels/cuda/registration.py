@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from ..dispatch import cost_model
-from ..dispatch.registry import Quantizer, Request, register_forward, register_quantizer, select
+from ..dispatch.kernels import Quantizer
+from ..dispatch.registry import register_forward, register_quantizer
+from ..dispatch.request import Request
+from ..dispatch.select import select
 from ..dispatch.support import (
     HEAVY,
     INT8_TRANSFORMS,

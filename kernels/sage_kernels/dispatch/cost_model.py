@@ -170,7 +170,7 @@ def tuned_path(gpu: str) -> Path:
 def table_of(capability: tuple[int, int] | None) -> Table | None:
     """Return the table for GPUs of that compute capability: the tuned one of the first such GPU here, else the shipped.
 
-    None if there is neither. `registry.select` remembers its choices: clear its cache along with this one's.
+    None if there is neither. `select.select` remembers its choices: clear its cache along with this one's.
     """
     if capability is None:
         return None
@@ -348,7 +348,7 @@ def _pytorch_curves(request: Request) -> list[Curve]:
 
 
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
-    """Return the name of the kernel by which a call is exact in the least time, as `registry.Plan` has it.
+    """Return the name of the kernel by which a call is exact in the least time, as `plan.Plan` has it.
 
     Args:
         request: the facts of the call.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..dispatch.head_kernels import register_head_kernel
-from ..dispatch.registry import Quantizer, Request, register_backward, register_forward
+from ..dispatch.kernels import Quantizer
+from ..dispatch.registry import register_backward, register_forward
+from ..dispatch.request import Request
 from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, Declared, Recipes, why_no_dtype
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 
 from ..dispatch.head_kernels import register_head_kernel
-from ..dispatch.registry import (
-    MAX_HEAD_DIM,
-    AttendToFirst,
-    Quantizer,
-    Request,
-    register_backward,
-    register_exact,
-    register_forward,
-    register_quantizer,
-)
+from ..dispatch.kernels import AttendToFirst, Quantizer
+from ..dispatch.registry import register_backward, register_exact, register_forward, register_quantizer
+from ..dispatch.request import Request
+from ..dispatch.select import MAX_HEAD_DIM
 from ..dispatch.support import (
     HALF_DTYPES,
     INT8_BACKWARD,

@@ -130,7 +130,7 @@ def test_nested_dictionaries_switch_a_part(how: str, tmp_path: Path) -> None:
 
 
 def test_fallback_error_refuses_on_this_device_and_emulate_runs() -> None:
-    from sage_kernels.dispatch.registry import KernelUnavailableError
+    from sage_kernels.dispatch.plan import KernelUnavailableError
 
     with pytest.raises(KernelUnavailableError):
         run(LLAMA.build("sage3_error"), **LLAMA.inputs())
