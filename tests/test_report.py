@@ -8,7 +8,6 @@ import torch
 
 from sage_hf.app.cli import main
 from sage_hf.bench import check, measure, report
-from sage_hf.bench.cases import Case
 from sage_kernels.cuda import registration
 from sage_kernels.spec.recipe import RECIPES
 
@@ -22,11 +21,6 @@ def test_every_recipe_has_a_plan_and_rows_of_errors_or_a_reason():
     rows = report.errors(CPU, head_dims=(64,))
     assert {row["recipe"] for row in rows} == {"sage3", "sage3_paper", "sage2", "sage1"}
     assert all("no native kernel" in row["unavailable"] for row in rows)
-
-
-def test_what_cannot_be_prepared_natively_says_why():
-    (row,) = report.preparation(CPU, ("sage3",), [Case.square("short", (1, 2, 2, 256, 64))])
-    assert row["shape"] == "short" and "no native kernel" in row["unavailable"] and "ms" not in row
 
 
 @pytest.fixture
@@ -45,10 +39,6 @@ def gpu(monkeypatch):
             for one in recipes
         ]
 
-    def preparation(device, recipes, shapes):
-        calls.append(("preparation", tuple(recipes)))
-        return [{"recipe": one, "shape": shapes[0].name, "quantizer": "q", "ms": 1.0} for one in recipes]
-
     def measure_case(shape, providers, device):
         calls.append(("speeds", tuple(one.name for one in providers)))
         return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
@@ -57,7 +47,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(check, "run", lambda device: checked)
     monkeypatch.setattr(report, "plans", chosen)
     monkeypatch.setattr(report, "errors", errors)
-    monkeypatch.setattr(report, "preparation", preparation)
     monkeypatch.setattr(measure, "measure_case", measure_case)
     monkeypatch.setattr(report, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(report, "facts", lambda device: {"gpu": "NVIDIA RTX 5090"})
@@ -71,15 +60,14 @@ def gpu(monkeypatch):
 def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "report.json"
     assert main(["bench", "--report", str(path)]) == 0
-    parts = ["errors", "preparation", *["speeds"] * len(report.SPEED_SHAPES)]
+    parts = ["errors", *["speeds"] * len(report.SPEED_SHAPES)]
     assert [what for what, _ in gpu] == 2 * parts
     tried, untried = gpu[: len(parts)], gpu[len(parts) :]
     assert tried[0][1] == ("sage3", "sage2") and untried[0][1] == ("sage3",)
-    assert untried[1][1] == ("sage3",)
-    assert untried[2][1] == ("sage_hf:sage3",) and len(tried[2][1]) == len(report.SPEED_PROVIDERS)
+    assert untried[1][1] == ("sage_hf:sage3",) and len(tried[1][1]) == len(report.SPEED_PROVIDERS)
     written = json.loads(path.read_text())
     assert written["gpu"] == "NVIDIA RTX 5090" and written["multiprocessors"] == 170
-    for name in ("plans", "errors", "preparation", "rows"):
+    for name in ("plans", "errors", "rows"):
         untried = ["untried" in row for row in written[name]]
         assert any(untried) and untried == sorted(untried)
     printed = capsys.readouterr().out

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
 
 import torch
 
@@ -12,13 +10,13 @@ from sage_hf.bench import check, measure
 from sage_hf.bench.cases import SHAPES, Case, draw
 from sage_hf.bench.providers import PROVIDERS
 from sage_hf.bench.results import Result, Row, facts, reason
-from sage_hf.bench.timing import copy_bandwidth, median_ms
+from sage_hf.bench.timing import copy_bandwidth
 from sage_hf.metrics import tensor_errors
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
 from sage_kernels import ops
 from sage_kernels.cuda.registration import nvfp4_forward_measured
-from sage_kernels.dispatch.registry import get_quantizer, select
+from sage_kernels.dispatch.registry import select
 from sage_kernels.dispatch.run import request_of
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
@@ -75,30 +73,6 @@ def errors(
     return rows
 
 
-def preparation(device: torch.device, recipes: Sequence[str], shapes: Sequence[Case], calls: int = 20) -> list[Row]:
-    """Measure what each recipe does before it attends: statistics, and Q, K and V quantised.
-
-    Returns:
-        Rows {recipe, shape} with "quantizer" and "ms", the host's where that takes longer than the GPU; or with
-        "unavailable", the reason, where nothing runs the recipe natively, or the quantiser fails.
-    """
-    rows = []
-    for name, shape in product(recipes, shapes):
-        row: Row = {"recipe": name, "shape": shape.name}
-        try:
-            inputs = draw(shape, device, heads_first=True).tensors
-            call = Call(*inputs, get_recipe(name), is_causal=shape.causal, scale=shape.head_dim**-0.5)
-            row["quantizer"] = select(request_of(call), "error").quantizer
-            quantizer = get_quantizer(row["quantizer"])
-            if quantizer is None:
-                raise ValueError("the attention kernel quantises by itself")
-            row["ms"] = median_ms({name: (partial(quantizer.quantize, call), calls)})[name]
-        except Exception as error:  # A kernel may fail in any way: its row says how.
-            row["unavailable"] = reason(error)
-        rows.append(row)
-    return rows
-
-
 def _errors_of(device: torch.device, recipe: str, head_dim: int, is_causal: bool) -> Row:
     case = Case.square("checked", (*CHECKED, head_dim), is_causal)
     inputs = draw(case, device, biased=True, heads_first=True).tensors
@@ -132,8 +106,8 @@ def run(
 
     Returns:
         Plain data: facts about the machine, "copy_bandwidth", "check" (see `check.run`), "plans" (see `plans`),
-        "errors" (see `errors`), "preparation" (see `preparation`), and "rows" as of `measure.run` of SPEED_SHAPES and
-        SPEED_PROVIDERS. Rows of kernels that wait to be tried have "untried".
+        "errors" (see `errors`), and "rows" as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels
+        that wait to be tried have "untried".
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
@@ -145,7 +119,6 @@ def run(
         "copy_bandwidth": copy_bandwidth(device),
         "plans": [],
         "errors": [],
-        "preparation": [],
         "rows": [],
     }
     progress("check")
@@ -166,9 +139,6 @@ def run(
             progress("errors" + f", {UNTRIED}" * untried)
             result["errors"] += [row | note for row in errors(device, recipes)]
             write(result)
-            progress("preparation" + f", {UNTRIED}" * untried)
-            result["preparation"] += [row | note for row in preparation(device, recipes, shapes)]
-            write(result)
             for shape in shapes if chosen else ():
                 progress(f"{shape.name}: {shape}" + f", {UNTRIED}" * untried)
                 result["rows"] += [row | note for row in measure.measure_case(shape, chosen, device)]
@@ -188,16 +158,6 @@ def text(result: Result) -> str:
         ]
         for row in result["errors"]
     ]
-    prepared = [
-        [
-            row["shape"],
-            row["recipe"],
-            row.get("quantizer", "–"),
-            f"{row['ms']:.3f}" if "ms" in row else "–",
-            row.get("unavailable", ""),
-        ]
-        for row in result["preparation"]
-    ]
     speeds = [
         [
             row["shape"],
@@ -212,7 +172,6 @@ def text(result: Result) -> str:
         (
             check.text(result["check"]),
             text_table(["recipe", "kernel", "head_dim", "error", "reference's", "why not"], kernels),
-            text_table(["shape", "recipe", "quantizer", "ms", "why not"], prepared),
             text_table(["shape", "provider", "kernel", "ms", "TFLOP/s"], speeds),
         )
     )
