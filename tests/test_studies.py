@@ -62,7 +62,7 @@ def test_the_stored_gradients_have_every_variant_and_result():
     assert all(set(row[name]) == set(gradient_errors.RESULTS) for row in rows for name in sets)
 
 
-def mean_mass(case: Sinks, inputs: peaked_tensors.Inputs) -> float:
+def mean_mass(case: Sinks, inputs: tensors.Inputs) -> float:
     """Weight of all sinks, averaged over the rows that see them all, in float64."""
     group = inputs.query.shape[1] // inputs.key.shape[1]
     scores = inputs.query.double() @ inputs.key.double().repeat_interleave(group, 1).mT * case.head_dim**-0.5
@@ -136,7 +136,7 @@ def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_reme
     recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2",))
-    layer = peaked_models.Layer(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
+    layer = tensors.Inputs(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
     truth, _ = sdpa.attention(*layer[:3])
     rows = peaked_models.errors([layer])
     assert [row["remedies"] for row in rows] == [False, True]
