@@ -32,20 +32,20 @@ from tiny_video_score import generate
 from torch import Tensor
 from tqdm.auto import tqdm
 from train_tiny_video import CAPTION_DROPOUT, DEFAULT_FOLDER, caption_ids, to_model_range
-from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics
+from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics, train_or_resume
 from training_report import (
     compare,
     comparison_table,
-    facts,
+    final_losses,
     finite,
-    markdown,
     mean_and_spread,
     plot_curves,
-    resume_or_run,
     update_result,
 )
 
 import sage_hf
+from sage_hf.bench.results import facts
+from sage_hf.text import markdown_table
 
 TRAINING_RECIPES = ("exact", "sage_bwd", "sage_bwd_int8")
 INFERENCE_RECIPES = ("exact", "sage_bwd", "sage2", "sage3")
@@ -229,29 +229,22 @@ class Experiment:
             "pool": args.pool,
             "points": args.points,
             "base": {"name": args.folder.name, "crc32": self.base_crc32},
-            "gpu": facts(self.accelerator.device)["gpu"],  # decides the dtype, too
         }
-
-        def run() -> dict[str, Any]:
-            transformer = self.load(args.folder / "transformer")
-            plan = TrainingPlan(recipe, args.lr, args.steps, args.points, path.name)
-            trained = train(self.accelerator, transformer, self.task, seed, args.batch_size, plan)
-            self.accelerator.unwrap_model(transformer, keep_fp32_wrapper=False).save_pretrained(path)
-            self.accelerator.free_memory()
-            return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}
-
-        return resume_or_run(path.with_suffix(".json"), settings, run)
+        plan = TrainingPlan(recipe, args.lr, args.steps, args.points, path.name)
+        return train_or_resume(
+            path,
+            settings,
+            self.accelerator,
+            lambda: self.load(args.folder / "transformer"),
+            lambda transformer: train(self.accelerator, transformer, self.task, seed, args.batch_size, plan),
+        )
 
     def runs(self) -> list[dict[str, Any]]:
         return [self.one_run(recipe, seed) for seed in self.args.seeds for recipe in self.args.recipes]
 
     def finetune(self) -> None:
         runs = self.runs()
-        final: dict[str, dict[int, float | None]] = {}
-        for run in runs:
-            settings = run["settings"]
-            final.setdefault(settings["recipe"], {})[settings["seed"]] = run["curve"][-1]["held_out_loss"]
-        comparison = compare(final)
+        comparison = compare(final_losses(runs))
         print(f"\nvelocity error on held-out scenes\n{comparison_table(comparison)}", flush=True)
         update_result(self.result, "finetune", {"comparison": comparison, "runs": runs})
         title = "Tiny CogVideoX, fine-tuned on clips that run backwards"
@@ -322,8 +315,8 @@ class Experiment:
                     ]
                 )
         header = ["trained with", "run with", "held-out loss", "velocity rel-L1", "clips rel-L1"]
-        print(f"\n{markdown([*header, *Scene._fields, 'all', 'of'], table)}", flush=True)
-        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device, self.args.commit)}
+        print(f"\n{markdown_table([*header, *Scene._fields, 'all', 'of'], table)}", flush=True)
+        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device)}
         update_result(self.result, "evaluate", section)
 
 
@@ -341,7 +334,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the pipeline folder to begin with")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_tiny_video"), help="weights and parts")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plot")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
     return parser.parse_args(argv)
 
 

@@ -69,7 +69,7 @@ def test_every_run_has_its_curve_kernels_speed_and_origin(everything):
         assert [row["step"] for row in run["curve"]] == [0, STEPS // 2, STEPS]
         assert all(row[name] > 0 for row in run["curve"][1:] for name in ("train_loss", "largest_gradient_norm"))
         assert run["kernels"] and all(one.startswith(("PyTorch", "sage_bwd")) for one in run["kernels"])
-        assert run["tokens_per_second"] > 0 and run["facts"]["diffusers"]
+        assert run["tokens_per_second"] > 0 and run["facts"]["packages"]["diffusers"]
 
 
 def test_recipes_begin_with_the_same_weights_and_part(everything):
