@@ -10,9 +10,8 @@ recipe sees the same data in the same order, from the same initial weights; seve
 noise. The held-out loss is always computed with exact attention, because it judges the weights.
 
 Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
-Each command writes its section of ``<output>/language_model.json`` and prints a table; training also plots its curves.
-Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Curves are
-drawn if matplotlib is installed.
+Each command writes its section of ``<output>/language_model.json``, with the curves of training, and prints a table.
+Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes.
 """
 
 import argparse
@@ -43,7 +42,6 @@ from training_report import (
     final_losses,
     finite,
     mean_and_spread,
-    plot_curves,
     update_result,
 )
 from transformers import (
@@ -203,7 +201,7 @@ class Experiments:
         return read_text(self.args.finetune_text or package_sources("torch"), "the Python sources of torch")
 
     def finish(self, stage: str, groups: dict[str, list[dict[str, Any]]]) -> None:
-        """Write, plot and print the results of a stage's runs."""
+        """Write and print the results of a stage's runs."""
         section: dict[str, Any] = {}
         for title, runs in groups.items():
             final = final_losses(runs)
@@ -211,7 +209,6 @@ class Experiments:
             print(f"\n{stage}: {title}, {len(final)} recipes, seeds {', '.join(map(str, self.args.seeds))}")
             print(comparison_table(section[title]["comparison"]), flush=True)
         update_result(self.result, stage, section)
-        plot_curves(groups, self.args.output / f"language_model_{stage}.png", "held-out loss (nats a byte)")
 
     def pretrain(self) -> None:
         args, text = self.args, self.pretraining_text()
@@ -294,7 +291,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="folder of Python files; default: the standard library")
     parser.add_argument("--finetune-text", type=Path, help="folder of Python files; default: torch's")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/language_model"), help="weights and parts")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plots")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Reports of the training experiments: resumable parts of a result, comparison over seeds, tables and curves."""
+"""Reports of the training experiments: resumable parts of a result, comparison over seeds, and tables."""
 
 import json
 import math
@@ -180,64 +180,3 @@ def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) ->
         counts = (f"{sum(s['all'] for s in seeds)} of {sum(s['prompts'] for s in seeds)}" for seeds in scores)
         rows.append([f"— its clips right in colour, shape and direction, run with `{run_with}`", *counts])
     return markdown_table(["", *(recipe if recipe == "exact" else f"`{recipe}`" for recipe in RECIPES)], rows)
-
-
-def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, loss: str) -> None:
-    """Plot the held-out loss against steps, and the difference of each run to exact attention with the same seed.
-
-    Args:
-        groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step" and "held_out_loss", where
-            None leaves a gap. Each group gets a row of axes.
-        path: file of the PNG.
-        loss: name and unit of the loss, for the axes.
-
-    Without matplotlib nothing is drawn, and a line says so.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"{path.name} is not drawn: pip install matplotlib, and run this again (finished runs are kept)")
-        return
-    figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
-    for (title, runs), (losses, differences) in zip(
-        groups.items(), figure.subplots(len(groups), 2, squeeze=False), strict=True
-    ):
-        curves: dict[str, dict[int, dict[int, float]]] = {}
-        for run in runs:
-            curve = {
-                row["step"]: math.nan if row["held_out_loss"] is None else row["held_out_loss"] for row in run["curve"]
-            }
-            curves.setdefault(run["settings"]["recipe"], {})[run["settings"]["seed"]] = curve
-        for index, (recipe, by_seed) in enumerate(curves.items()):
-            for seed, curve in by_seed.items():
-                style = {
-                    "color": f"C{index}",
-                    "linestyle": ("-", "--", ":")[index % 3],
-                    "label": recipe if seed == min(by_seed) else None,
-                }
-                losses.plot(curve.keys(), curve.values(), **style)
-                if recipe != BASELINE and seed in curves.get(BASELINE, {}):
-                    exact = curves[BASELINE][seed]
-                    differences.plot(curve.keys(), [curve[step] - exact[step] for step in curve], **style)
-        noise = _spread(run["curve"][-1]["held_out_loss"] for run in runs if run["settings"]["recipe"] == BASELINE)
-        if noise is not None:
-            differences.axhspan(-noise, noise, color="C0", alpha=0.15, label="spread of exact over seeds, at the end")
-        differences.axhline(0, color="C0")
-        losses.set(title=title, xlabel="step", ylabel=loss)
-        differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel=f"Δ {loss}")
-        # The first steps differ most and matter least, so they may lie outside of the axes.
-        shown = [
-            abs(y)
-            for line in differences.lines
-            for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-            if math.isfinite(y) and x > 0.1 * losses.get_xlim()[1]
-        ]
-        limit = 1.1 * max([*shown, noise or 0.0])
-        if limit:
-            differences.set_ylim(-limit, limit)
-        for axes in (losses, differences):
-            axes.grid(alpha=0.3)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

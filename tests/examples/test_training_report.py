@@ -8,7 +8,6 @@ from training_report import (
     comparison_table,
     finite,
     mean_and_spread,
-    plot_curves,
     resume_or_run,
     update_result,
 )
@@ -76,13 +75,3 @@ def test_a_section_of_a_result_leaves_the_others_alone(tmp_path):
     update_result(path, "finetune", {"b": 2})
     update_result(path, "pretrain", {"a": 3})
     assert json.loads(path.read_text()) == {"pretrain": {"a": 3}, "finetune": {"b": 2}}
-
-
-def test_a_plot_survives_a_diverged_run_and_a_recipe_without_its_exact_twin(tmp_path):
-    def run(recipe: str, seed: int, last: float | None) -> dict:
-        curve = [{"step": 0, "held_out_loss": 3.0}, {"step": 10, "held_out_loss": last}]
-        return {"settings": {"recipe": recipe, "seed": seed}, "curve": curve}
-
-    runs = [run("exact", 0, 2.0), run("sage_bwd", 0, None), run("sage_bwd", 1, 2.1)]
-    plot_curves({"one": runs, "other": [run("sage_bwd", 0, 2.0)]}, tmp_path / "plots" / "curves.png", "loss")
-    assert (tmp_path / "plots" / "curves.png").read_bytes().startswith(b"\x89PNG")
