@@ -6,8 +6,6 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import run
@@ -22,7 +20,7 @@ from sage_hf.bench.measure_grid import measure_case, sizes
 from sage_hf.bench.measure_phases import WHOLE, phases
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.bench.providers import Prepared, Provider
-from sage_hf.bench.timing import Queue, Span, Timed
+from sage_hf.bench.timing import Span, Timed
 from sage_hf.tune import tune
 from sage_hf.tune.tune import unseen_points
 
@@ -211,35 +209,6 @@ class _Watch:
 
     def __exit__(self, *error):
         return None
-
-
-def test_host_times_are_of_calls_that_have_settled_and_taken_in_turns(monkeypatch):
-    """The first calls of ours find out what the later ones repeat; all have as many calls, and drift meets all."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(Queue, "once_ms", lambda self, call: 0.5)
-    monkeypatch.setattr(Queue, "_capture", lambda self, call, calls: SimpleNamespace(replay=None))
-    queue, order, entered = Queue(CPU), [], []
-
-    @contextlib.contextmanager
-    def context(name):
-        entered.append(name)
-        yield
-        entered.pop()
-
-    def called(name):
-        order.append((name, tuple(entered)))
-
-    timed = []
-    for name in ("a", "b"):
-        timed.append(queue.prepare(partial(called, name), partial(context, name)))
-    assert [name for name, _ in order] == ["a"] * 2 + ["b"] * 2
-    order.clear()
-    queue.take_host_times(timed)
-    turns = [tuple(order[turn : turn + 2]) for turn in range(0, len(order), 2)]
-    calls = ("a", ("a",)), ("b", ("b",))
-    assert set(turns) == {calls, calls[::-1]} and len(turns) == 16
-    assert all(len(one.host_times) == 16 and one.host_us > 0 for one in timed)
 
 
 def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
