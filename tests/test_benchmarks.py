@@ -9,7 +9,7 @@ import pages
 import pytest
 import torch
 
-from sage_hf.bench import measure, model_tables, plots, providers, results, tables, timing
+from sage_hf.bench import measure, model_tables, plots, providers, results, tables
 from sage_hf.bench.cases import SHAPES, Case, draw
 from sage_hf.bench.measure import SampledErrors
 from sage_hf.bench.providers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
@@ -88,27 +88,6 @@ def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
     gradients[2][0, 0, 0, 0] = torch.inf
     with pytest.raises(ArithmeticError):
         measure.require_finite(gradients)
-
-
-def test_providers_take_turns_of_several_calls(monkeypatch):
-    class Event:
-        def __init__(self, enable_timing):
-            self.at = None
-
-        def record(self):
-            self.at = len(made)
-
-        def elapsed_time(self, later):
-            return later.at - self.at
-
-    made = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    steps = {"one": ((lambda: made.append("a"),), 4), "two": ((lambda: made.append("b"), lambda: made.append("c")), 4)}
-    assert timing.median_steps_ms(steps) == {"one": [1, 1], "two": [2, 1, 1]}
-    turns = "".join(made).replace("bc", "b")
-    assert {turns[place : place + 2] for place in range(0, len(turns), 2)} == {"ab", "ba"}  # in drawn orders
-    assert timing.median_ms({"one": (lambda: made.append("a"), 1)}) == {"one": 1}
 
 
 @pytest.mark.gpu

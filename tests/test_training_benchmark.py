@@ -126,12 +126,6 @@ def test_a_gpu_measures_every_number_of_training():
     assert json.loads(results.to_json(result)) == result and tables.text(result)
 
 
-def test_training_json_holds_a_row_a_line():
-    result = fake_training_result()
-    assert json.loads(results.to_json(result)) == result
-    assert len(results.to_json(result).splitlines()) == len(result["rows"]) + len(result) + 3
-
-
 def test_the_training_tables_show_speeds_then_errors_and_memory_at_one_shape():
     speeds, caption, errors, explanation = tables.markdown(fake_training_result()).split("\n\n")
     assert [len(table.splitlines()) for table in (speeds, errors)] == [2 + len(TRAINING_SHAPES), 2 + 4]

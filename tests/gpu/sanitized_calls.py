@@ -1,7 +1,10 @@
-"""Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named,
-and computes the gradients of those that have them:
+"""Call every kernel in every variant on small shapes, for a memory checker: of all low-bit recipes, or of the named
+ones, with gradients where a recipe has them.
 
-compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
+compute-sanitizer --tool memcheck --report-api-errors no python -m tests.gpu.sanitized_calls sage2 sage_bwd
+
+API errors must not be reported: the number of a kernel's parameters is found by asking the driver's
+`cuFuncGetParamInfo` for one parameter after another until it fails.
 
 By the name nvfp4_forward_cuda that kernel is called with emulated products.
 
