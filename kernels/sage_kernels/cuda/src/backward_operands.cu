@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
 }
 
 // Q in 16 bits, statistics, a copy of dO with 0 in rows without a key, and dQ = 0. A block has a tile.
-extern "C" __global__ void __launch_bounds__(THREADS) prepare_queries(PREPARE_QUERIES_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE_QUERIES_PARAMETERS) {
   const int tiles = tiles_of(a.queries.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.q_heads, head = pair % a.q_heads, channel = threadIdx.x % LANES * 8;
   const Range queries = range_of(a.queries, sequence);
