@@ -9,7 +9,7 @@
 #include "backward_rows.cuh"
 
 static_assert(THREADS == 256, "THREADS must be 256: the loops over a tile's rows and sums divide by it");
-constexpr int TOKENS_AT_ONCE = THREADS / LANES;
+constexpr int TOKENS_AT_ONCE = THREADS / LANES, LOADS = TILE / TOKENS_AT_ONCE;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845f : 0.125f;  // 1/√CHANNELS
 // Sums in fixed point reach half of an int32's range at the bound of a row's |dQ|, which counts as no smaller than this.
@@ -82,27 +82,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
   const Range keys = range_of(a.keys, sequence);
   if (tile / 2 * BLOCK >= keys.length) return;  // whole blocks of keys are read
   const int64 first = operand_row(a.keys, keys, sequence, head, a.kv_heads) + tile * TILE;
+  const int own = threadIdx.x / LANES;  // the thread's first token
+  const Reader reader(a.value, sequence, head, keys.start + tile * TILE + own, keys.start + keys.length, channel,
+                      a.v_head_dim);
+  uint2 codes[LOADS];
+  uint32 value[LOADS][4];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int number = i * TOKENS_AT_ONCE, key = tile * TILE + own + number;
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
+    const bool exists =
+        reader.has(number) && (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
+    if (a.value_copy) reader.load<true>(number, exists, value[i]);
+  }
   float largest_key = 0.0f, largest_value = 0.0f;
 #pragma unroll
-  for (int i = 0; i < TILE / TOKENS_AT_ONCE; i++) {
-    const int token = i * TOKENS_AT_ONCE + threadIdx.x / LANES, key = tile * TILE + token;
-    const int64 row = first + token, at = row * CHANNELS + channel;
+  for (int i = 0; i < LOADS; i++) {
+    const int64 row = first + own + i * TOKENS_AT_ONCE, at = row * CHANNELS + channel;
     const float scale = from_bfloat16(a.key_scale[row / 64 * 4 + row % 8 / 2]);
-    const uint4 x =
-        restored<false>(*reinterpret_cast<const uint2*>(a.codes + at), scale, a.restoring, pair, channel);
+    const uint4 x = restored<false>(codes[i], scale, a.restoring, pair, channel);
     *reinterpret_cast<uint4*>(a.key + at) = x;
-    if (!a.value_copy) continue;
-    const bool exists = key < keys.length && (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
-    const Reader reader(a.value, sequence, head, keys.start + key, keys.start + keys.length, channel, a.v_head_dim);
-    uint32 y[4];
-    reader.load<true>(0, exists && reader.has(0), y);
-    *reinterpret_cast<uint4*>(a.value_copy + at) = words_of(y);
+    if (a.value_copy) *reinterpret_cast<uint4*>(a.value_copy + at) = words_of(value[i]);
     if (FIXED) {
-      const uint32 z[4] = {x.x, x.y, x.z, x.w};
+      const uint32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int c = 0; c < 8; c++) {
-        largest_key = fmaxf(largest_key, finite_magnitude(channel_of(z, c)));
-        largest_value = fmaxf(largest_value, finite_magnitude(channel_of(y, c)));
+        largest_key = fmaxf(largest_key, finite_magnitude(channel_of(words, c)));
+        largest_value = fmaxf(largest_value, finite_magnitude(channel_of(value[i], c)));
       }
     }
   }
@@ -117,38 +123,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
   if (tile * TILE >= queries.length) return;
   const int kv_heads = a.q_heads / a.group, kv_pair = sequence * kv_heads + head / a.group;
   const int64 first = operand_row(a.queries, queries, sequence, head, a.q_heads) + tile * TILE;
+  float4* sums = reinterpret_cast<float4*>(a.sums + first / TILE * (PARTS * PART_FLOATS));
+#pragma unroll
+  for (int i = 0; i < PARTS * PART_FLOATS / 4 / THREADS; i++)
+    sums[i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+  const int own = threadIdx.x / LANES;  // the thread's first token
+  const int token = queries.start + tile * TILE + own, end = queries.start + queries.length;
+  const Reader gradient_reader(a.gradient, sequence, head, token, end, channel, a.v_head_dim);
+  const Reader output_reader(a.output, sequence, head, token, end, channel, a.v_head_dim);
+  uint2 codes[LOADS];
+  uint32 gradient[LOADS][4], output[LOADS][4];
+  float lse[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int number = i * TOKENS_AT_ONCE;
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
+    gradient_reader.load<false>(number, gradient_reader.has(number), gradient[i]);
+    output_reader.load<true>(number, output_reader.has(number), output[i]);
+    lse[i] = token + number < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token + number] : -INFINITE;
+  }
   float* statistics = a.statistics + first / TILE * STATISTICS;
 #pragma unroll
-  for (int i = 0; i < TILE / TOKENS_AT_ONCE; i++) {
-    const int number = i * TOKENS_AT_ONCE + threadIdx.x / LANES, token = queries.start + tile * TILE + number;
-    const int end = queries.start + queries.length;
+  for (int i = 0; i < LOADS; i++) {
+    const int number = own + i * TOKENS_AT_ONCE;
     const int64 row = first + number, at = row * CHANNELS + channel;
-    const float lse = token < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token] : -INFINITE;
-    const bool has_key = lse != -INFINITE;
-    const Reader gradient(a.gradient, sequence, head, token, end, channel, a.v_head_dim);
-    const Reader output(a.output, sequence, head, token, end, channel, a.v_head_dim);
-    uint32 x[4], y[4];
-    gradient.load<false>(0, has_key && gradient.has(0), x);
-    output.load<true>(0, has_key && output.has(0), y);
+    const bool has_key = lse[i] != -INFINITE;
     float delta = 0.0f, magnitude = 0.0f;
 #pragma unroll
+    for (int c = 0; c < 4; c++) gradient[i][c] = has_key ? gradient[i][c] : 0;
+#pragma unroll
     for (int c = 0; c < 8; c++) {
-      delta += channel_of(x, c) * channel_of(y, c);
-      magnitude += fabsf(channel_of(x, c));
+      delta += channel_of(gradient[i], c) * channel_of(output[i], c);
+      magnitude += fabsf(channel_of(gradient[i], c));
     }
 #pragma unroll
     for (int lane = 1; lane < LANES; lane *= 2) {
       delta += __shfl_xor_sync(~0u, delta, lane);
-      magnitude += __shfl_xor_sync(~0u, magnitude, lane);
+      if (FIXED) magnitude += __shfl_xor_sync(~0u, magnitude, lane);
     }
-    if (a.gradient_copy) *reinterpret_cast<uint4*>(a.gradient_copy + at) = words_of(x);
+    if (a.gradient_copy) *reinterpret_cast<uint4*>(a.gradient_copy + at) = words_of(gradient[i]);
     const float scale = a.query_scale[row];
-    *reinterpret_cast<uint4*>(a.query + at) =
-        restored<true>(*reinterpret_cast<const uint2*>(a.codes + at), scale, a.restoring, kv_pair, channel);
+    *reinterpret_cast<uint4*>(a.query + at) = restored<true>(codes[i], scale, a.restoring, kv_pair, channel);
     if (channel == 0) {
       // With an LSE of infinity P is 0.
       reinterpret_cast<float2*>(statistics)[number] =
-          make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse * LOG2E : INFINITE);
+          make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse[i] * LOG2E : INFINITE);
       statistics[DELTAS + number] = delta;
       if (FIXED) {
         // |dQ| ≤ Σ P·|dP - δ|·|K|, and |dP| ≤ Σ|dO|·max|V|; a bound that is not finite makes dQ NaN.
@@ -157,10 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
       }
     }
   }
-  float4* sums = reinterpret_cast<float4*>(a.sums + first / TILE * (PARTS * PART_FLOATS));
-#pragma unroll
-  for (int i = 0; i < PARTS * PART_FLOATS / 4 / THREADS; i++)
-    sums[i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 // Round dQ, whose sums lie as the registers of `int8_backward` do: 64 rows of queries and 64 channels, or with 64
