@@ -103,10 +103,13 @@ def test_rows_and_keys_that_attend_to_nothing_have_gradient_0(head_dim, sums, de
     call = Draw(device).call("sage_bwd", 3, 4, 2, 200, 300, head_dim)
     valid = torch.ones(3, 300, dtype=torch.bool, device=device)
     valid[0], valid[1, 100:250], valid[2, :131] = False, False, False
-    call.value.transpose(1, 2)[~valid] = torch.nan
     call = replace(call, valid=valid)
     judge(call, sums)
-    query, key, value = gradients(call, sums)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    expected = gradients(call, kept=kept)
+    call.value.transpose(1, 2)[~valid] = torch.nan  # that such keys hold must not count
+    query, key, value = found = gradients(call, kept=kept)
+    assert_equal(found, expected)
     assert not query[0].any()
     for x in (key, value):
         assert not x.transpose(1, 2)[~valid].any()
