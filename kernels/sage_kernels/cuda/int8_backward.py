@@ -21,7 +21,6 @@ from . import tokens
 from .launch import Kernel, Source, compile_together, launch
 from .padding import read_padding
 from .parameters import (
-    Bytes,
     ConstBytes,
     ConstFloats,
     ConstHalfWords,
@@ -103,8 +102,8 @@ class KeyArguments:
         valid: as in `operands.KeyPadding`, or None.
         key: K in 16 bits (operand batch, kv_heads, rows, channels), written.
         value_copy: V likewise, written; None: the caller's is read.
-        bounds: (batch, kv_heads, 2), 0, raised to the largest magnitude of K and of V; None unless dQ is summed in
-            fixed point, for which V is copied.
+        bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V, written; None unless dQ is
+            summed in fixed point, for which V is copied.
     """
 
     restoring: Restoring
@@ -128,7 +127,7 @@ class QueryArguments:
     Attributes:
         codes, query_scale, lse: Q of `operands.Saved`.
         gradient, output: dO and O.
-        bounds: those of `prepare_keys`, or None.
+        bounds: those of `prepare_keys`, of `key_tiles` tiles, or None.
         query: Q in 16 bits (operand batch, q_heads, rows, channels), written.
         gradient_copy: dO likewise, written; None: the caller's is read.
         statistics: (operand batch, q_heads, rows / TILE, STATISTICS · TILE), written: of each query its scale, times
@@ -155,6 +154,7 @@ class QueryArguments:
     lse_head: Int64
     q_heads: Int
     group: Int
+    key_tiles: Int
     v_head_dim: Int
     softmax_scale: Float
 
@@ -343,9 +343,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     copies_gradient = queries.packed or padding is not None or (call.is_causal and call.kernel_offset < 0)
     value_copy = torch.empty_like(key) if copies_value else None
     gradient_copy = torch.empty_like(query) if copies_gradient else None
-    bounds = fixed_point = None
+    key_tiles, bounds, fixed_point = 2 * keys.blocks, None, None
     if is_fixed:
-        bounds = saved.lse.new_zeros((call.batch, kv_heads, 2))
+        bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
         fixed_point = torch.empty_like(saved.query_scale)
     statistics = saved.lse.new_empty((*saved.query_scale.shape, STATISTICS))
     sums = saved.lse.new_empty(saved.query.shape)
@@ -354,7 +354,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     valid, spans, valid_stride, spans_stride = _padding(padding)
     launch(
         used.prepare_keys,
-        2 * keys.blocks * call.batch * kv_heads,
+        key_tiles * call.batch * kv_heads,
         KeyParameters(
             KeyArguments(
                 restoring=restoring,
@@ -397,6 +397,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
                 lse_head=lse_head,
                 q_heads=q_heads,
                 group=q_heads // kv_heads,
+                key_tiles=key_tiles,
                 v_head_dim=call.value.shape[3],
                 softmax_scale=call.scale,
             )

@@ -1,6 +1,7 @@
 // Where the backward kernels find tokens: of equal sequences, or of packed ones. A tile has TILE queries, a block has
 // BLOCK keys; operands hold whole blocks of a sequence.
 #pragma once
+#include "numbers.cuh"
 #include "parameters.cuh"
 
 static_assert(CHANNELS == 64 || CHANNELS == 128, "CHANNELS of an operand's row must be 64 or 128");
@@ -9,11 +10,11 @@ ASSERT_FLAG(FIXED, "dQ is summed in fixed point, or in float32");
 static_assert(TILE == 64, "TILE must be 64 queries: the rows of a warpgroup's products");
 static_assert(BLOCK == 2 * TILE, "BLOCK must be 128 keys: 64 for each of two warpgroups");
 
-constexpr int PARTS = CHANNELS / 64;                // of a tile of dQ, 64 channels each
-constexpr int PART_FLOATS = TILE * 64;              // sums of a part
-constexpr int STATISTICS = 3 * TILE;                // floats of a tile: pairs (scale, LSE), then deltas
+constexpr int PARTS = CHANNELS / 64;    // of a tile of dQ, 64 channels each
+constexpr int PART_FLOATS = TILE * 64;  // sums of a part
+constexpr int STATISTICS = 3 * TILE;    // floats of a tile: pairs (scale, LSE), then deltas
 constexpr int STATISTICS_BYTES = STATISTICS * 4;
-constexpr int DELTAS = 2 * TILE;                    // the first delta of a tile
+constexpr int DELTAS = 2 * TILE;  // the first delta of a tile
 
 // Tokens of a sequence: the first one in the caller's tensors, how many, and the first row in operands.
 struct Range {

@@ -3,16 +3,17 @@
 //
 // A thread has 8 channels of a token, LANES threads have a token. The host, `int8_backward.py`, gives the parameters'
 // structs and all compile-time constants that are not defined here.
+#include "backward_rows.cuh"
 #include "numbers.cuh"
 #include "parameters.cuh"
 #include "tokens.cuh"
-#include "backward_rows.cuh"
 
 static_assert(THREADS == 256, "THREADS must be 256: the loops over a tile's rows and sums divide by it");
 constexpr int TOKENS_AT_ONCE = THREADS / LANES, LOADS = TILE / TOKENS_AT_ONCE;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845f : 0.125f;  // 1/√CHANNELS
-// Sums in fixed point reach half of an int32's range at the bound of a row's |dQ|, which counts as no smaller than this.
+// Sums in fixed point reach half of an int32's range at the bound of a row's |dQ|, which counts as no smaller than
+// this.
 constexpr float FIXED_RANGE = 1073741824.0f, SMALLEST_BOUND = 8.077935669463161e-28f;
 
 // Undo the rotation of a token's codes, whose sums are exact; the signs are those of the thread's channels, bit by bit.
@@ -38,8 +39,10 @@ DEVICE void unrotate(float (&x)[8], uint32 signs) {
 
 // Return the thread's byte of the rotation's signs.
 DEVICE uint32 signs_of(const Restoring& restoring, int channel) {
-  const uint32 word = channel < 32 ? restoring.signs_0 : channel < 64 ? restoring.signs_1
-                      : channel < 96 ? restoring.signs_2 : restoring.signs_3;
+  const uint32 word = channel < 32   ? restoring.signs_0
+                      : channel < 64 ? restoring.signs_1
+                      : channel < 96 ? restoring.signs_2
+                                     : restoring.signs_3;
   return word >> channel % 32;
 }
 
@@ -68,11 +71,19 @@ DEVICE uint4 words_of(const uint32 (&x)[4]) { return make_uint4(x[0], x[1], x[2]
 
 DEVICE float finite_magnitude(float x) { return is_finite(x) ? fabsf(x) : 0.0f; }
 
-// Raise a bound to the largest of a warp's numbers, none of which is negative: such float32 order as their bits do.
-DEVICE void raise(float* bound, float x) {
+// Return the largest of a block's pairs of numbers, of each of the two.
+DEVICE float2 largest_of_block(float2 x) {
+  __shared__ float2 of_warp[THREADS / 32];
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(bound), __float_as_int(x));
+  for (int distance = 1; distance < 32; distance *= 2) {
+    x.x = fmaxf(x.x, __shfl_xor_sync(~0u, x.x, distance));
+    x.y = fmaxf(x.y, __shfl_xor_sync(~0u, x.y, distance));
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) x.x = fmaxf(x.x, of_warp[i].x), x.y = fmaxf(x.y, of_warp[i].y);
+  return x;
 }
 
 // K in 16 bits, a copy of V with 0 for keys that do not exist, and their largest magnitudes. A block has 64 keys.
@@ -80,7 +91,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
   const int tiles = 2 * blocks_of(a.keys.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.kv_heads, head = pair % a.kv_heads, channel = threadIdx.x % LANES * 8;
   const Range keys = range_of(a.keys, sequence);
-  if (tile / 2 * BLOCK >= keys.length) return;  // whole blocks of keys are read
+  float2* bound = reinterpret_cast<float2*>(a.bounds) + blockIdx.x;
+  if (tile / 2 * BLOCK >= keys.length) {  // whole blocks of keys are read
+    if (FIXED && threadIdx.x == 0) *bound = make_float2(0.0f, 0.0f);
+    return;
+  }
   const int64 first = operand_row(a.keys, keys, sequence, head, a.kv_heads) + tile * TILE;
   const int own = threadIdx.x / LANES;  // the thread's first token
   const Reader reader(a.value, sequence, head, keys.start + tile * TILE + own, keys.start + keys.length, channel,
@@ -95,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
         reader.has(number) && (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
     if (a.value_copy) reader.load<true>(number, exists, value[i]);
   }
-  float largest_key = 0.0f, largest_value = 0.0f;
+  float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     const int64 row = first + own + i * TOKENS_AT_ONCE, at = row * CHANNELS + channel;
@@ -107,12 +122,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
       const uint32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int c = 0; c < 8; c++) {
-        largest_key = fmaxf(largest_key, finite_magnitude(channel_of(words, c)));
-        largest_value = fmaxf(largest_value, finite_magnitude(channel_of(value[i], c)));
+        largest.x = fmaxf(largest.x, finite_magnitude(channel_of(words, c)));
+        largest.y = fmaxf(largest.y, finite_magnitude(channel_of(value[i], c)));
       }
     }
   }
-  if (FIXED) raise(a.bounds + 2 * pair, largest_key), raise(a.bounds + 2 * pair + 1, largest_value);
+  if (FIXED) {
+    largest = largest_of_block(largest);
+    if (threadIdx.x == 0) *bound = largest;
+  }
 }
 
 // Q in 16 bits, statistics, a copy of dO with 0 in rows without a key, and dQ = 0. A block has a tile.
@@ -143,6 +161,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
     output_reader.load<true>(number, output_reader.has(number), output[i]);
     lse[i] = token + number < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token + number] : -INFINITE;
   }
+  float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
+  if (FIXED) {
+    const float2* bounds = reinterpret_cast<const float2*>(a.bounds) + static_cast<int64>(kv_pair) * a.key_tiles;
+    for (int i = threadIdx.x; i < a.key_tiles; i += THREADS)
+      largest = make_float2(fmaxf(largest.x, bounds[i].x), fmaxf(largest.y, bounds[i].y));
+    largest = largest_of_block(largest);
+  }
   float* statistics = a.statistics + first / TILE * STATISTICS;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
@@ -172,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
       statistics[DELTAS + number] = delta;
       if (FIXED) {
         // |dQ| ≤ Σ P·|dP - δ|·|K|, and |dP| ≤ Σ|dO|·max|V|; a bound that is not finite makes dQ NaN.
-        const float bound = (magnitude * a.bounds[2 * kv_pair + 1] + fabsf(delta)) * a.bounds[2 * kv_pair];
+        const float bound = (magnitude * largest.y + fabsf(delta)) * largest.x;
         a.fixed_point[row] = FIXED_RANGE / (bound < SMALLEST_BOUND ? SMALLEST_BOUND : bound);
       }
     }
@@ -208,8 +233,7 @@ extern "C" __global__ void __launch_bounds__(128) finish_query_gradient(FINISH_Q
   for (int i = 0; i < 4; i++) {
     const int query = i * 16 + thread / 8, channel = part * 64 + thread % 8 * 8, token = tile * TILE + query;
     if (token < queries.length && channel < a.head_dim)
-      *reinterpret_cast<uint4*>(a.gradient.first + sequence * a.gradient.batch_stride +
-                                head * a.gradient.head_stride +
+      *reinterpret_cast<uint4*>(a.gradient.first + sequence * a.gradient.batch_stride + head * a.gradient.head_stride +
                                 (queries.start + token) * a.gradient.token_stride + channel) =
           *reinterpret_cast<const uint4*>(&rounded[query][thread % 8 * 8]);
   }

@@ -1,32 +1,33 @@
-// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): S, dP, dV,
-// dK and dQ are five products a tile.
+// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): S, dP,
+// dV, dK and dQ are five products a tile.
 //
 // A block of the grid has BLOCK keys of a head of K, 64 for each of two warpgroups, and walks over the queries of the
 // heads that share them, a tile at a time. The warpgroups compute transposed scores: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ; P and dS
-// are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which the
-// TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ, transposed and
-// with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64 channels of dQ.
+// are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
+// the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
+// transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
+// channels of dQ.
 //
-// Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind. All
-// are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and all
-// compile-time constants that are not defined here.
+// Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
+// All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
+// all compile-time constants that are not defined here.
+#include "backward_memory.cuh"
+#include "backward_products.cuh"
+#include "backward_rows.cuh"
 #include "barrier.cuh"
 #include "numbers.cuh"
 #include "parameters.cuh"
-#include "backward_rows.cuh"
-#include "backward_memory.cuh"
-#include "backward_products.cuh"
 
 static_assert(STAGES == (CHANNELS == 64 ? 4 : 2), "STAGES of queries: as many as shared memory holds");
 static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that brings tiles");
 
-constexpr bool APART = CHANNELS == 64;         // dQ is multiplied by a warpgroup of its own
+constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
-constexpr int BUFFERS = 2;                     // of dS, and of parts of dQ on their way
-constexpr int EVERY_TILE = 1 << 30;            // more than there are tiles, or tokens
+constexpr int BUFFERS = 2;           // of dS, and of parts of dQ on their way
+constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
 
 struct Barriers {
   uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
@@ -128,9 +129,7 @@ DEVICE float* sums_of(const Arguments& a, const Item& item, const Walk& walk, in
 }
 
 // Return what is summed of a product: in fixed point if FIXED.
-DEVICE float summand(float x, float fixed_point) {
-  return FIXED ? __int_as_float(__float2int_rn(x * fixed_point)) : x;
-}
+DEVICE float summand(float x, float fixed_point) { return FIXED ? __int_as_float(__float2int_rn(x * fixed_point)) : x; }
 
 // Put a thread's products in shared memory, in the order in which `finish_query_gradient` reads them. Their factors in
 // fixed point are `fixed_point(i)`.
@@ -162,8 +161,7 @@ struct Keys {
 #pragma unroll
     for (int i = 0; i < CHANNELS / 2; i++) dk[i] = dv[i] = 0.0f;
     const int first_key = item.first_key + warpgroup * 64, key = first_key + row;
-    const int64 scales =
-        operand_row(a.keys, item.keys, item.sequence, item.head, a.kv_heads) / 64 + first_key / 64;
+    const int64 scales = operand_row(a.keys, item.keys, item.sequence, item.head, a.kv_heads) / 64 + first_key / 64;
     const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
     // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
     int hidden_below[2];
@@ -179,7 +177,8 @@ struct Keys {
     const uint32 stages = descriptor(shared.stages, CHUNK_BYTES);
     const int matrix = lane / 8, of_matrix = lane % 8;
     const uint32 ds_at = shared_address(shared.ds) + warpgroup * CHUNK_BYTES +
-                         (thread / 32 * 16 + of_matrix + 8 * (matrix % 2)) * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
+                         (thread / 32 * 16 + of_matrix + 8 * (matrix % 2)) * LINE_BYTES +
+                         ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
     [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
     int tile = item.begin + item.start;
@@ -205,7 +204,7 @@ struct Keys {
       wait_products<1>();
       pin(s);
 
-      auto hide = [&](float(&x)[32]) {
+      auto hide = [&](float (&x)[32]) {
         if (tile >= masked_end) return;
         const int low = hidden_below[0] - tile * TILE, high = hidden_below[1] - tile * TILE;
 #pragma unroll
@@ -386,16 +385,15 @@ DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& 
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int matrix = lane / 8, of_matrix = lane % 8, key = i % 4 * 16 + of_matrix + matrix / 2 * 8;
-    load_matrices_transposed(k[i], shared_address(shared.key[i / 4]) + key * LINE_BYTES +
-                                       ((warp * 2 + matrix % 2) ^ of_matrix) * 16);
+    load_matrices_transposed(
+        k[i], shared_address(shared.key[i / 4]) + key * LINE_BYTES + ((warp * 2 + matrix % 2) ^ of_matrix) * 16);
   }
 #pragma unroll 1
   for (int step = 0; step < item.steps; step++, walk.next(item)) {
     const int buffer = step % BUFFERS;
     float2 factors[8] = {};
     if (FIXED) {
-      const float2* fixed_point =
-          reinterpret_cast<const float2*>(a.fixed_point + walk.row(a, item)) + lane % 4;
+      const float2* fixed_point = reinterpret_cast<const float2*>(a.fixed_point + walk.row(a, item)) + lane % 4;
 #pragma unroll
       for (int j = 0; j < 8; j++) factors[j] = fixed_point[j * 4];
     }
