@@ -10,8 +10,13 @@ from sage_kernels.cuda import compiler, int8_backward
 from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.registry import Request
+from sage_kernels.replay import trace
+from sage_kernels.spec.call import BackwardCall, Call, Mask
+from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
+from sage_kernels.spec.saved import empty_saved
 from sage_kernels.testing.aot import machine_code
+from tests.helpers import fake_gpu
 
 MOST_SHARED_BYTES = 232448  # that a block of Hopper can have
 VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), (False, True)))
@@ -123,3 +128,22 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
 def test_serves_the_recipes_with_gradients_in_16_bit():
     served = [name for name, recipe in RECIPES.items() if HopperFusedBackward().serves(recipe)]
     assert served == ["sage_bwd"]
+
+
+@pytest.mark.parametrize(("is_fixed", "padded", "is_causal"), product((False, True), repeat=3))
+def test_all_kernels_are_compiled_beforehand_and_the_call_only_allocates_and_launches(
+    monkeypatch, is_fixed, padded, is_causal
+):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_fixed)
+    x = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    recipe = RECIPES["sage_bwd"]
+    tensors = [x, x, x, *empty_saved(Call(x, x, x, recipe), torch.empty(1, 2, 192))]
+    for compiles_only in (True, False):
+        with trace.tracing(compiles_only=compiles_only) as traced:
+            valid = traced.stand_in(torch.arange(192)[None] < 150) if padded else None
+            gradient, value, output, *saved = map(traced.stand_in, tensors)
+            call = BackwardCall(gradient, value, output, Saved(*saved), 64, recipe, Mask.of_keys(valid), is_causal)
+            int8_backward.backward(call)
+        launched = traced.compilations if compiles_only else traced.steps
+        assert len(launched) == 4 + padded
