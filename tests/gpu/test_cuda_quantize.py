@@ -312,12 +312,15 @@ def test_rotated_operands_are_those_of_the_reference(case, equalized, pv, device
         assert not heavy or heavy_keys_agree(actual, expected)
         if return_lse:
             # A mean's rounding errors are relative to the mean of magnitudes, in whatever order it is added up.
-            query, mean = inputs[0].float(), mean_of_tokens(inputs[1].float().abs()).repeat_interleave(group, 1)
-            bound = (query.abs() * mean).sum(-1).nan_to_num(0.0, 0.0, 0.0) * 2.0**-23 * head_dim
-            nan = ~expected.mean_score.isfinite()
-            assert torch.equal(nan, ~actual.mean_score.isfinite())
-            difference = (actual.mean_score - expected.mean_score).masked_fill(nan, 0.0).abs()
-            assert (difference[:, :, :q_len] <= bound + 1e-37).all() and not actual.mean_score[:, :, q_len:].any()
+            query, key = (x.float() for x in inputs[:2])
+            counted = quiet_keys(key) if equalized else None
+            mean, magnitude = (mean_of_tokens(x, counted).repeat_interleave(group, 1) for x in (key, key.abs()))
+            score = (query.double() * mean.double()).sum(-1).float()
+            bound = (query.abs() * magnitude).sum(-1).nan_to_num(0.0, 0.0, 0.0) * 2.0**-23 * head_dim
+            found, rest = actual.mean_score[:, :, :q_len], actual.mean_score[:, :, q_len:]
+            assert torch.equal(found.isfinite(), score.isfinite()) and not rest.any()
+            difference = (found - score).masked_fill(~score.isfinite(), 0.0).abs()
+            assert (difference <= bound + 1e-37).all()
 
 
 def heavy_keys_agree(actual, expected):

@@ -82,7 +82,7 @@ class Gradient:
 
 @dataclass(slots=True)
 class Restoring:
-    """Inverse of the transforms of codes: of the rotation, whose signs are a bit for each channel, and of the equalizer."""
+    """Inverse of the transforms of codes: the rotation, its signs a bit for each channel, and the equalizer."""
 
     equalizer: ConstFloats
     rotated: Int
