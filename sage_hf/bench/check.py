@@ -12,7 +12,12 @@ import torch
 
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
+from sage_kernels.cuda.registration import (
+    CONSUMER_BLACKWELL,
+    HOPPER,
+    fused_backward_measured,
+    nvfp4_forward_measured,
+)
 from sage_kernels.dispatch import examination, registry, self_check, verdicts
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
@@ -137,13 +142,14 @@ def _examinations(
                 return
 
     def examine_untried(where: str, case: Case) -> None:
-        with nvfp4_forward_measured():
+        with nvfp4_forward_measured(), fused_backward_measured():
             examine(where, case)
 
     # What most calls are comes first, and what has masks of scores and lists last, should time be up.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
-        if capability in CONSUMER_BLACKWELL and get_recipe(case.recipe).qk == "nvfp4":
+        untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"
+        if untried and capability in (HOPPER, *CONSUMER_BLACKWELL):
             yield where, partial(examine_untried, where, case)
 
 

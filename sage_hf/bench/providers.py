@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.cases import Case, Inputs
+from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.dispatch.plan import Plan
@@ -123,6 +124,19 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
 
     return prepare
+
+
+def ours_fused(inputs: Inputs) -> Prepared:
+    """Prepare `sage_bwd` by the fused backward kernel, where it is not what runs as it is."""
+    facts: dict[str, Any] = {"is_causal": inputs.case.causal, "recipe": "sage_bwd", "grad": True}
+    request = Request.of(*inputs.tensors, **facts)
+    with fused_backward_measured(False):
+        plain = select(request, "error").backward
+    with fused_backward_measured():
+        fused = select(request, "error").backward
+    if plain == fused or fused != HopperFusedBackward.name:
+        raise RuntimeError(f"{HopperFusedBackward.name} does not serve the call, or runs here as it is")
+    return ours("sage_bwd")(inputs)
 
 
 def _call(inputs: Inputs, recipe: str) -> Call:
@@ -447,6 +461,7 @@ TRAINING_PROVIDERS: tuple[Provider, ...] = (
     _CUDNN,
     Provider("fa3", "FA3", _fa3_training),
     *(Provider(f"sage_hf:{recipe}", recipe, ours(recipe)) for recipe in ("sage_bwd", "sage_bwd_int8")),
+    Provider("sage_hf:sage_bwd_fused", "sage_bwd, fused", ours_fused, context=fused_backward_measured),
 )
 """Providers of forward and backward passes at named shapes."""
 

@@ -20,7 +20,12 @@ from sage_hf.bench.timing import Queue
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
 from sage_hf.tune.fit import Measured, fit
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
+from sage_kernels.cuda.registration import (
+    CONSUMER_BLACKWELL,
+    HOPPER,
+    fused_backward_measured,
+    nvfp4_forward_measured,
+)
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
 from sage_kernels.dispatch.curves import Curve
@@ -182,6 +187,8 @@ def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, Abs
         yield name, nullcontext()
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
             yield name, nvfp4_forward_measured()
+        if name == TRAINING_RECIPE and point.grad and capability == HOPPER:
+            yield name, fused_backward_measured()
 
 
 def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -> Iterator[Measured]:

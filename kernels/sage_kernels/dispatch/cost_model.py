@@ -281,6 +281,15 @@ def why_slower_training(
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
+def is_measured_to_train_faster(request: Request, runner: str, other: str) -> bool:
+    """Return whether the table says that the first of two runners trains faster (`training_runner`)."""
+    table = table_of(request.capability)
+    if table is None:
+        return False
+    own_us, other_us = (_training_us(table, request, "", both, False) for both in (runner, other))
+    return own_us < other_us
+
+
 def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
     """Return the time of a call with gradients by a runner, whose names are given; infinity if it was not measured."""
     sizes = sizes_of(request)
