@@ -39,24 +39,23 @@ def attend_packed(
     """
     checks.check_causal(options.is_causal)
     checks.check_kinds(query, key, value, None, options.scale)
-    starts_q, starts_k, *longest, used = lengths
-    lengths = Lengths(starts_q.int(), starts_k.int(), *map(int, longest), None if used is None else used.int())
-    packed = tuple(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    checks.check_tensors(*packed, None, options.enable_gqa)
-    checks.check_lengths(*packed[:2], *lengths)
-    if not _is_served(*packed, options):
-        return _attend_one_by_one(*packed, lengths, options)
-    named: dict[str, Any] = {
-        "seqused_k": lengths.seqused_k,
-        "is_causal": options.is_causal,
-        "causal_offset": options.causal_offset,
-        "scale": options.scale,
-        "recipe": options.recipe,
-        "fallback": options.fallback,
-    }
+    lengths = lengths._replace(
+        cu_seqlens_q=lengths.cu_seqlens_q.int(),
+        cu_seqlens_k=lengths.cu_seqlens_k.int(),
+        max_seqlen_q=int(lengths.max_seqlen_q),
+        max_seqlen_k=int(lengths.max_seqlen_k),
+    )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    checks.check_tensors(q, k, v, None, options.enable_gqa)
+    checks.check_lengths(q, k, *lengths)
+    if not _is_served(q, k, v, options):
+        return _attend_one_by_one(q, k, v, lengths, options)
+    named: dict[str, Any] = lengths._asdict()
+    for name in ("is_causal", "causal_offset", "scale", "recipe", "fallback"):
+        named[name] = getattr(options, name)
     if wants_gradient(query, key, value):
-        return training.packed_attention(query, key, value, *lengths[:4], **named), None
-    return ops.packed_attention(query, key, value, *lengths[:4], **named, return_lse=options.return_lse)
+        return training.packed_attention(query, key, value, **named), None
+    return ops.packed_attention(query, key, value, **named, return_lse=options.return_lse)
 
 
 def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> bool:
