@@ -77,7 +77,7 @@ def _sources() -> dict[str, bytes]:
 
 
 def _metadata(backend: str, identity: str, files: dict[str, bytes]) -> dict[str, object]:
-    """Return what a variant's `metadata.json` says; its digest is of all files but itself."""
+    """Return the content of a variant's `metadata.json`, with a digest of each other file."""
     hashes = {name: base64.b64encode(hashlib.sha256(content).digest()).decode() for name, content in files.items()}
     return {
         "id": identity,
@@ -95,7 +95,8 @@ def _build_toml() -> str:
     extensions = ", ".join(f'"{suffix[1:]}"' for suffix in SUFFIXES)
     return (
         f"# Written by sage-hf {sage_hf.__version__}.\n"
-        f'[general]\nname = "{NAME}"\nversion = {VERSION}\nedition = 5\nlicense = "Apache-2.0"\nbackends = [{backends}]\n'
+        f'[general]\nname = "{NAME}"\nversion = {VERSION}\nedition = 5\n'
+        f'license = "Apache-2.0"\nbackends = [{backends}]\n'
         f"\n[torch-noarch]\npyext = [{extensions}]\n"
     )
 
