@@ -68,6 +68,7 @@ wheel: setup
 
 # A folder to upload to the Hub as a kernel repository.
 hub-kernel: setup
+	rm -rf dist/hub-kernel
 	$(BIN)/python -m sage_hf.build_hub_kernel dist/hub-kernel
 
 # What a release would publish: built, checked, and tried in fresh environments outside of the checkout.

@@ -213,3 +213,13 @@ def test_the_packs_metadata_is_what_the_registry_reads(pack):
     assert f'version = "{sage_hf.__version__}"' in text
     assert set(pack.NODE_CLASS_MAPPINGS) == set(pack.NODE_DISPLAY_NAME_MAPPINGS)
     assert "Sage attention (sage-hf)" in pack.NODE_DISPLAY_NAME_MAPPINGS.values()
+
+
+def test_a_compiled_model_computes_the_same(pack):
+    model, x = patch(pack), draw(1, 80, 160)
+    options = dict(model.model_options["transformer_options"], block_index=0)
+
+    def block(x):
+        return x + attention(x, x, x, 4, transformer_options=options)
+
+    assert torch.equal(torch.compile(block, backend="eager")(x), block(x))
