@@ -38,7 +38,9 @@ model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation=
 tokens = model.generate(torch.arange(3, 40)[None], max_new_tokens=8)
 print(f"transformers: {tokens.shape[1]} tokens after {time.perf_counter() - start:.0f} s")
 with sage_hf.drop_in():
+    from importlib.metadata import version
     from sageattention import sageattn
+    assert version("sageattention") == "2.2.0"
     sageattn(*torch.randn(3, 1, 2, 80, 64))
 seconds = time.perf_counter() - start
 print(f"drop-in: after {seconds:.0f} s")
