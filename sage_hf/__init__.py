@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SageAttnProcessor,
         SageBwdProcessor,
     )
+    from sage_hf.drop_in import drop_in
     from sage_hf.explain import explain
     from sage_hf.sparse.config import Sparse
 
@@ -45,6 +46,7 @@ __all__ = [
     "Sparse",
     "StepRule",
     "apply",
+    "drop_in",
     "enable_vsa",
     "explain",
     "record_layer_errors",
@@ -59,6 +61,7 @@ _HOME = {
     "Sparse": "sparse",
     "StepRule": "config",
     "apply": "apply",
+    "drop_in": "drop_in",
     "explain": "explain",
     "record_layer_errors": "app.layer_errors",
     "restore": "apply",
@@ -69,10 +72,10 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """Module whose functions `apply` and `explain` are not hidden by the submodules of their names."""
+    """Module whose functions `apply`, `drop_in` and `explain` are not hidden by the submodules of their names."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("apply", "explain") and isinstance(value, ModuleType):
+        if name in ("apply", "drop_in", "explain") and isinstance(value, ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
