@@ -187,7 +187,7 @@ def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, Abs
         yield name, nullcontext()
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
             yield name, nvfp4_forward_measured()
-        if name == TRAINING_RECIPE and point.grad and capability == HOPPER:
+        if name == TRAINING_RECIPE and case.training and capability == HOPPER:
             yield name, fused_backward_measured()
 
 
