@@ -47,7 +47,7 @@ def attend_packed(
     )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     checks.check_tensors(q, k, v, None, options.enable_gqa)
-    checks.check_lengths(q, k, *lengths)
+    checks.check_lengths(q, k, lengths)
     if not _is_served(q, k, v, options):
         return _attend_one_by_one(q, k, v, lengths, options)
     named: dict[str, Any] = lengths._asdict()
