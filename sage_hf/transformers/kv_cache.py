@@ -255,7 +255,7 @@ class QuantizedLayer(DynamicLayer):
         assert self.cache is not None
         q_len, past = query.shape[2], self.cache.length
         named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
-        given = [name for name in named if keywords.get(name) not in (None, False, 0.0)]
+        given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
         given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
         if given:
             return f"{', '.join(given)} given by the model"
