@@ -188,10 +188,9 @@ def append_tokens(
         )  # fmt: skip
     elif rows is not None:
         row = tl.arange(0, BLOCK_M)
-        at = query + batch.to(tl.int64) * query_stride_batch
-        at += (head * group + row // q_len).to(tl.int64)[:, None] * query_stride_head
-        at += (row % q_len)[:, None] * query_stride_token + channel[None, :]
-        q = tl.load(at, mask=(row < group * q_len)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        from_row = query + batch.to(tl.int64) * query_stride_batch
+        from_row += (head * group + row // q_len).to(tl.int64) * query_stride_head + (row % q_len) * query_stride_token
+        q = tl.load(from_row[:, None] + channel[None, :], mask=(row < group * q_len)[:, None] & inside[None, :], other=0.0).to(tl.float32)
         q = rotate(q * tl.load(equalizer + pair * CHANNELS + channel)[None, :], CHANNELS, SIGN_BITS)
         largest = tl.max(tl.abs(q), 1)
         largest = tl.where(largest == 0.0, 1.0, largest)
@@ -200,10 +199,10 @@ def append_tokens(
         scaled = q
         if BITS == 4:  # codes of every second quarter of the channels come multiplied by 16
             scaled = tl.where((channel // (CHANNELS // 4) % 2 == 1)[None, :], (q * 0.0625).to(tl.float16), q)
-        at = constants + pair * (BLOCK_M * 3) + row
-        tl.store(at, largest * (softmax_scale * LOG2E))
-        tl.store(at + BLOCK_M, tl.sum(q.to(tl.float32), 1))
-        tl.store(at + BLOCK_M * 2, tl.sum(scaled.to(tl.float32), 1) * BIAS)
+        into = constants + pair * (BLOCK_M * 3) + row
+        tl.store(into, largest * (softmax_scale * LOG2E))
+        tl.store(into + BLOCK_M, tl.sum(q.to(tl.float32), 1))
+        tl.store(into + BLOCK_M * 2, tl.sum(scaled.to(tl.float32), 1) * BIAS)
 
 
 @triton.jit

@@ -358,15 +358,15 @@ def attend_to_part(
             if BITS == 4:
                 acc2 = tl.dot(unpack(words, 2, BITS), p, decayed(acc2, decay, off))
                 acc3 = tl.dot(unpack(words, 3, BITS), p, decayed(acc3, decay, off))
-        into += word[:, None]
+        into_words = into + word[:, None]
         if BITS == 4:
-            tl.store(into, acc0 + lows[None, :], mask=inside[None, :])
-            tl.store(into + WORDS, acc1 * 0.0625 + lows[None, :], mask=inside[None, :])
-            tl.store(into + 2 * WORDS, acc2 + lows[None, :], mask=inside[None, :])
-            tl.store(into + 3 * WORDS, acc3 * 0.0625 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words, acc0 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words + WORDS, acc1 * 0.0625 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words + 2 * WORDS, acc2 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words + 3 * WORDS, acc3 * 0.0625 + lows[None, :], mask=inside[None, :])
         else:
-            tl.store(into, acc0 + lows[None, :], mask=inside[None, :])
-            tl.store(into + WORDS, acc1 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words, acc0 + lows[None, :], mask=inside[None, :])
+            tl.store(into_words + WORDS, acc1 + lows[None, :], mask=inside[None, :])
     tl.store(into_statistics, row_max, mask=inside)
     tl.store(into_statistics + BLOCK_M, row_sum, mask=inside)
 
