@@ -1,7 +1,7 @@
 """Generate a long answer with the default cache and with caches in few bits; print memory and tokens a second.
 
-    python examples/long_chat.py                       a tiny model with random weights, also on a CPU
-    python examples/long_chat.py --model FOLDER --tokens 32000
+python examples/long_chat.py                       a tiny model with random weights, also on a CPU
+python examples/long_chat.py --model FOLDER --tokens 32000
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def main() -> None:
     sage_hf.apply(model, args.recipe)
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=device)
     for name in ("default", "int8", "int4"):
-        cache = (
-            DynamicCache(config=model.config) if name == "default" else sage_hf.QuantizedKVCache(model.config, name)
-        )
+        cache = DynamicCache(config=model.config) if name == "default" else sage_hf.QuantizedKVCache(model.config, name)
         key = "cache" if hasattr(cache, "get_query_offset") else "past_key_values"
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, key: cache}
         model.generate(ids, max_new_tokens=2, **options)

@@ -73,8 +73,8 @@ def apply(
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
-        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of that
-            format, unless it is given a cache; None: the model's own cache.
+        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
+            that format, unless it is given a cache; None: the model's own cache.
 
     Returns:
         A handle that puts back what was there before the first `apply`: `handle.restore()`, or

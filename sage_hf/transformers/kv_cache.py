@@ -7,6 +7,7 @@ returns whole K and V, dequantised.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,8 @@ HANDLE = "sage_kv_layer"
 """Keyword by which a cache layer reaches the attention function."""
 WHOLE = "whole K and V"
 DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _warned: set[str] = set()
 
@@ -161,13 +164,14 @@ class QuantizedLayer(DynamicLayer):
         self._store(None, key_states, value_states, None)
         return whole
 
+    @torch.compiler.disable
     def attend(
         self,
         module: nn.Module,
         query: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float | None,
-        forward: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        forward: Forward,
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the tokens of the latest `update` to the cache, and store them.
@@ -324,29 +328,10 @@ def attention_with_cache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `sage_attention_forward`, from a cache of ours where the call's keywords hold a layer of one."""
     layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
-    ours = {"recipe": recipe, "fallback": fallback}
+    forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
     if layer is None:
-        return sage_attention_forward(
-            module, query, key, value, attention_mask, *args, scaling=scaling, **ours, **kwargs
-        )
-    return _attend(layer, module, query, attention_mask, scaling, kwargs | ours)
-
-
-@torch.compiler.disable
-def _attend(
-    layer: QuantizedLayer,
-    module: nn.Module,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    keywords: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    ours = {name: keywords.pop(name) for name in ("recipe", "fallback")}
-
-    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return sage_attention_forward(*args, **kwargs, **ours)
-
-    return layer.attend(module, query, mask, scaling, forward, keywords)
+        return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
+    return layer.attend(module, query, attention_mask, scaling, forward, kwargs)
 
 
 class GenerateWithCache:

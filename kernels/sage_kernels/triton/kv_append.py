@@ -190,7 +190,9 @@ def append_tokens(
         row = tl.arange(0, BLOCK_M)
         from_row = query + batch.to(tl.int64) * query_stride_batch
         from_row += (head * group + row // q_len).to(tl.int64) * query_stride_head + (row % q_len) * query_stride_token
-        q = tl.load(from_row[:, None] + channel[None, :], mask=(row < group * q_len)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        q = tl.load(
+            from_row[:, None] + channel[None, :], mask=(row < group * q_len)[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
         q = rotate(q * tl.load(equalizer + pair * CHANNELS + channel)[None, :], CHANNELS, SIGN_BITS)
         largest = tl.max(tl.abs(q), 1)
         largest = tl.where(largest == 0.0, 1.0, largest)

@@ -152,11 +152,9 @@ def unpack(words, INDEX: tl.constexpr, BITS: tl.constexpr):
     """Return codes number INDEX of int16 words as float16: 1024 + code, or 1024 + 16 · code (4 bits, odd INDEX)."""
     if INTERPRETED:
         word = words.to(tl.int32)
-        if BITS == 8:
-            word = (word >> (8 * INDEX)) & 0xFF
-        else:
-            word = (word >> (8 * (INDEX // 2))) & (0xF0 if INDEX % 2 else 0x0F)
-        return (word | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        SHIFT: tl.constexpr = 8 * INDEX if BITS == 8 else 8 * (INDEX // 2)
+        MASK: tl.constexpr = 0xFF if BITS == 8 else (0xF0 if INDEX % 2 else 0x0F)
+        return (((word >> SHIFT) & MASK) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     elif BITS == 8:
         if INDEX == 0:
             return tl.inline_asm_elementwise(
@@ -406,7 +404,9 @@ def merge_kv_parts(
         there = some < number
         place = pair * number + some
         maximum = tl.load(statistics + place * (2 * BLOCK_M) + row, mask=there, other=float("-inf"))
-        x = tl.load(parts + (place * BLOCK_M + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0)
+        x = tl.load(
+            parts + (place * BLOCK_M + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
+        )
         acc += x * tl.exp2(maximum - largest)[:, None]
     acc = tl.sum(acc, 0)[None, :] * (tl.load(value_unit + pair) / tl.where(total == 0.0, 1.0, total))
     into = output + batch.to(tl.int64) * output_stride_batch

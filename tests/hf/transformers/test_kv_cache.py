@@ -120,8 +120,7 @@ def test_a_model_copied_or_switched_between_steps_keeps_the_past(expected):
     model = build()
     cache = new_cache(model)
     inputs = prompt()
-    first = logits(model, cache, (140,), {name: x[:, :140] for name, x in inputs.items()})
-    assert distance(first, expected[: len(first)]) < 1 or first.numel()
+    logits(model, cache, (140,), {name: x[:, :140] for name, x in inputs.items()})
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         places = (inputs["attention_mask"].cumsum(1) - 1)[:, 140:]
@@ -242,9 +241,10 @@ def test_offloading_gradients_and_unknown_formats_are_refused():
 
 def test_kv_cache_needs_a_transformers_model_that_generates():
     model = build()
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 64}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes))
     with pytest.raises(ValueError, match="does not generate"):
-        sage_hf.apply(transformers.BertModel(transformers.BertConfig(
-            hidden_size=64, num_attention_heads=1, num_hidden_layers=1, intermediate_size=64)), "sage2", kv_cache="int4")  # fmt: skip
+        sage_hf.apply(bert, "sage2", kv_cache="int4")
     with pytest.raises(ValueError, match="'int3' is not one of"):
         sage_hf.apply(model, "sage2", kv_cache="int3")
     assert model.config._attn_implementation == "sage_exact"
