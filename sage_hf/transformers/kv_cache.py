@@ -67,7 +67,7 @@ class QuantizedKVCache(Cache):
             raise ValueError(f"{type(config).__name__}: the KV cache of an encoder-decoder model is not quantised")
         config = config.get_text_config(decoder=True)
         shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
-        if shared or getattr(config, "num_kv_shared_layers", 0):
+        if shared or getattr(config, "num_kv_shared_layers", None):
             raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
         self.note = kv_notes.KVNote(format)
         layers: list[Any] = list(DynamicCache(config=config).layers)

@@ -50,7 +50,7 @@ def register_kv_kernel(kernel: KVKernel) -> None:
 
 def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
     """Return the kernel that serves a call, and why those before it do not: the reference serves all."""
-    reasons = []
+    reasons: list[str] = []
     for kernel in _kernels.values():
         reason = kernel.unsupported(cache, query)
         if not reason:
