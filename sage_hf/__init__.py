@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from sage_hf.drop_in import drop_in
     from sage_hf.explain import explain
     from sage_hf.sparse.config import Sparse
+    from sage_hf.transformers.kv_cache import QuantizedKVCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LayerRule",
+    "QuantizedKVCache",
     "SageAttn1Processor",
     "SageAttn2Processor",
     "SageAttn3Processor",
@@ -57,6 +59,7 @@ __all__ = [
 
 _HOME = {
     "LayerRule": "config",
+    "QuantizedKVCache": "transformers.kv_cache",
     "SageConfig": "config",
     "Sparse": "sparse",
     "StepRule": "config",
