@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, find_targets
+from sage_hf.transformers.bridge import configs_of, implementation_of, keep_implementation
 from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
@@ -236,9 +236,8 @@ def _transformers_change(target: Target, config: SageConfig, kv_cache: str | Non
         if generate is not None:
             model.generate = generate
             undo.append(partial(delattr, model, "generate"))
-        for model_config in _configs(model):
-            name = "_attn_implementation_internal"
-            undo.append(partial(setattr, model_config, name, getattr(model_config, name)))
+        for model_config in configs_of(model):
+            undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, RECIPE, _recipe(config, name), undo)
@@ -253,7 +252,7 @@ def _restore_files(model: nn.Module) -> None:
     """Put back what transformers' modelling files held before models of ours, if this was the last of them."""
     from sage_hf.transformers.rotary import forget_model
 
-    if not any(model_config._attn_implementation in NAMES for model_config in _configs(model)):
+    if not any(implementation_of(one) in NAMES for one in configs_of(model)):
         forget_model(model)
 
 
@@ -261,18 +260,6 @@ def _recipe(config: SageConfig, layer: str) -> str:
     """Return the layer's recipe in evaluation mode, at steps that no step rule covers."""
     rule = config.layer_rule(layer)
     return config.recipe if rule is None else rule.recipe
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return the configs of a transformers model and of the models inside it, with the configs nested in them."""
-    found: dict[int, Any] = {}
-    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
-    while pending:
-        config = pending.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
-            pending += [getattr(config, key, None) for key in config.sub_configs]
-    return list(found.values())
 
 
 def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> None:

@@ -21,6 +21,7 @@ from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_hf.text import text_table, to_ascii
+from sage_hf.transformers.bridge import implementation_of
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.dispatch.select import routing
@@ -246,8 +247,8 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
 
 
 def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
-    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    if implementation not in NAMES:
+    implementation = implementation_of(layer)
+    if implementation is None or implementation not in NAMES:
         return "", f"attn_implementation is {implementation!r}: sage_hf.apply changes that"
     recipe, _ = NAMES[implementation]
     training = None

@@ -9,7 +9,8 @@ from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.inspection import INTERFACE, methods, once_per_class, source_of
+from sage_hf.transformers.bridge import EAGER, INTERFACE
+from sage_hf.transformers.inspection import methods, once_per_class, source_of
 from sage_kernels.flash_attention import HARMLESS
 
 NAMED = frozenset(
@@ -110,7 +111,7 @@ def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
 
 
 def _eager_attention(module_class: type[nn.Module]) -> Callable[..., tuple] | None:
-    return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get("eager_attention_forward")
+    return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get(EAGER)
 
 
 @once_per_class
