@@ -86,6 +86,8 @@ class QuantizedKVCache(Cache):
 class QuantizedLayer(DynamicLayer):
     """Cache layer in few bits, or in 16 bits where K and V cannot be quantised."""
 
+    supports_early_init = False  # the first K and V decide
+
     def __init__(self, config: Any, note: kv_notes.KVNote, number: int) -> None:
         super().__init__()
         self.config, self.note, self.number = config, note, number
@@ -94,29 +96,28 @@ class QuantizedLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens and the transforms."""
         self.keys = self.values = None
-        self.is_initialized = False
+        self.is_initialized = self.is_decided = False
         self.cache: KVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_handed_on = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, *args: torch.Tensor) -> None:
+    def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Decide by the first K and V whether the layer is quantised."""
-        value_states = args[0] if args else key_states
-        head_dim, v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        head_dim, v_head_dim = key.shape[-1], value.shape[-1]
         reason = ""
         if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
             reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
         elif head_dim != v_head_dim:
             reason = f"V has head_dim {v_head_dim}, K {head_dim}"
-        elif key_states.dtype not in DTYPES:
-            reason = f"{key_states.dtype}"
+        elif key.dtype not in DTYPES:
+            reason = f"{key.dtype}"
+        self.is_decided = True
         if reason:
-            super().lazy_initialization(key_states, *args)
             self.note.kept.setdefault(reason, []).append(self.number)
             _warn_once(f"KV cache: layers stay in 16 bits: {reason}")
-            return
-        self.cache = KVCache(get_format(self.note.format), key_states)
-        self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
+        else:
+            self.cache = KVCache(get_format(self.note.format), key)
+            self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
 
     @torch.compiler.disable
     def update(
@@ -143,8 +144,8 @@ class QuantizedLayer(DynamicLayer):
             RuntimeError: the attention of an earlier step did not take the cache.
         """
         self._settle()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if not self.is_decided:
+            self._decide(key_states, value_states)
         if self.cache is None:
             return super().update(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):

@@ -21,6 +21,8 @@ from .kv_append import BIAS, append_and_prepare
 from .splitkv_forward import multiprocessors
 
 MAX_ROWS = 64
+MAX_TILE_ROWS = 16
+"""Rows of Q in one program; more would not fit into registers."""
 MAX_PARTS = 252
 WINDOW_PARTS = 2
 """Parts of the first tokens, and of the newest ones."""
@@ -39,17 +41,15 @@ class Config:
 
 
 CONFIGS = {4: Config(128, 2, 3, 2, 16), 8: Config(128, 4, 3, 1, 8)}
-"""By bits, up to 16 rows: the fastest on an H100 of head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
-MANY_ROWS = Config(64, 4, 2, 2, 2)
+"""By bits: the fastest on an H100 of head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
 SMALL_SHARED = Config(64, 4, 2, 2, 8)
 """INT8 where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
 
 
-def config_for(bits: int, rows: int, capability: tuple[int, int]) -> Config:
-    """Return the configuration for so many rows of Q on a GPU."""
-    if rows > 16:
-        return MANY_ROWS
-    return SMALL_SHARED if bits == 8 and capability not in ((8, 0), (9, 0), (10, 0), (10, 3)) else CONFIGS[bits]
+def config_for(bits: int, capability: tuple[int, int]) -> Config:
+    """Return the configuration for codes of so many bits on a GPU."""
+    has_large_shared = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
+    return CONFIGS[bits] if bits == 4 or has_large_shared else SMALL_SHARED
 
 
 def decode(
@@ -74,22 +74,23 @@ def decode(
     batch, q_heads, q_len, head_dim = query.shape
     group = q_heads // cache.kv_heads
     rows, pairs = group * q_len, batch * cache.kv_heads
-    block_m = max(8, triton.next_power_of_2(rows))
-    config = config_for(cache.format.bits, rows, capability)
-    prepared, constants = append_and_prepare(cache, query, key, value, scale, block_m)
+    padded_rows = max(8, triton.next_power_of_2(rows))
+    block_m = min(padded_rows, MAX_TILE_ROWS)
+    config = config_for(cache.format.bits, capability)
+    prepared, constants = append_and_prepare(cache, query, key, value, scale, padded_rows)
     device = cache.device
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
     waves = config.few if pairs <= FEW_PAIRS else config.many
     tiles = -(-max(cache.coded, 1) // config.block_n)
     code_parts = max(1, min(int(waves * processors / pairs), tiles, MAX_PARTS))
     parts = 2 * WINDOW_PARTS + code_parts
-    partial = torch.empty(pairs, parts, block_m, cache.channels, device=device)
-    statistics = torch.empty(pairs, parts, 2, block_m, device=device)
+    partial = torch.empty(pairs, parts, padded_rows, cache.channels, device=device)
+    statistics = torch.empty(pairs, parts, 2, padded_rows, device=device)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
     launch(
         attend_to_part,
-        (parts, cache.kv_heads, batch),
+        (parts * (padded_rows // block_m), cache.kv_heads, batch),
         rows=prepared,
         constants=constants,
         recent_key=cache.recent_key,
@@ -112,6 +113,7 @@ def decode(
         valid_stride_key=1 if valid is None else valid.stride(1),
         CHANNELS=cache.channels,
         BITS=cache.format.bits,
+        ROWS=padded_rows,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_R=32,
@@ -138,7 +140,7 @@ def decode(
         head_dim=head_dim,
         **strides("output", output.stride()[:3]),
         CHANNELS=cache.channels,
-        BLOCK_M=block_m,
+        ROWS=padded_rows,
         PARTS=triton.next_power_of_2(parts),
         AT_ONCE=min(64, triton.next_power_of_2(parts)),
         SIGN_BITS=sign_bits(cache.channels),
@@ -202,9 +204,9 @@ def unpack_scale(word):
 
 
 @triton.jit
-def load_query(at, INDEX: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Load the channels of Q that meet codes number INDEX of a word, (words, BLOCK_M), divided by their factor."""
-    q = tl.load(at + tl.arange(0, BLOCK_M)[:, None] * CHANNELS + (INDEX * WORDS + tl.arange(0, WORDS))[None, :])
+def load_query(at, row, INDEX: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Load the channels of rows of Q that meet codes number INDEX of a word, (words, rows), divided by their factor."""
+    q = tl.load(at + row[:, None] * CHANNELS + (INDEX * WORDS + tl.arange(0, WORDS))[None, :])
     if WORDS * 4 == CHANNELS and INDEX % 2 == 1:
         q = (q * 0.0625).to(tl.float16)
     return q.T
@@ -241,6 +243,7 @@ def attend_to_part(
     valid_stride_key,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -251,21 +254,22 @@ def attend_to_part(
     PAGE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Attend with all rows of one (batch, kv head) to one part of its keys.
+    """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
-    Grid (2 · WINDOW_PARTS + code_parts, kv heads, batch): first tokens, newest tokens, codes. `output` is float32
-    (batch · kv heads, parts, BLOCK_M, CHANNELS), not divided by the sums; `statistics` (…, parts, 2, BLOCK_M): maxima
-    in base 2, then sums.
+    Grid (parts = 2 · WINDOW_PARTS + code_parts, for each block of rows; kv heads, batch): first tokens, newest tokens,
+    codes. `output` is float32 (batch · kv heads, parts, ROWS, CHANNELS), not divided by the sums; `statistics` (…,
+    parts, 2, ROWS): maxima in base 2, then sums.
     """
-    part, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = 2 * WINDOW_PARTS + code_parts
+    part, head, batch = tl.program_id(0) % parts, tl.program_id(1), tl.program_id(2)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
-    place = pair * tl.num_programs(0) + part
-    row = tl.arange(0, BLOCK_M)
-    factor = tl.load(constants + pair * (BLOCK_M * 3) + row)
-    at_query = rows + pair * (BLOCK_M * CHANNELS)
+    place = pair * parts + part
+    row = tl.program_id(0) // parts * BLOCK_M + tl.arange(0, BLOCK_M)
+    factor = tl.load(constants + pair * (ROWS * 3) + row)
+    at_query = rows + pair * (ROWS * CHANNELS)
     inside = row < group_rows
-    into = output + (place * BLOCK_M + row)[None, :] * CHANNELS
-    into_statistics = statistics + place * (2 * BLOCK_M) + row
+    into = output + (place * ROWS + row)[None, :] * CHANNELS
+    into_statistics = statistics + place * (2 * ROWS) + row
     first_token = tl.load(start + batch)
     if PADDED:
         valid += batch.to(tl.int64) * valid_stride
@@ -307,16 +311,16 @@ def attend_to_part(
         each = tl.cdiv(tiles, code_parts)
         begin = (part - 2 * WINDOW_PARTS) * each
         end = tl.minimum(begin + each, tiles)
-        query_sum = tl.load(constants + pair * (BLOCK_M * 3) + BLOCK_M + row)
-        bias = 0.0 - tl.load(constants + pair * (BLOCK_M * 3) + 2 * BLOCK_M + row)
+        query_sum = tl.load(constants + pair * (ROWS * 3) + ROWS + row)
+        bias = 0.0 - tl.load(constants + pair * (ROWS * 3) + 2 * ROWS + row)
         bias = tl.broadcast_to(bias[None, :], (BLOCK_N, BLOCK_M))
-        q0 = load_query(at_query, 0, WORDS, CHANNELS, BLOCK_M)
-        q1 = load_query(at_query, 1, WORDS, CHANNELS, BLOCK_M)
+        q0 = load_query(at_query, row, 0, WORDS, CHANNELS)
+        q1 = load_query(at_query, row, 1, WORDS, CHANNELS)
         acc0 = tl.zeros((WORDS, BLOCK_M), tl.float32)
         acc1 = tl.zeros((WORDS, BLOCK_M), tl.float32)
         if BITS == 4:
-            q2 = load_query(at_query, 2, WORDS, CHANNELS, BLOCK_M)
-            q3 = load_query(at_query, 3, WORDS, CHANNELS, BLOCK_M)
+            q2 = load_query(at_query, row, 2, WORDS, CHANNELS)
+            q3 = load_query(at_query, row, 3, WORDS, CHANNELS)
             acc2 = tl.zeros((WORDS, BLOCK_M), tl.float32)
             acc3 = tl.zeros((WORDS, BLOCK_M), tl.float32)
         lows = tl.zeros((BLOCK_M,), tl.float32)
@@ -366,7 +370,7 @@ def attend_to_part(
             tl.store(into_words, acc0 + lows[None, :], mask=inside[None, :])
             tl.store(into_words + WORDS, acc1 + lows[None, :], mask=inside[None, :])
     tl.store(into_statistics, row_max, mask=inside)
-    tl.store(into_statistics + BLOCK_M, row_sum, mask=inside)
+    tl.store(into_statistics + ROWS, row_sum, mask=inside)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "group"])
@@ -383,7 +387,7 @@ def merge_kv_parts(
     output_stride_head,
     output_stride_token,
     CHANNELS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SIGN_BITS: tl.constexpr,
@@ -392,21 +396,19 @@ def merge_kv_parts(
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
     part = tl.arange(0, PARTS)
-    at = statistics + (pair * number + part) * (2 * BLOCK_M) + row
+    at = statistics + (pair * number + part) * (2 * ROWS) + row
     maxima = tl.load(at, mask=part < number, other=float("-inf"))
     largest = tl.max(maxima, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.load(at + BLOCK_M, mask=part < number, other=0.0) * tl.exp2(maxima - largest), 0)
+    total = tl.sum(tl.load(at + ROWS, mask=part < number, other=0.0) * tl.exp2(maxima - largest), 0)
     channel = tl.arange(0, CHANNELS)
     acc = tl.zeros((AT_ONCE, CHANNELS), tl.float32)
     for begin in range(0, number, AT_ONCE):
         some = begin + tl.arange(0, AT_ONCE)
         there = some < number
         place = pair * number + some
-        maximum = tl.load(statistics + place * (2 * BLOCK_M) + row, mask=there, other=float("-inf"))
-        x = tl.load(
-            parts + (place * BLOCK_M + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
-        )
+        maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=there, other=float("-inf"))
+        x = tl.load(parts + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0)
         acc += x * tl.exp2(maximum - largest)[:, None]
     acc = tl.sum(acc, 0)[None, :] * (tl.load(value_unit + pair) / tl.where(total == 0.0, 1.0, total))
     into = output + batch.to(tl.int64) * output_stride_batch

@@ -95,7 +95,9 @@ def test_explain_shows_format_tokens_bytes_and_kernel():
     assert "reference (emulated)" in text
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 60}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3, "eos_token_id": 1}, {"prefill_chunk_size": 60}]
+)
 def test_generate_gives_the_default_caches_tokens(options):
     model = build()
     inputs = prompt() if "prompt_lookup_num_tokens" not in options else {"input_ids": prompt(0)["input_ids"][:1]}
@@ -241,10 +243,8 @@ def test_offloading_gradients_and_unknown_formats_are_refused():
 
 def test_kv_cache_needs_a_transformers_model_that_generates():
     model = build()
-    sizes = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 64}
-    bert = transformers.BertModel(transformers.BertConfig(**sizes))
     with pytest.raises(ValueError, match="does not generate"):
-        sage_hf.apply(bert, "sage2", kv_cache="int4")
+        sage_hf.apply(model.model, "sage2", kv_cache="int4")
     with pytest.raises(ValueError, match="'int3' is not one of"):
         sage_hf.apply(model, "sage2", kv_cache="int3")
     assert model.config._attn_implementation == "sage_exact"
