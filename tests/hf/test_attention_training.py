@@ -41,13 +41,6 @@ def equal(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def fresh_record():
-    record.clear()
-    yield
-    record.clear()
-
-
 VALID = valid_keys()
 PADDING = {
     "none": (None, None),

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import sage_hf
@@ -15,11 +14,6 @@ from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
 
 REQUEST = ("sage2", "cuda", (9, 0), torch.bfloat16, 1, 8, 8, 64, 64, 64, 64, "none", False, False)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_ran_before():
-    record.clear()
 
 
 def facts(pipe_or_model) -> list[tuple]:
