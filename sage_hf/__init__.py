@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sage_hf.apply import apply, restore
     from sage_hf.attention import sage_attention, set_default_fallback
     from sage_hf.config import LayerRule, SageConfig, StepRule
-    from sage_hf.diffusers import enable_vsa
+    from sage_hf.diffusers import context_parallel_plan, enable_vsa
     from sage_hf.diffusers.processor import (
         SageAttn1Processor,
         SageAttn2Processor,
@@ -48,6 +48,7 @@ __all__ = [
     "Sparse",
     "StepRule",
     "apply",
+    "context_parallel_plan",
     "drop_in",
     "enable_vsa",
     "explain",

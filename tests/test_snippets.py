@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import transformers
@@ -257,6 +258,27 @@ def sparse_vsa(code: str) -> None:
     }
     run(code, names, checks)
     assert gated and all(gated) and names["vsa"].sparsity == 0.8
+
+
+@claim("enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))")
+def parallel_recipe(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, given = tiny.cogvideox(), parallelism_of(monkeypatch)
+    run(code, scope(pipe=pipe))
+    assert set(asked(pipe)) == {"sage2"} and given["config"].ulysses_degree == 2
+
+
+@claim("plan = sage_hf.context_parallel_plan(pipe.transformer)")
+def parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parallelism_of(monkeypatch)
+    run(code, scope(pipe=tiny.cogvideox(), ContextParallelConfig=diffusers.ContextParallelConfig))
+    assert given["config"].ring_degree == 2 and "transformer_blocks.0" in given["cp_plan"]
+
+
+def parallelism_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `enable_parallelism` is given, which needs several processes to run."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(diffusers.ModelMixin, "enable_parallelism", lambda self, **kwargs: given.update(kwargs))
+    return given
 
 
 @claim("print(recorder.layers()[0].errors.rel_l1)")
