@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import runpy
@@ -258,6 +259,22 @@ def sparse_vsa(code: str) -> None:
     }
     run(code, names, checks)
     assert gated and all(gated) and names["vsa"].sparsity == 0.8
+
+
+@claim('sage_hf.apply(model, "sage2", kv_cache="int4")')
+def kv_cache_generates(code: str, capsys: pytest.CaptureFixture) -> None:
+    model = tiny.llama(head_dim=64)
+    if "cache" not in inspect.signature(type(model).forward).parameters:
+        code = code.replace(", cache=cache", ", past_key_values=cache")
+    names = scope(model=model)
+    names["inputs"] |= {"max_new_tokens": 2, "pad_token_id": 0}
+    shown = "KV cache: int4 in 2 layers, 81 tokens"
+
+    def explained() -> None:
+        assert shown in str(sage_hf.explain(model))
+
+    run(code, names, {"model.generate(**inputs)": explained})
+    assert names["cache"].layers[0].cache.length == 81 and shown in capsys.readouterr().out
 
 
 @claim("enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))")

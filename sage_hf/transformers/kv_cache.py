@@ -21,6 +21,7 @@ from sage_hf import kv_notes
 from sage_hf.attributes import CAUSALITY
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.bridge import implementation_of
 from sage_hf.transformers.keywords import sort_keywords
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
@@ -150,15 +151,16 @@ class QuantizedLayer(DynamicLayer):
             return super().update(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
-        if kwargs is not None and self.is_handed_on and self.config._attn_implementation in NAMES:
+        implementation = implementation_of(self.config)
+        if kwargs is not None and self.is_handed_on and implementation in NAMES:
             self.pending = key_states, value_states
             kwargs[HANDLE] = self
             return key_states, value_states
         self._note_whole(
             "the installed transformers does not hand the cache to attention"
             if kwargs is None
-            else f"attention {self.config._attn_implementation!r} reads no codes"
-            if self.config._attn_implementation not in NAMES
+            else f"attention {implementation!r} reads no codes"
+            if implementation not in NAMES
             else "the model does not hand the cache to attention"
         )
         whole = self._with_past(key_states, value_states)

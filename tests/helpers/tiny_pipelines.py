@@ -133,7 +133,7 @@ def rising_scheduler() -> FlowMatchEulerDiscreteScheduler:
     return FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
 
 
-def llama() -> LlamaForCausalLM:
+def llama(head_dim: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -142,6 +142,7 @@ def llama() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=256,
     )
     return LlamaForCausalLM(config).eval()
