@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pages
 import pytest
 import torch
 
+import sage_hf
 from sage_hf.bench import measure, model_tables, plots, providers, results, tables
 from sage_hf.bench.cases import SHAPES, Case, draw
 from sage_hf.bench.measure import SampledErrors
@@ -135,6 +137,12 @@ def test_e4m3_scales_are_those_of_each_slice():
 def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
     for name, text in {"sageattention": "", "sageattention2": "raise ImportError('build failed: error: x')"}.items():
         (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported below goes with the test
+        del sys.modules[name]
+    with sage_hf.drop_in(), pytest.raises(ModuleNotFoundError, match="SageAttention 1 is not installed"):
+        sageattention(1)
+    with sage_hf.drop_in(), pytest.raises(ModuleNotFoundError, match="SageAttention 2 is not installed"):
+        sageattention(2)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert sageattention(1).__name__ == "sageattention"
     with pytest.raises(ImportError, match="build failed"):

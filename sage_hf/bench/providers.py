@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.cases import Case, Inputs
+from sage_hf.drop_in import STAND_INS
 from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.kernels import Quantizer
@@ -410,7 +411,8 @@ def sageattention(generation: Literal[1, 2]) -> ModuleType:
             if error.name != name:
                 raise
             continue
-        if hasattr(module, "sageattn_qk_int8_pv_fp8_cuda") == (generation == 2):
+        is_ours = (module.__file__ or "").startswith(STAND_INS)
+        if not is_ours and hasattr(module, "sageattn_qk_int8_pv_fp8_cuda") == (generation == 2):
             return module
     raise ModuleNotFoundError(f"SageAttention {generation} is not installed")
 
