@@ -4,6 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 OLDEST := .venv-oldest
+RELEASE := .venv-release
+# The Pythons in which `make release-check` tries the wheel.
+PYTHONS ?= $(PYTHON)
 BIN := $(VENV)/bin
 
 # One thread a process: the tests run in parallel processes, which take neighbouring tests, so that they seldom make the
@@ -13,7 +16,7 @@ PARALLEL := -n auto --dist worksteal
 # Bytecode of the libraries is written once, also where the environment forbids it: each process would compile it again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test tests audit lint types test-oldest wheel clean
+.PHONY: setup demo test tests audit lint types test-oldest wheel hub-kernel release-check clean
 
 setup: $(VENV)/ready
 
@@ -63,5 +66,22 @@ $(OLDEST)/ready: pyproject.toml tests/oldest.txt
 wheel: setup
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+# A folder to upload to the Hub as a kernel repository.
+hub-kernel: setup
+	rm -rf dist/hub-kernel
+	$(BIN)/python -m sage_hf.build_hub_kernel dist/hub-kernel
+
+# What a release would publish: built, checked, and tried in fresh environments outside of the checkout.
+release-check: $(RELEASE)/ready
+	rm -rf dist build
+	$(RELEASE)/bin/python -m build --outdir dist . > /dev/null
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(RELEASE)/bin/python .ci/release_check.py dist "$(TORCH)" $(PYTHONS)
+
+$(RELEASE)/ready:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --no-compile build twine
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist demo_output *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) build dist demo_output *.egg-info

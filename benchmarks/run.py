@@ -6,7 +6,6 @@ python benchmarks/run.py --unseen 33 --output benchmarks/results   calls of the 
 python benchmarks/run.py norm-rope --output benchmarks/results     norm and rotation of queries
 python benchmarks/run.py first-calls --output benchmarks/results   first calls, with empty caches and with full ones
 python benchmarks/run.py sparse --output benchmarks/results        attention over block lists
-python benchmarks/run.py cold-variety --calls 350                  what first calls of many kinds compile
 
 A benchmark writes <gpu>-<benchmark>.json; `python docs/pages.py` draws the pictures and fills in the tables.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import cold_variety
 import first_calls
 import norm_rope
 import sparse
@@ -24,7 +22,7 @@ import sparse
 from sage_hf.bench import command, grid_tables
 from sage_hf.tune.tune import table_in_use, unseen_points
 
-BENCHMARKS = {"norm-rope": norm_rope, "first-calls": first_calls, "sparse": sparse, "cold-variety": cold_variety}
+BENCHMARKS = {"norm-rope": norm_rope, "first-calls": first_calls, "sparse": sparse}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

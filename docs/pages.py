@@ -83,7 +83,7 @@ import output_errors  # noqa: E402
 import peaked_errors as peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import sparse_quality_table  # noqa: E402
-import training_summary  # noqa: E402
+import training_report  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -371,7 +371,7 @@ def trained_models() -> str:
     """Return a table of the losses of models that were trained in INT8 and exactly."""
     names = ("language_model", "tiny_video")
     texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in names)
-    return training_summary.summary(*map(json.loads, texts))
+    return training_report.summary(*map(json.loads, texts))
 
 
 def recipes() -> str:

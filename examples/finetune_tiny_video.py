@@ -10,8 +10,8 @@ transformer learns; the text encoder is frozen. Every recipe sees the same data 
 that of the velocity predicted for clips of the 48 scenes outside of all training, always with exact attention.
 
 Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
-Each command writes its section of ``<output>/tiny_video.json`` and prints a table; fine-tuning also plots its curves.
-Training is in bfloat16 on a GPU and in float32 on a CPU. Needs ``pip install ".[video,benchmarks]"``.
+Each command writes its section of ``<output>/tiny_video.json``, with the curves of training, and prints a table.
+Training is in bfloat16 on a GPU and in float32 on a CPU. Needs ``pip install ".[video]"``.
 """
 
 import argparse
@@ -26,26 +26,24 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-from shapes import Scene, attribute_matches, draw_clips, held_out_scenes, read_clips, train_scenes
+from shapes import Scene, attribute_matches, held_out_scenes, read_clips, train_scenes
 from tiny_video_parts import PROMPT_LENGTH, TinySize, build_scheduler, rotary_embedding
 from tiny_video_score import generate
 from torch import Tensor
-from tqdm.auto import tqdm
-from train_tiny_video import CAPTION_DROPOUT, DEFAULT_FOLDER, caption_ids, to_model_range
-from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics
+from train_tiny_video import CAPTION_DROPOUT, DEFAULT_FOLDER, caption_ids, encode
+from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics, train_or_resume
 from training_report import (
     compare,
     comparison_table,
-    facts,
+    final_losses,
     finite,
-    markdown,
     mean_and_spread,
-    plot_curves,
-    resume_or_run,
     update_result,
 )
 
 import sage_hf
+from sage_hf.bench.results import facts
+from sage_hf.text import markdown_table
 
 TRAINING_RECIPES = ("exact", "sage_bwd", "sage_bwd_int8")
 INFERENCE_RECIPES = ("exact", "sage_bwd", "sage2", "sage3")
@@ -88,7 +86,7 @@ class Task:
         self.rotary = tuple(table.to(device) for table in rotary_embedding(size))
         scenes = train_scenes()
         self.scene_numbers = torch.arange(pool) % len(scenes)
-        self.latents = encode_backwards(pipe, size, [scenes[i] for i in self.scene_numbers.tolist()], seed=0)
+        self.latents = encode(pipe.vae, size, [scenes[i] for i in self.scene_numbers.tolist()], 0, backwards=True)
         with torch.no_grad():
             # (scenes + 1, templates, tokens, channels); the last scene is the empty caption.
             ids = caption_ids(pipe.tokenizer, PROMPT_LENGTH).to(device)
@@ -96,7 +94,7 @@ class Task:
             held_out = [scene.caption() for scene in held_out_scenes()]
             ids = pipe.tokenizer(held_out, padding="max_length", max_length=PROMPT_LENGTH, return_tensors="pt")
             held_out_text = pipe.text_encoder(ids.input_ids.to(device))[0]
-        latents = encode_backwards(pipe, size, held_out_scenes(), seed=HELD_OUT_SEED)
+        latents = encode(pipe.vae, size, held_out_scenes(), HELD_OUT_SEED, backwards=True)
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(HELD_OUT_SEED)).to(device)
         timesteps = torch.linspace(0, self.scheduler.config.num_train_timesteps - 1, len(latents)).long().to(device)
         self.held_out = self.batch(latents, noise, timesteps, held_out_text)
@@ -130,23 +128,6 @@ class Task:
             image_rotary_emb=self.rotary,
             return_dict=False,
         )[0].float()
-
-
-@torch.no_grad()
-def encode_backwards(pipe: CogVideoXPipeline, size: TinySize, scenes: Sequence[Scene], seed: int) -> Tensor:
-    """Return scaled latents (scenes, f, C, h, w) float32 of a clip of each scene, run backwards."""
-    generator, device, latents = torch.Generator().manual_seed(seed), pipe.vae.device, []
-    for first in tqdm(range(0, len(scenes), 32), desc="encoding clips", mininterval=2.0):
-        clips = draw_clips(
-            scenes[first : first + 32],
-            generator=generator,
-            num_frames=size.num_frames,
-            size=size.clip_size,
-            device=device,
-        )
-        latent = pipe.vae.encode(to_model_range(clips.flip(1))).latent_dist.mode() * pipe.vae.config.scaling_factor
-        latents.append(latent.transpose(1, 2))
-    return torch.cat(latents)
 
 
 def train(
@@ -229,33 +210,24 @@ class Experiment:
             "pool": args.pool,
             "points": args.points,
             "base": {"name": args.folder.name, "crc32": self.base_crc32},
-            "gpu": facts(self.accelerator.device)["gpu"],  # decides the dtype, too
         }
-
-        def run() -> dict[str, Any]:
-            transformer = self.load(args.folder / "transformer")
-            plan = TrainingPlan(recipe, args.lr, args.steps, args.points, path.name)
-            trained = train(self.accelerator, transformer, self.task, seed, args.batch_size, plan)
-            self.accelerator.unwrap_model(transformer, keep_fp32_wrapper=False).save_pretrained(path)
-            self.accelerator.free_memory()
-            return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}
-
-        return resume_or_run(path.with_suffix(".json"), settings, run)
+        plan = TrainingPlan(recipe, args.lr, args.steps, args.points, path.name)
+        return train_or_resume(
+            path,
+            settings,
+            self.accelerator,
+            lambda: self.load(args.folder / "transformer"),
+            lambda transformer: train(self.accelerator, transformer, self.task, seed, args.batch_size, plan),
+        )
 
     def runs(self) -> list[dict[str, Any]]:
         return [self.one_run(recipe, seed) for seed in self.args.seeds for recipe in self.args.recipes]
 
     def finetune(self) -> None:
         runs = self.runs()
-        final: dict[str, dict[int, float | None]] = {}
-        for run in runs:
-            settings = run["settings"]
-            final.setdefault(settings["recipe"], {})[settings["seed"]] = run["curve"][-1]["held_out_loss"]
-        comparison = compare(final)
+        comparison = compare(final_losses(runs))
         print(f"\nvelocity error on held-out scenes\n{comparison_table(comparison)}", flush=True)
         update_result(self.result, "finetune", {"comparison": comparison, "runs": runs})
-        title = "Tiny CogVideoX, fine-tuned on clips that run backwards"
-        plot_curves({title: runs}, self.args.output / "tiny_video_finetune.png", "held-out velocity error")
 
     @torch.no_grad()
     def measure(self, folder: Path, recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -322,8 +294,8 @@ class Experiment:
                     ]
                 )
         header = ["trained with", "run with", "held-out loss", "velocity rel-L1", "clips rel-L1"]
-        print(f"\n{markdown([*header, *Scene._fields, 'all', 'of'], table)}", flush=True)
-        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device, self.args.commit)}
+        print(f"\n{markdown_table([*header, *Scene._fields, 'all', 'of'], table)}", flush=True)
+        section = {"seeds": self.args.seeds, "rows": rows, "facts": facts(self.accelerator.device)}
         update_result(self.result, "evaluate", section)
 
 
@@ -340,8 +312,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=48, help="to score a model by, at most 48")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="the pipeline folder to begin with")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_tiny_video"), help="weights and parts")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plot")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON")
     return parser.parse_args(argv)
 
 

@@ -10,9 +10,8 @@ recipe sees the same data in the same order, from the same initial weights; seve
 noise. The held-out loss is always computed with exact attention, because it judges the weights.
 
 Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
-Each command writes its section of ``<output>/language_model.json`` and prints a table; training also plots its curves.
-Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes. Curves are
-drawn if matplotlib is installed.
+Each command writes its section of ``<output>/language_model.json``, with the curves of training, and prints a table.
+Training is in bfloat16 on a GPU, and in float32 on a CPU, where ``--size tiny`` takes some minutes.
 """
 
 import argparse
@@ -36,16 +35,13 @@ from source_text import (
 )
 from torch import Tensor
 from tqdm.auto import tqdm
-from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics
+from training_loop import TrainingPlan, build_accelerator, fit, kernels_that_ran, run_own_numerics, train_or_resume
 from training_report import (
     compare,
     comparison_table,
-    facts,
+    final_losses,
     finite,
-    markdown,
     mean_and_spread,
-    plot_curves,
-    resume_or_run,
     update_result,
 )
 from transformers import (
@@ -55,6 +51,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from sage_hf.bench.results import facts
+from sage_hf.text import markdown_table
 
 # One model without and one with QK-norm; nothing else differs.
 ARCHITECTURES = {
@@ -106,12 +105,6 @@ def build_model(architecture: str, size: Size, seed: int) -> PreTrainedModel:
             eos_token_id=None,
         )
     )
-
-
-def operations_per_token(model: PreTrainedModel, size: Size) -> float:
-    """Return the floating-point operations to train on one token: 6 per weight, and those of causal attention."""
-    weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    return 6 * weights + 6 * size.num_layers * size.seq_len * size.hidden_size
 
 
 def use_recipe(model: PreTrainedModel, recipe: str) -> None:
@@ -184,22 +177,22 @@ class Experiments:
             "points": args.points,
             "size": asdict(self.size),
             "text": text.facts,
-            "gpu": facts(self.accelerator.device)["gpu"],  # decides the dtype, too
         }
         if base is not None:
             settings["base"] = json.loads(base.with_suffix(".json").read_text())["settings"]
 
-        def run() -> dict[str, Any]:
+        def load() -> PreTrainedModel:
             model = build_model(architecture, self.size, seed)
-            if base is not None:
-                model = type(model).from_pretrained(base, dtype=torch.float32)
-            plan = TrainingPlan(recipe, lr, steps, args.points, f"{folder} {path.name}")
-            trained = train(self.accelerator, model, text, self.size, seed, plan)
-            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
-            self.accelerator.free_memory()
-            return {**trained, "facts": facts(self.accelerator.device, self.args.commit)}
+            return model if base is None else type(model).from_pretrained(base, dtype=torch.float32)
 
-        return resume_or_run(path.with_suffix(".json"), settings, run)
+        plan = TrainingPlan(recipe, lr, steps, args.points, f"{folder} {path.name}")
+        return train_or_resume(
+            path,
+            settings,
+            self.accelerator,
+            load,
+            lambda model: train(self.accelerator, model, text, self.size, seed, plan),
+        )
 
     def pretraining_text(self) -> Text:
         return read_text(self.args.text or standard_library(), "the Python standard library")
@@ -207,36 +200,18 @@ class Experiments:
     def finetuning_text(self) -> Text:
         return read_text(self.args.finetune_text or package_sources("torch"), "the Python sources of torch")
 
-    def announce(self, architecture: str, stage: str, runs: int) -> None:
-        """Print how long the runs of a stage would take at 40 % of the GPU's peak."""
-        tokens = runs * getattr(self.args, f"{stage}_steps") * self.size.batch_size * self.size.seq_len
-        model = build_model(architecture, self.size, seed=0)
-        operations = tokens * operations_per_token(model, self.size)
-        rate = 0.4 * self.args.peak_tflops * 1e12
-        print(
-            f"{stage}: {runs} runs of {model.num_parameters() / 1e6:.1f} M weights, {tokens / 1e6:.1f} M tokens: "
-            f"{operations / rate / 60:.1f} minutes ({tokens * rate / operations:,.0f} tokens/s) at 40 % of "
-            f"{self.args.peak_tflops:g} TFLOP/s",
-            flush=True,
-        )
-
     def finish(self, stage: str, groups: dict[str, list[dict[str, Any]]]) -> None:
-        """Write, plot and print the results of a stage's runs."""
+        """Write and print the results of a stage's runs."""
         section: dict[str, Any] = {}
         for title, runs in groups.items():
-            final: dict[str, dict[int, float | None]] = {}
-            for run in runs:
-                settings = run["settings"]
-                final.setdefault(settings["recipe"], {})[settings["seed"]] = run["curve"][-1]["held_out_loss"]
+            final = final_losses(runs)
             section[title] = {"comparison": compare(final), "runs": runs}
             print(f"\n{stage}: {title}, {len(final)} recipes, seeds {', '.join(map(str, self.args.seeds))}")
             print(comparison_table(section[title]["comparison"]), flush=True)
         update_result(self.result, stage, section)
-        plot_curves(groups, self.args.output / f"language_model_{stage}.png", "held-out loss (nats a byte)")
 
     def pretrain(self) -> None:
         args, text = self.args, self.pretraining_text()
-        self.announce("llama", "pretrain", len(ARCHITECTURES) * len(args.recipes) * len(args.seeds))
         groups = {
             title: [
                 self.one_run(f"pretrain-{architecture}", architecture, recipe, seed, text)
@@ -261,7 +236,6 @@ class Experiments:
         ]
 
     def finetune(self) -> None:
-        self.announce("llama", "finetune", len(self.args.recipes) * len(self.args.seeds))
         self.finish("finetune", {"Llama, fine-tuned on other text": self.finetuned()})
 
     @torch.no_grad()
@@ -289,7 +263,7 @@ class Experiments:
                         bar.update()
                 rows.append({"trained_with": trained_with, "perplexity": perplexity})
         header = ["trained with", *(f"run with {recipe}" for recipe in INFERENCE_RECIPES)]
-        table = markdown(
+        table = markdown_table(
             header, [[row["trained_with"], *map(mean_and_spread, row["perplexity"].values())] for row in rows]
         )
         print(f"\nheld-out perplexity a byte, {text.facts['name']}\n{table}", flush=True)
@@ -298,7 +272,7 @@ class Experiments:
             "seeds": self.args.seeds,
             "kernels": kernels,
             "rows": rows,
-            "facts": facts(device, self.args.commit),
+            "facts": facts(device),
         }
         update_result(self.result, "evaluate", section)
 
@@ -316,10 +290,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--points", type=int, default=20, help="of a curve")
     parser.add_argument("--text", type=Path, help="folder of Python files; default: the standard library")
     parser.add_argument("--finetune-text", type=Path, help="folder of Python files; default: torch's")
-    parser.add_argument("--peak-tflops", type=float, default=989, help="the GPU's, in bfloat16, to estimate time by")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/language_model"), help="weights and parts")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON and the plots")
-    parser.add_argument("--commit", help="of the source, for the record (default: the checkout's)")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of the JSON")
     return parser.parse_args(argv)
 
 

@@ -21,8 +21,10 @@ import torch
 from source_text import VOCABULARY, Text, held_out_windows, read_text, standard_library, training_windows
 from torch import Tensor
 from tqdm.auto import tqdm
-from training_report import facts, finite
+from training_report import finite
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+from sage_hf.bench.results import facts
 
 BOS = 255
 DEFAULT_FOLDER = Path(__file__).parent / "tiny_llama"

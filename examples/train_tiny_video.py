@@ -227,23 +227,22 @@ def caption_ids(tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def encode_pool(vae: AutoencoderKLCogVideoX, args: argparse.Namespace, size: TinySize) -> tuple[Tensor, Tensor]:
-    """Draw and encode ``args.pool`` clips; return scaled latents (pool, f, C, h, w) float16, scene numbers (pool,)."""
-    scenes = train_scenes()
-    numbers = torch.arange(args.pool) % len(scenes)
-    generator = torch.Generator().manual_seed(args.seed)
-    latents = []
-    for part in tqdm(numbers.split(64), desc="encoding the pool", mininterval=2.0):
+def encode(
+    vae: AutoencoderKLCogVideoX, size: TinySize, scenes: Sequence[Scene], seed: int, backwards: bool = False
+) -> Tensor:
+    """Return scaled latents (scenes, f, C, h, w) float32 of a drawn clip of each scene, which may run backwards."""
+    generator, latents = torch.Generator().manual_seed(seed), []
+    for first in tqdm(range(0, len(scenes), 32), desc="encoding clips", mininterval=2.0):
         clips = draw_clips(
-            [scenes[i] for i in part.tolist()],
+            scenes[first : first + 32],
             generator=generator,
             num_frames=size.num_frames,
             size=size.clip_size,
             device=vae.device,
         )
-        latent = vae.encode(to_model_range(clips).to(vae.dtype)).latent_dist.mode() * vae.config.scaling_factor
-        latents.append(latent.transpose(1, 2).to(torch.float16))
-    return torch.cat(latents), numbers.to(vae.device)
+        clips = to_model_range(clips.flip(1) if backwards else clips).to(vae.dtype)
+        latents.append((vae.encode(clips).latent_dist.mode() * vae.config.scaling_factor).transpose(1, 2).float())
+    return torch.cat(latents)
 
 
 def make_portable(folder: Path) -> None:
@@ -265,7 +264,9 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
     device = accelerator.device
     vae = AutoencoderKLCogVideoX.from_pretrained(args.folder / "vae", torch_dtype=torch.float32).to(device)
     vae.requires_grad_(False)
-    latents, numbers = encode_pool(vae, args, size)
+    numbers = torch.arange(args.pool) % len(train_scenes())
+    latents = encode(vae, size, [train_scenes()[i] for i in numbers.tolist()], args.seed).half()
+    numbers = numbers.to(device)
     tokenizer, scheduler = build_tokenizer(), build_scheduler()
     short_ids, long_ids = (caption_ids(tokenizer, n).to(device) for n in (PROMPT_LENGTH, PIPELINE_PROMPT_LENGTH))
     text_encoder = build_text_encoder(size, len(tokenizer))

@@ -3,17 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from training_report import finite
+from training_report import finite, resume_or_run
 from transformers import get_cosine_schedule_with_warmup
 
 import sage_hf
-from sage_kernels.dispatch.registry import set_routing
+from sage_hf.bench.results import facts
+from sage_kernels.dispatch.select import set_routing
 
 
 def run_own_numerics() -> None:
@@ -76,6 +78,36 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.points < 1:
             raise SystemExit(f"{self.steps} steps and {self.points} points of the curve: both must be at least 1")
+
+
+def train_or_resume(
+    path: Path,
+    settings: dict[str, Any],
+    accelerator: Accelerator,
+    load: Callable[[], nn.Module],
+    train: Callable[[nn.Module], dict[str, Any]],
+) -> dict[str, Any]:
+    """Train a model, save its weights to the folder `path`, and return the run; or return the run that is kept there.
+
+    Args:
+        path: folder of the weights; the run is kept next to it, as JSON.
+        settings: everything that the run depends on, as plain data; the GPU is added, which decides the dtype too.
+        accelerator: made by `build_accelerator`.
+        load: makes the model to begin with.
+        train: trains it in place; see `fit` for the result.
+
+    Raises:
+        SystemExit: a kept run has other settings.
+    """
+
+    def run() -> dict[str, Any]:
+        model = load()
+        trained = train(model)
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False).save_pretrained(path)
+        accelerator.free_memory()
+        return {**trained, "facts": facts(accelerator.device)}
+
+    return resume_or_run(path.with_suffix(".json"), {**settings, "gpu": facts(accelerator.device)["gpu"]}, run)
 
 
 def fit(

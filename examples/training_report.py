@@ -1,59 +1,28 @@
-"""Reports of the training experiments: resumable parts of a result, comparison over seeds, tables and curves."""
+"""Reports of the training experiments: resumable parts of a result, comparison over seeds, and tables."""
 
 import json
 import math
-import platform
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from sage_hf.files import replacing
+from sage_hf.text import markdown_table
 
 BASELINE = "exact"
-PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate")
+RECIPES = ("exact", "sage_bwd", "sage_bwd_int8")
+STAGES = (("pretrain", "Llama (no QK-norm)"), ("pretrain", "Qwen 3 (QK-norm)"), ("finetune", ""))
+TITLES = (
+    "Llama of 25 M weights, from nothing, 500 steps: held-out loss (nats a byte)",
+    "the same with QK-norm (Qwen 3)",
+    "the Llama, fine-tuned on other text, 200 steps",
+)
 
 
 def finite(value: float) -> float | None:
     """Return the number rounded to 6 digits, for JSON; None if it is NaN or infinite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def facts(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """Return the machine, the versions and the commit that a result comes from, each None if there is none.
-
-    Args:
-        device: the device that ran it.
-        commit: commit of the source; None: that of the checkout.
-    """
-    return {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
-        "cuda": torch.version.cuda,
-        "commit": _commit() if commit is None else commit,
-        "date": date.today().isoformat(),
-    }
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout that this file is in; None without git or without a checkout."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -78,9 +47,8 @@ def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[s
         return part
     part = {"settings": settings, **run()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(part, indent=1, allow_nan=False) + "\n")
-    unfinished.rename(path)
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(part, indent=1, allow_nan=False) + "\n")
     return part
 
 
@@ -90,6 +58,15 @@ def update_result(path: Path, section: str, value: dict[str, Any]) -> None:
     content[section] = value
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def final_losses(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float | None]]:
+    """Return recipe → seed → the held-out loss at the end of the run."""
+    found: dict[str, dict[int, float | None]] = {}
+    for run in runs:
+        settings = run["settings"]
+        found.setdefault(settings["recipe"], {})[settings["seed"]] = run["curve"][-1]["held_out_loss"]
+    return found
 
 
 def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[str, Any]]:
@@ -163,12 +140,6 @@ def mean_and_spread(values: Iterable[float | None], digits: int = 4) -> str:
     return number(_mean(values), digits) + ("" if spread is None else f" ± {number(spread, digits)}")
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the result of `compare` as a Markdown table."""
     header = ["trained with", "final held-out loss", "spread over seeds", "mean difference to exact", "its spread"]
@@ -183,65 +154,29 @@ def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for recipe, row in comparison.items()
     ]
-    return markdown([*header, "within seed noise"], rows)
+    return markdown_table([*header, "within seed noise"], rows)
 
 
-def plot_curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, loss: str) -> None:
-    """Plot the held-out loss against steps, and the difference of each run to exact attention with the same seed.
+def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) -> str:
+    """Return a Markdown table of both experiments: training with each recipe, then inference of those models."""
 
-    Args:
-        groups: title → runs with "settings" ("recipe", "seed") and "curve": rows of "step" and "held_out_loss", where
-            None leaves a gap. Each group gets a row of axes.
-        path: file of the PNG.
-        loss: name and unit of the loss, for the axes.
+    def losses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+        found = final_losses(runs)
+        return [mean_and_spread(found[recipe].values()) for recipe in RECIPES]
 
-    Without matplotlib nothing is drawn, and a line says so.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"{path.name} is not drawn: pip install matplotlib, and run this again (finished runs are kept)")
-        return
-    figure = Figure(figsize=(12, 4.5 * len(groups)), layout="constrained")
-    for (title, runs), (losses, differences) in zip(
-        groups.items(), figure.subplots(len(groups), 2, squeeze=False), strict=True
-    ):
-        curves: dict[str, dict[int, dict[int, float]]] = {}
-        for run in runs:
-            curve = {
-                row["step"]: math.nan if row["held_out_loss"] is None else row["held_out_loss"] for row in run["curve"]
-            }
-            curves.setdefault(run["settings"]["recipe"], {})[run["settings"]["seed"]] = curve
-        for index, (recipe, by_seed) in enumerate(curves.items()):
-            for seed, curve in by_seed.items():
-                style = {
-                    "color": f"C{index}",
-                    "linestyle": ("-", "--", ":")[index % 3],
-                    "label": recipe if seed == min(by_seed) else None,
-                }
-                losses.plot(curve.keys(), curve.values(), **style)
-                if recipe != BASELINE and seed in curves.get(BASELINE, {}):
-                    exact = curves[BASELINE][seed]
-                    differences.plot(curve.keys(), [curve[step] - exact[step] for step in curve], **style)
-        noise = _spread(run["curve"][-1]["held_out_loss"] for run in runs if run["settings"]["recipe"] == BASELINE)
-        if noise is not None:
-            differences.axhspan(-noise, noise, color="C0", alpha=0.15, label="spread of exact over seeds, at the end")
-        differences.axhline(0, color="C0")
-        losses.set(title=title, xlabel="step", ylabel=loss)
-        differences.set(title="difference to exact attention, same seed", xlabel="step", ylabel=f"Δ {loss}")
-        # The first steps differ most and matter least, so they may lie outside of the axes.
-        shown = [
-            abs(y)
-            for line in differences.lines
-            for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-            if math.isfinite(y) and x > 0.1 * losses.get_xlim()[1]
-        ]
-        limit = 1.1 * max([*shown, noise or 0.0])
-        if limit:
-            differences.set_ylim(-limit, limit)
-        for axes in (losses, differences):
-            axes.grid(alpha=0.3)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    rows = []
+    for (stage, name), title in zip(STAGES, TITLES, strict=True):
+        group = language_model[stage][name] if name else next(iter(language_model[stage].values()))
+        rows.append([title, *losses(group["runs"])])
+    trained = {row["trained_with"]: row for row in language_model["evaluate"]["rows"]}
+    for run_with in ("exact", "sage2", "sage3"):
+        perplexities = (mean_and_spread(trained[recipe]["perplexity"][run_with], 3) for recipe in RECIPES)
+        rows.append([f"— its perplexity a byte, run with `{run_with}`", *perplexities])
+    title = "tiny video model, taught the opposite directions, 400 steps: held-out loss"
+    rows.append([title, *losses(tiny_video["finetune"]["runs"])])
+    trained = {row["trained_with"]: row for row in tiny_video["evaluate"]["rows"]}
+    for run_with in ("exact", "sage3"):
+        scores = ([seed[run_with] for seed in trained[recipe]["seeds"]] for recipe in RECIPES)
+        counts = (f"{sum(s['all'] for s in seeds)} of {sum(s['prompts'] for s in seeds)}" for seeds in scores)
+        rows.append([f"— its clips right in colour, shape and direction, run with `{run_with}`", *counts])
+    return markdown_table(["", *(recipe if recipe == "exact" else f"`{recipe}`" for recipe in RECIPES)], rows)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sage_hf.apply import apply, restore
     from sage_hf.attention import sage_attention, set_default_fallback
     from sage_hf.config import LayerRule, SageConfig, StepRule
-    from sage_hf.diffusers import enable_vsa
+    from sage_hf.diffusers import context_parallel_plan, enable_vsa
     from sage_hf.diffusers.processor import (
         SageAttn1Processor,
         SageAttn2Processor,
@@ -29,13 +29,16 @@ if TYPE_CHECKING:
         SageAttnProcessor,
         SageBwdProcessor,
     )
+    from sage_hf.drop_in import drop_in
     from sage_hf.explain import explain
     from sage_hf.sparse.config import Sparse
+    from sage_hf.transformers.kv_cache import QuantizedKVCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LayerRule",
+    "QuantizedKVCache",
     "SageAttn1Processor",
     "SageAttn2Processor",
     "SageAttn3Processor",
@@ -45,6 +48,8 @@ __all__ = [
     "Sparse",
     "StepRule",
     "apply",
+    "context_parallel_plan",
+    "drop_in",
     "enable_vsa",
     "explain",
     "record_layer_errors",
@@ -55,10 +60,12 @@ __all__ = [
 
 _HOME = {
     "LayerRule": "config",
+    "QuantizedKVCache": "transformers.kv_cache",
     "SageConfig": "config",
     "Sparse": "sparse",
     "StepRule": "config",
     "apply": "apply",
+    "drop_in": "drop_in",
     "explain": "explain",
     "record_layer_errors": "app.layer_errors",
     "restore": "apply",
@@ -69,10 +76,10 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """Module whose functions `apply` and `explain` are not hidden by the submodules of their names."""
+    """Module whose functions `apply`, `drop_in` and `explain` are not hidden by the submodules of their names."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("apply", "explain") and isinstance(value, ModuleType):
+        if name in ("apply", "drop_in", "explain") and isinstance(value, ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, find_targets
+from sage_hf.transformers.bridge import configs_of, implementation_of, keep_implementation
 from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
@@ -58,7 +58,9 @@ class _Applied(Change):
     """Change that `apply` made of a model."""
 
 
-def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: str | None = None) -> Handle:
+def apply(
+    pipe_or_model: object, config: SageConfig | str | Path, *, fallback: str | None = None, kv_cache: str | None = None
+) -> Handle:
     """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to few bits.
 
     Everything is checked before anything is changed. An earlier `apply` to a model is replaced: it is undone first.
@@ -71,6 +73,8 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: s
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
+        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
+            that format, unless it is given a cache; None: the model's own cache.
 
     Returns:
         A handle that puts back what was there before the first `apply`: `handle.restore()`, or
@@ -80,7 +84,8 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: s
         TypeError: pipe_or_model is neither a pipeline nor a model.
         ValueError: the configuration is unknown or cannot be read, a pattern matches no layer, the model has no
             attention, an attention module is not recognised (a layer rule with "exact" leaves such a module as it is),
-            or there are step rules for a model without steps.
+            or there are step rules for a model without steps; the KV cache of a model cannot be quantised, or it
+            is no transformers model.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -93,12 +98,14 @@ def apply(pipe_or_model: object, config: SageConfig | str | Path, *, fallback: s
     if fallback is not None:
         config = replace(config, fallback=fallback)
     targets = find_targets(pipe_or_model)
+    if kv_cache is not None and any(target.library == "diffusers" for target in targets):
+        raise ValueError("kv_cache: a diffusers model has no KV cache")
     _check_patterns(config, targets)
     pipe = None if isinstance(pipe_or_model, nn.Module) or not hasattr(pipe_or_model, "scheduler") else pipe_or_model
     changes = [
         _diffusers_change(target, config.of_model(target.name), pipe)
         if target.library == "diffusers"
-        else _transformers_change(target, config)
+        else _transformers_change(target, config, kv_cache)
         for target in targets
     ]
     made: list[_Applied] = []
@@ -204,8 +211,8 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     return change
 
 
-def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
-    """Return the change of a transformers model: its `attn_implementation`, and each layer's recipe on its module."""
+def _transformers_change(target: Target, config: SageConfig, kv_cache: str | None) -> MakeChange:
+    """Return the change of a transformers model: its `attn_implementation`, each layer's recipe, and its `generate`."""
     model = inner(target.model)
     if config.sparse is not None:
         raise ValueError(f"sparse: {type(model).__name__} is no diffusers model, whose self-attention alone is routed")
@@ -216,11 +223,21 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
     implementation = name_of(next(with_gradients, recipes[0]), None)
 
+    generate = None
+    if kv_cache is not None:
+        from sage_hf.transformers.kv_cache import GenerateWithCache
+
+        if not hasattr(model, "generate"):
+            raise ValueError(f"kv_cache: {type(model).__name__} does not generate")
+        generate = GenerateWithCache(model, kv_cache)
+
     def change(undo: Undo) -> None:
         undo.append(partial(_restore_files, model))
-        for model_config in _configs(model):
-            name = "_attn_implementation_internal"
-            undo.append(partial(setattr, model_config, name, getattr(model_config, name)))
+        if generate is not None:
+            model.generate = generate
+            undo.append(partial(delattr, model, "generate"))
+        for model_config in configs_of(model):
+            undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, RECIPE, _recipe(config, name), undo)
@@ -235,7 +252,7 @@ def _restore_files(model: nn.Module) -> None:
     """Put back what transformers' modelling files held before models of ours, if this was the last of them."""
     from sage_hf.transformers.rotary import forget_model
 
-    if not any(model_config._attn_implementation in NAMES for model_config in _configs(model)):
+    if not any(implementation_of(one) in NAMES for one in configs_of(model)):
         forget_model(model)
 
 
@@ -243,18 +260,6 @@ def _recipe(config: SageConfig, layer: str) -> str:
     """Return the layer's recipe in evaluation mode, at steps that no step rule covers."""
     rule = config.layer_rule(layer)
     return config.recipe if rule is None else rule.recipe
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Return the configs of a transformers model and of the models inside it, with the configs nested in them."""
-    found: dict[int, Any] = {}
-    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
-    while pending:
-        config = pending.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
-            pending += [getattr(config, key, None) for key in config.sub_configs]
-    return list(found.values())
 
 
 def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> None:

@@ -7,6 +7,8 @@ blocks, which are modules with weights (`diffusers.gates`).
 LAYER is set on diffusers' attention modules that a shared processor serves: (that processor, the module's `Layer`).
 The others are set on attention modules of transformers. RECIPE, TRAINING and FALLBACK, which a user may set too, name
 the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the `attn_implementation` they belong to.
+SPLIT is set on diffusers' attention modules whose tokens are split among processes by a plan of ours, and on their
+model: how they are split (`diffusers.shards`).
 CHANGES is set on models that `apply` or `enable_vsa` changed: what undoes each change (`changes`).
 CAUSALITY is set on masks that transformers makes: (the offset of the causality that a mask holds, what else it holds:
 which keys exist, bool (batch, keys up to the last query's), or None if all do; the mask's version at that time).
@@ -14,6 +16,7 @@ which keys exist, bool (batch, keys up to the last query's), or None if all do; 
 
 CHANGES = "_sage_changes"
 LAYER = "_sage_layer"
+SPLIT = "_sage_split"
 RECIPE = "sage_recipe"
 TRAINING = "sage_training"
 FALLBACK = "sage_fallback"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from sage_hf import record
+from sage_hf import kv_notes, record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.bridge import backend_of
 from sage_hf.diffusers.layers import fixed_backend
@@ -21,8 +21,10 @@ from sage_hf.names import NAMES
 from sage_hf.sparse.layer import sparsity_of
 from sage_hf.targets import Target, find_targets
 from sage_hf.text import text_table, to_ascii
+from sage_hf.transformers.bridge import implementation_of
 from sage_kernels.dispatch import cost_model
-from sage_kernels.dispatch.registry import Outcome, Plan, routing
+from sage_kernels.dispatch.plan import Outcome, Plan
+from sage_kernels.dispatch.select import routing
 from sage_kernels.spec.call import chooses_heavy_keys, heavy_keys_of
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
@@ -80,6 +82,7 @@ class Explanation:
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
         norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the model's
             operators.
+        kv_caches: what each low-bit KV cache holds, with which layers ran last, and which kernel decoded.
     """
 
     rows: tuple[LayerRow, ...]
@@ -88,6 +91,7 @@ class Explanation:
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
     norm_rope: int = 0
+    kv_caches: tuple[str, ...] = ()
 
     def joined(self, later: Explanation) -> Explanation:
         """Join two runs of a model: equal rows become one, with the calls of both.
@@ -136,7 +140,7 @@ class Explanation:
         text += [
             f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
         ]
-        return to_ascii("\n".join([*text, *self.costs]))
+        return to_ascii("\n".join([*text, *self.kv_caches, *self.costs]))
 
 
 _COUNTS = ("calls", "heavy", "chosen", "recent")
@@ -160,7 +164,16 @@ def explain(pipe_or_model: object) -> Explanation:
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
     compiled = tuple(record.compiled_outcomes().items())
     fused = sum(layer in record.with_norm_rope for target in targets for layer in target.layers.values())
-    return Explanation(tuple(rows), compiled, sparse=tuple(sparse), costs=_costs(targets), norm_rope=fused)
+    layers = [layer for target in targets for layer in target.layers.values()]
+    caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
+    return Explanation(
+        tuple(rows),
+        compiled,
+        sparse=tuple(sparse),
+        costs=_costs(targets),
+        norm_rope=fused,
+        kv_caches=tuple(caches.values()),
+    )
 
 
 def _costs(targets: Sequence[Target]) -> tuple[str, ...]:
@@ -234,8 +247,8 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
 
 
 def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
-    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    if implementation not in NAMES:
+    implementation = implementation_of(layer)
+    if implementation is None or implementation not in NAMES:
         return "", f"attn_implementation is {implementation!r}: sage_hf.apply changes that"
     recipe, _ = NAMES[implementation]
     training = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch.request import Request
 from sage_kernels.spec.recipe import get_recipe
 
 NOMINAL_TOKENS = 16384  # more than those below which calls are routed to exact attention

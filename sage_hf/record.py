@@ -21,7 +21,7 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import Outcome, Plan
+from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.exact.sdpa import in_autocast_dtype
 from sage_kernels.spec.options import Options
 

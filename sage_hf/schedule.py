@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.utils import logging
 from torch import Tensor, nn
 
+from sage_hf.changes import inner
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.bridge import follow_pipelines, running_pipeline
 from sage_kernels.runtime import dynamo
@@ -93,7 +94,7 @@ class StepSchedule:
             ValueError: the denoiser's forward takes no timestep.
         """
         follow_pipelines()
-        model = getattr(denoiser, "_orig_mod", denoiser)
+        model = inner(denoiser)
         self._argument = timestep_argument(model)
         self._parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
         return denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)

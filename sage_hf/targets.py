@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sage_hf import diffusers, transformers
+from sage_hf.changes import inner
+from sage_hf.transformers.bridge import is_pretrained_model
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 """Names of the first denoisers of a pipeline."""
@@ -62,8 +63,8 @@ def _attends_in_steps(model: object) -> bool:
 
     Text encoders and autoencoders are not told, except decoders that denoise, which diffusers has among autoencoders.
     """
-    plain: Any = getattr(model, "_orig_mod", model)
-    if not isinstance(plain, nn.Module) or _is_transformers(plain) or not diffusers.attention_layers(plain):
+    plain = inner(model)
+    if not isinstance(plain, nn.Module) or is_pretrained_model(plain) or not diffusers.attention_layers(plain):
         return False
     return denoises(type(plain))
 
@@ -76,10 +77,10 @@ def denoises(model_class: type) -> bool:
 
 
 def _target(name: str, model: nn.Module) -> Target:
-    plain: Any = getattr(model, "_orig_mod", model)
+    plain = inner(model)
     if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
         return _target(name, plain.get_base_model())
-    library = "transformers" if _is_transformers(plain) else "diffusers"
+    library = "transformers" if is_pretrained_model(plain) else "diffusers"
     if library == "transformers":
         if reason := transformers.unsupported(plain):
             raise ValueError(f"{type(plain).__name__} cannot be switched: {reason}")
@@ -91,8 +92,3 @@ def _target(name: str, model: nn.Module) -> Target:
             f"{type(plain).__name__} has no attention layer that sage_hf can switch; of a wrapper pass the model inside"
         )
     return Target(name, model, library, layers)
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 
 from sage_hf.bench import results
+from sage_hf.metrics import ErrorSums
 from sage_hf.text import markdown_table
 from sage_kernels.formats import fp8, int8
 from sage_kernels.reference import forward as reference
@@ -257,20 +258,13 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
     Each sample is scaled so that the root mean square of the truth is 1: a layer with small gradients counts like the
     others.
     """
-    pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in RESULTS}
+    sums = {name: ErrorSums() for name in RESULTS}
     for sample, truth in zip(samples, truths, strict=True):
         for name, wanted, got in zip(RESULTS, truth, quantized(sample, variant), strict=True):
             size = wanted.square().mean().sqrt()
-            pairs[name].append((got.double() / size, wanted / size))
-    measured = {}
-    for name, tensors in pairs.items():
-        got, wanted = (torch.cat([pair[side].flatten() for pair in tensors]) for side in (0, 1))
-        measured[name] = {
-            "cosine": F.cosine_similarity(got, wanted, dim=0).item(),
-            "rel_l1": ((got - wanted).abs().sum() / wanted.abs().sum()).item(),
-            "rmse": (got - wanted).square().mean().sqrt().item(),
-        }
-    return measured
+            sums[name].add(wanted / size, got.double() / size)
+    found = {name: sums[name].errors() for name in RESULTS}
+    return {name: {"cosine": one.cosine, "rel_l1": one.rel_l1, "rmse": one.rmse} for name, one in found.items()}
 
 
 def markdown(rows: list[dict], name: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from tensors import Triple, dit_like, gaussian, text_activations, video_activations
 
 from sage_hf.bench import results
+from sage_hf.metrics import ErrorSums
 from sage_hf.text import markdown_table
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
@@ -51,12 +52,10 @@ PROMPT = "a red circle moving left"
 
 def relative_l1(triples: list[Triple], truths: list[torch.Tensor], recipe: Recipe) -> float:
     """Return Σ|O - O'| / Σ|O| over all triples."""
-    error = size = 0.0
+    sums = ErrorSums()
     for triple, truth in zip(triples, truths, strict=True):
-        output, _ = reference.attention(*triple, recipe)
-        error += (output - truth).abs().sum().item()
-        size += truth.abs().sum().item()
-    return error / size
+        sums.add(truth, reference.attention(*triple, recipe)[0])
+    return sums.errors().rel_l1
 
 
 def markdown(rows: list[dict]) -> str:

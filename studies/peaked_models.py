@@ -1,11 +1,11 @@
-"""Measure where trained models' attention is peaked, and what the recipes and their remedies do there, on a CPU.
+"""Measure where trained models' attention is peaked, and what recipes and outlier handling do there, on a CPU.
 
 python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
 
 The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
 over all layers as in `peaked_errors`; "perplexity", the Llama's on held-out text with every recipe; and "recent_keys",
-the same of `sage3` by the number of these. "change" is relative to exact attention, "standard_error" that of the change
+the same of `sage3` by their number. "change" is relative to exact attention, "standard_error" that of the change
 over windows of text, and "divergence" Kullback and Leibler's, of what the model predicts from what it predicts with
 exact attention. The divergence, in nats a byte, is the change that a text drawn from the model itself would have, and
 varies a third as much from text to text.
@@ -15,27 +15,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import output_errors
 import torch
-from peaked_errors import OURS, markdown, relative_l1
-from tensors import Triple, text_activations, video_activations
+from peaked_errors import OURS, markdown, registered, variants
+from tensors import Inputs, text_activations, video_activations
 from torch import Tensor
 
 import sage_hf
 from sage_hf import record
 from sage_hf.app.peaks import channel_loudness
 from sage_hf.bench import results
+from sage_hf.metrics import ErrorSums
 from sage_hf.text import markdown_table
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
+from sage_kernels.spec.recipe import RECIPES, Recipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
@@ -46,21 +46,6 @@ WINDOWS = 384
 RECENT_KEYS = (0, 1, 2, 4, 8, 16)
 """Numbers of recent keys that `sage3` is tried with, on every fourth window."""
 BATCH = 8
-
-
-class Layer(NamedTuple):
-    """One attention call of a trained model: float32 (batch, heads, tokens, head_dim)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    is_causal: bool = False
-    scale: float | None = None
-
-
-def layers_of(triples: Sequence[Triple]) -> list[Layer]:
-    """Return the calls of a model without causality, in float32."""
-    return [Layer(*(x.float() for x in triple)) for triple in triples]
 
 
 def read_llama(folder: Path) -> tuple[torch.nn.Module, Tensor]:
@@ -76,7 +61,7 @@ def read_llama(folder: Path) -> tuple[torch.nn.Module, Tensor]:
 
 
 @torch.no_grad()
-def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Layer]:
+def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Inputs]:
     """Return the Llama's calls for some tokens.
 
     Raises:
@@ -88,10 +73,10 @@ def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Layer]:
         model(tokens, attention_mask=torch.ones_like(tokens))
     if any(call.attn_mask is not None for call in calls):
         raise ValueError("the Llama's calls have masks")
-    return [Layer(call.query, call.key, call.value, call.is_causal, call.scale) for call in calls]
+    return [Inputs(call.query, call.key, call.value, call.is_causal, call.causal_offset, call.scale) for call in calls]
 
 
-def head_peaks(layer: Layer) -> list[dict[str, Any]]:
+def head_peaks(layer: Inputs) -> list[dict[str, Any]]:
     """Return, for each query head, the largest "share" of a key, that "key", and its K's "loudest_channel".
 
     Of a batch, the mean over the samples counts.
@@ -105,40 +90,18 @@ def head_peaks(layer: Layer) -> list[dict[str, Any]]:
     ]
 
 
-def variants(name: str) -> dict[bool, Recipe]:
-    """Return the recipe without remedies (False) and, if it has any, with them (True)."""
-    recipe, plain = RECIPES[name], without_outlier_handling(RECIPES[name])
-    return {False: plain} if plain == recipe else {False: plain, True: recipe}
-
-
 @torch.no_grad()
-def errors(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Return rows of "provider", "remedies" and "rel_l1" over all layers, Σ|O - O'| / Σ|O|."""
-    options = [{"is_causal": layer.is_causal, "scale": layer.scale} for layer in layers]
-    truths = [sdpa.attention(*layer[:3], **option)[0] for layer, option in zip(layers, options, strict=True)]
-    truth = torch.cat([one.flatten() for one in truths])
+def errors(layers: Sequence[Inputs]) -> list[dict[str, Any]]:
+    """Return rows of "provider", "remedies" and "rel_l1" over all layers."""
+    truths = [sdpa.attention(*layer[:3], **layer.options)[0] for layer in layers]
     rows = []
     for name in OURS:
-        for remedies, recipe in variants(name).items():
-            outputs = [
-                reference.attention(*layer[:3], recipe, **option)[0].flatten()
-                for layer, option in zip(layers, options, strict=True)
-            ]
-            rows.append({"provider": name, "remedies": remedies, "rel_l1": relative_l1(truth, torch.cat(outputs))})
+        for handled, recipe in variants(name).items():
+            sums = ErrorSums()
+            for layer, truth in zip(layers, truths, strict=True):
+                sums.add(truth, reference.attention(*layer[:3], recipe, **layer.options)[0])
+            rows.append({"provider": name, "remedies": handled, "rel_l1": sums.errors().rel_l1})
     return rows
-
-
-@contextmanager
-def defined_as(recipe: Recipe) -> Iterator[None]:
-    """Let the recipe's name mean this recipe while the block runs."""
-    shipped = RECIPES[recipe.name]
-    RECIPES[recipe.name] = recipe
-    select.cache_clear()
-    try:
-        yield
-    finally:
-        RECIPES[recipe.name] = shipped
-        select.cache_clear()
 
 
 @torch.no_grad()
@@ -159,13 +122,16 @@ def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recip
     Raises:
         RuntimeError: calls ran something else.
     """
-    with defined_as(recipe):
+    name = recipe.name.split()[0]  # by which transformers knows it
+    with registered(replace(recipe, name=name)):
+        select.cache_clear()
         record.clear()
-        model.set_attn_implementation(f"{recipe.name}_emulate")
+        model.set_attn_implementation(f"{name}_emulate")
         found = log_probabilities(model, tokens)
         ran = {row.recipe for row in sage_hf.explain(model).rows if row.calls}
-    if ran != {recipe.name}:
-        raise RuntimeError(f"asked for {recipe.name}, but {', '.join(sorted(ran))} ran")
+    select.cache_clear()
+    if ran != {name}:
+        raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran))} ran")
     losses = losses_of(found, tokens)
     differences = losses - losses_of(truth, tokens)
     return {
@@ -183,8 +149,8 @@ def perplexities(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]
     best = losses_of(truth, tokens).mean().exp().item()
     rows: list[dict[str, Any]] = [{"provider": "exact", "perplexity": best, "change": 0.0}]
     for name in OURS:
-        for remedies, recipe in variants(name).items():
-            rows.append({"provider": name, "remedies": remedies, **measure(model, tokens, truth, recipe)})
+        for handled, recipe in variants(name).items():
+            rows.append({"provider": name, "remedies": handled, **measure(model, tokens, truth, recipe)})
             print(perplexity_markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -200,7 +166,7 @@ def effect_of_recent_keys(model: torch.nn.Module, tokens: Tensor) -> list[dict[s
 
 
 def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the Llama's perplexity with every recipe, without → with remedies, and how it differs."""
+    """Return a table of the Llama's perplexity with every recipe, without → with outlier handling, and its changes."""
     lines = []
     for name in dict.fromkeys(row["provider"] for row in rows):
         mine = [row for row in rows if row["provider"] == name]
@@ -230,11 +196,11 @@ def main() -> None:
     args = parser.parse_args()
     llama, tokens = read_llama(args.llama)
     models = {
-        VIDEO: layers_of(video_activations(args.video, output_errors.PROMPT, steps=20, at_steps=STEPS)),
+        VIDEO: [Inputs(*x) for x in video_activations(args.video, output_errors.PROMPT, steps=20, at_steps=STEPS)],
         LLAMA: llama_layers(llama, tokens[:BATCH]),
     }
     if args.text:
-        models[Path(args.text).name] = layers_of(text_activations(args.text, output_errors.TEXT))
+        models[Path(args.text).name] = [Inputs(*x) for x in text_activations(args.text, output_errors.TEXT)]
     depth = len(models[VIDEO]) // len(STEPS)
     heads = [
         {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
+from tensors import Inputs
 from torch import Tensor
 
 from sage_kernels.exact import sdpa
@@ -30,20 +31,6 @@ LOG_LOUDNESS = 0.6
 
 Place = Literal["front", "middle", "behind"]
 Loudness = Literal["Gaussian", "×10", "×40", "log-normal", "RoPE'd bias"]
-
-
-class Inputs(NamedTuple):
-    """Arguments of one attention call; tensors (batch, heads, tokens, head_dim)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    is_causal: bool = False
-    causal_offset: int = 0
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same call in another dtype."""
-        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -210,7 +197,7 @@ Case = Sinks | Loud
 _LENGTHS = (8192, 32768, 119056)
 _MASSES = (0.5, 0.8, 0.95)
 
-# For a GPU: every mass, length, number and place; then causal attention, grouped queries, and other sizes of a head.
+# Every mass, length, number and place; then causal attention, grouped queries, and other sizes of a head.
 CASES: tuple[Case, ...] = (
     *(
         Sinks(mass, kv_len, count, place)
@@ -241,21 +228,4 @@ CASES: tuple[Case, ...] = (
         for kind in ("Gaussian", "×10", "×40", "log-normal", "RoPE'd bias")
     ),
     Loud("×10", 8192, q_heads=8),
-)
-
-# For a CPU.
-SMALL_CASES: tuple[Case, ...] = (
-    *(Sinks(mass, 2048) for mass in _MASSES),
-    *(Sinks(mass, 8192) for mass in _MASSES),
-    Sinks(0.8, 8192, count=4),
-    *(Sinks(0.8, 8192, count, place) for place in ("middle", "behind") for count in (1, 4)),
-    Sinks(0.8, 8192, causal=True),
-    *(Sinks(0.8, 8192, count, place, causal=True) for place in ("middle", "behind") for count in (1, 4)),
-    Sinks(0.8, 1024, q_len=1024, causal=True),
-    Sinks(0.8, 1024, place="middle", q_len=1024, causal=True),
-    Sinks(0.8, 8192, q_heads=4, kv_heads=1),
-    Sinks(0.8, 8192, head_dim=64),
-    Sinks(0.8, 8192, loud=10.0),
-    *(Loud(kind, 2048) for kind in ("Gaussian", "×10", "×40", "log-normal", "RoPE'd bias")),
-    *(Loud(kind, 2048, head_dim=64) for kind in ("×10", "×40")),
 )

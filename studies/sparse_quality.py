@@ -7,22 +7,17 @@ attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both 
 with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON have what was
 recognised in the clips; PSNR and SSIM against the same weights with exact attention (of VSA: with an exact fine stage),
 clip by clip from the same noise; and the share of tiles, and of attention weight, that was kept. "training" has the
-losses.
-
-On a GPU both kinds of training have a process of their own, so that one compiles, or draws pictures of clips, while
-the other computes. Every row is written when it is known: a run that is cut keeps what it has.
+losses. Every row is written when it is known: a run that is cut keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
-import multiprocessing
-import queue
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +30,11 @@ from torch import Tensor
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.bench.results import facts, path_of, reason
+from sage_hf.bench.results import facts, path_of, reason, write
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
-from sage_kernels.dispatch.registry import set_routing
+from sage_kernels.dispatch.select import set_routing
 
 SPARSITY = 0.75
 KEEPS = (0.25, 0.5, 0.15)
@@ -51,6 +46,7 @@ KINDS = ("dense", "vsa")
 TOY = Size(8, 16, 2, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 8
 """Clips whose SSIM is computed, by the host."""
+LEARNING_RATE = 2e-3
 STEPS = 11_000
 """Training steps, of `Size.batch` clips."""
 POINTS = 50
@@ -113,56 +109,55 @@ def _order(one: Variant) -> tuple[bool, bool, float]:
     return one.trained == "vsa", one.vsa, -getattr(sparse, "keep", 1.0)
 
 
-Message = dict[str, Any]
-"""Message of a process: a row of "training" or "rows", with it the middle frames of some clips, or a line of text."""
-
-
-class Trained:
-    """One kind of training and the ways to run its models, seed after seed.
+class Study:
+    """The models of all seeds, the ways to run them, and the JSON and the picture, written when there is more.
 
     Attributes:
-        kind: one of KINDS.
-        send: takes its messages.
+        result: the JSON so far.
     """
 
-    def __init__(self, kind: str, args: argparse.Namespace, started: float, send: Callable[[Message], None]) -> None:
-        self.kind, self.args, self.started, self.send = kind, args, started, send
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.end = args, time.time() + 60 * args.minutes
         self.size = TOY if args.toy else Size()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.fallback = None if self.device.type == "cuda" else "emulate"
+        self.variants = variants(None if self.device.type == "cuda" else "emulate")
+        self.frames: dict[str, Any] = {}
+        self.result: dict[str, Any] = {
+            **facts(self.device),
+            "size": asdict(self.size) | {"tokens": self.size.tokens},
+            "sparsity": SPARSITY,
+            "learning_rate": LEARNING_RATE,
+            "sampling": {"steps": args.sampling_steps, "guidance": GUIDANCE},
+            "training": [],
+            "rows": [],
+        }
 
     def run(self) -> None:
-        """Train, render and judge, until the time is over."""
-        clips = Clips.to_learn_from(self.size, self.device)
-        held_out = Clips.held_out(self.size, self.device)
-        self.send({"said": f"{self.kind}: {len(clips.clips)} clips drawn"})
-        for seed in range(self.args.seeds):
-            if self._is_over():
+        """Train, render and judge, seed after seed, until the time is over."""
+        clips, held_out = Clips.to_learn_from(self.size, self.device), Clips.held_out(self.size, self.device)
+        for seed, kind in itertools.product(range(self.args.seeds), KINDS):
+            if time.time() > self.end:
                 break
-            denoiser = self._train(seed, clips, held_out)
-            reference = None
-            for variant in variants(self.fallback):
-                if variant.trained == self.kind and not self._is_over():
+            denoiser, reference = self._train(kind, seed, clips, held_out), None
+            for variant in self.variants:
+                if variant.trained == kind and time.time() < self.end:
                     rendered = self._render(variant, seed, denoiser, reference)
                     reference = rendered if variant.is_reference else reference
 
-    def _is_over(self) -> bool:
-        return time.time() - self.started > 60 * self.args.minutes
-
-    def _train(self, seed: int, clips: Clips, held_out: Clips) -> Denoiser:
+    def _train(self, kind: str, seed: int, clips: Clips, held_out: Clips) -> Denoiser:
         denoiser = Denoiser(self.size, seed).to(self.device)
-        if self.kind == "vsa":
+        if kind == "vsa":
             sage_hf.enable_vsa(denoiser.transformer, SPARSITY)
-        if self.args.compile:
+        if self.device.type == "cuda":
             for block in denoiser.transformer.blocks:
                 block.compile(dynamic=False)
-        training = Training(denoiser, self.args.learning_rate, [])
+        training = Training(denoiser, LEARNING_RATE, [])
         training.run(clips, self.size, seed, self.args.steps)
         losses = torch.stack(training.losses).float()
         curve = [part.mean().item() for part in losses.split(max(1, len(losses) // POINTS))]
         plain = copy.deepcopy(denoiser).eval()
         row = {
-            "trained": self.kind,
+            "trained": kind,
             "seed": seed,
             "steps": len(losses),
             "seconds": training.seconds,
@@ -170,12 +165,12 @@ class Trained:
             "held_out_loss": held_out_loss(plain, held_out, self.size),
             "curve": [round(loss, 5) for loss in curve],
         }
-        self.send({"training": row})
+        self._add("training", row)
         return plain
 
     def _render(self, variant: Variant, seed: int, denoiser: Denoiser, reference: Tensor | None) -> Tensor | None:
-        """Send a row of a way to run a model; return its clips, None if it fails."""
-        scenes, clips, frames = shown_scenes(), None, None
+        """Add the row of a way to run a model; return its clips, None if it fails."""
+        scenes, clips = shown_scenes(), None
         row: dict[str, Any] = {"trained": variant.trained, "run": variant.run, "seed": seed}
         try:
             denoiser = in_low_precision(denoiser)
@@ -196,74 +191,24 @@ class Trained:
             row["score"] = score(clips, scenes)
             if seed == 0:
                 frames = clips[:: len(scenes) // SHOWN, clips.shape[1] // 2].cpu().numpy()
+                self.frames[f"{variant.trained}: {variant.run}"] = frames
+                self._draw()
         except Exception as error:  # a variant that fails says so in its row, and costs no other one
             row["unavailable"] = reason(error)
-        self.send({"row": row, "frames": frames})
+        self._add("rows", row)
         return clips
 
-
-def run_kind(kind: str, args: argparse.Namespace, started: float, send: Callable[[Message], None]) -> None:
-    """Run one kind of training, and say where it ends."""
-    torch.backends.cuda.matmul.allow_tf32 = True
-    set_routing(False)  # quality is judged: what is asked for runs, at any cost
-    try:
-        Trained(kind, args, started, send).run()
-    finally:
-        send({"ended": kind})
-
-
-class Record:
-    """The JSON and the picture, written whenever there is something new.
-
-    Attributes:
-        result: the JSON so far.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.started = args, time.time()
-        size = TOY if args.toy else Size()
-        self.pixels = size.pixels
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.frames: dict[str, Any] = {}
-        self.running = set(KINDS)
-        self.result: dict[str, Any] = {
-            **facts(device),
-            "size": asdict(size) | {"tokens": size.tokens},
-            "sparsity": SPARSITY,
-            "learning_rate": args.learning_rate,
-            "sampling": {"steps": args.sampling_steps, "guidance": GUIDANCE},
-            "training": [],
-            "rows": [],
-        }
-
-    def take(self, message: Message) -> None:
-        """Add what a process tells."""
-        if "ended" in message:
-            self.running.remove(message["ended"])
-            return
-        if (row := message.get("training") or message.get("row")) is None:
-            self._say(message["said"])
-            return
-        self.result["training" if "training" in message else "rows"].append(row)
-        for name in ("training", "rows"):
-            self.result[name].sort(key=_place)
-        if message.get("frames") is not None:
-            self.frames[f"{row['trained']}: {row['run']}"] = message["frames"]
-            self._draw()
-        self.write()
-        told = {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items() if key != "curve"}
-        self._say(", ".join(f"{key} {x}" for key, x in told.items()))
-
-    def write(self) -> None:
-        """Write the JSON."""
-        self.args.output.mkdir(parents=True, exist_ok=True)
-        self._file().write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+    def _add(self, table: str, row: dict[str, Any]) -> None:
+        """Add a row, write the JSON, and print the row."""
+        self.result[table].append(row)
+        write(self._file(), self.result)
+        print(", ".join(f"{key} {x}" for key, x in row.items() if key != "curve"), flush=True)
 
     def _draw(self) -> None:
         """Write the picture: prompts, and below them a frame of each way to run seed 0's models, in order."""
-        ordered = sorted(variants(), key=_order)
+        ordered = sorted(self.variants, key=_order)
         labels = [label for one in ordered if (label := f"{one.trained}: {one.run}") in self.frames]
-        side = ENLARGED * self.pixels
+        side = ENLARGED * self.size.pixels
         picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(labels) * side), "white")
         draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
         scenes = shown_scenes()
@@ -276,41 +221,11 @@ class Record:
             image = Image.fromarray(pixels).resize((len(frames) * side, side), Image.Resampling.NEAREST)
             picture.paste(image, (LABEL_WIDTH, HEAD_HEIGHT + line * side))
             draw.text((8, HEAD_HEIGHT + line * side + side // 2), label, "black", font, anchor="lm")
-        self.args.output.mkdir(parents=True, exist_ok=True)
         picture.save(self._file().with_suffix(".png"))
         self.result["picture"] = labels
 
     def _file(self) -> Path:
         return path_of(self.args.output, self.result, "sparse_quality")
-
-    def _say(self, text: str) -> None:
-        print(f"{time.time() - self.started:6.1f} s  {text}", flush=True)
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int]:
-    """Return where a row stands: by seed, then in the order of `variants`."""
-    names = [(one.trained, one.run) for one in variants()]
-    run = (row["trained"], row.get("run"))
-    return row["seed"], names.index(run) if run in names else KINDS.index(row["trained"])
-
-
-def run_apart(record: Record) -> None:
-    """Run each kind in a process of its own, and end those that are still running when the time is over."""
-    context = multiprocessing.get_context("spawn")
-    messages = context.Queue()
-    processes = [
-        context.Process(target=run_kind, args=(kind, record.args, record.started, messages.put)) for kind in KINDS
-    ]
-    for process in processes:
-        process.start()
-    end = record.started + 60 * record.args.minutes
-    while record.running and time.time() < end:
-        with suppress(queue.Empty):
-            record.take(messages.get(timeout=1))
-        if not any(process.is_alive() for process in processes) and messages.empty():
-            break
-    for process in processes:
-        process.terminate()
 
 
 def in_low_precision(denoiser: Denoiser) -> Denoiser:
@@ -374,19 +289,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     parser.add_argument("--sampling-steps", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--apart", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args(argv)
-    record = Record(args)
-    if args.apart:
-        run_apart(record)
-    else:
-        for kind in KINDS:
-            run_kind(kind, args, record.started, record.take)
-    record.write()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    set_routing(False)  # quality is judged: what is asked for runs, at any cost
+    Study(parser.parse_args(argv)).run()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,26 @@ if TYPE_CHECKING:
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class Inputs(NamedTuple):
+    """Arguments of one attention call; tensors (batch, heads, tokens, head_dim)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_causal: bool = False
+    causal_offset: int = 0
+    scale: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that are no tensors, by name."""
+        return {name: getattr(self, name) for name in ("is_causal", "causal_offset", "scale")}
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Return the same call in another dtype."""
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
+
+
 class Sample(NamedTuple):
     """Inputs of one attention call and the gradient of its output: float32 (batch, heads, tokens, head_dim)."""
 

@@ -5,22 +5,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from sage_kernels.dispatch import registry
+from sage_kernels.dispatch.select import set_routing
 from tests.helpers.forks import Forks
 
 
 @pytest.fixture(autouse=True)
 def unrouted() -> Iterator[None]:
     """Kernels run whatever they support, however small the calls of a test are; `routed` undoes it."""
-    registry.set_routing(False)
+    set_routing(False)
     yield
-    registry.set_routing(True)
+    set_routing(True)
 
 
 @pytest.fixture
 def routed(unrouted: None) -> None:
     """Calls take exact attention where low bits would be slower, as for users."""
-    registry.set_routing(True)
+    set_routing(True)
 
 
 @pytest.fixture(scope="session")

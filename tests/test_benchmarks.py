@@ -3,13 +3,15 @@
 import itertools
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pages
 import pytest
 import torch
 
-from sage_hf.bench import measure, model_tables, plots, providers, results, tables, timing
+import sage_hf
+from sage_hf.bench import measure, model_tables, plots, providers, results, tables
 from sage_hf.bench.cases import SHAPES, Case, draw
 from sage_hf.bench.measure import SampledErrors
 from sage_hf.bench.providers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
@@ -90,27 +92,6 @@ def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
         measure.require_finite(gradients)
 
 
-def test_providers_take_turns_of_several_calls(monkeypatch):
-    class Event:
-        def __init__(self, enable_timing):
-            self.at = None
-
-        def record(self):
-            self.at = len(made)
-
-        def elapsed_time(self, later):
-            return later.at - self.at
-
-    made = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    steps = {"one": ((lambda: made.append("a"),), 4), "two": ((lambda: made.append("b"), lambda: made.append("c")), 4)}
-    assert timing.median_steps_ms(steps) == {"one": [1, 1], "two": [2, 1, 1]}
-    turns = "".join(made).replace("bc", "b")
-    assert {turns[place : place + 2] for place in range(0, len(turns), 2)} == {"ab", "ba"}  # in drawn orders
-    assert timing.median_ms({"one": (lambda: made.append("a"), 1)}) == {"one": 1}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_measures_every_number():
@@ -156,6 +137,12 @@ def test_e4m3_scales_are_those_of_each_slice():
 def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
     for name, text in {"sageattention": "", "sageattention2": "raise ImportError('build failed: error: x')"}.items():
         (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported below goes with the test
+        del sys.modules[name]
+    with sage_hf.drop_in(), pytest.raises(ModuleNotFoundError, match="SageAttention 1 is not installed"):
+        sageattention(1)
+    with sage_hf.drop_in(), pytest.raises(ModuleNotFoundError, match="SageAttention 2 is not installed"):
+        sageattention(2)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert sageattention(1).__name__ == "sageattention"
     with pytest.raises(ImportError, match="build failed"):

@@ -16,7 +16,7 @@ def undone():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    registry.select.cache_clear()
+    registry.forget_choices()
 
 
 @pytest.mark.parametrize("first", range(0, 5 * PROGRAMS, PROGRAMS))

@@ -47,7 +47,8 @@ def test_a_gpu_without_triton_keeps_what_needs_none(forks):
     code = """
 import torch
 import sage_kernels.ops
-from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 sizes = (torch.bfloat16, 1, 8, 8, 1024, 1024, 64, 64)
 hopper = Request("sage2", "cuda", (9, 0), *sizes, "none", False, False, aligned=True)
 print(select(hopper, "error").kernel, select(Request("sage2", "cuda", (8, 9), *sizes, "none", False, False)).reason)

@@ -195,10 +195,10 @@ def test_a_switch_for_measurements_leaves_kernels_and_norms_out(monkeypatch):
     norm_rope.set_enabled(False)
     assert not norm_rope.is_served(x)
     norm_rope.set_enabled(True)
-    before = registry.registered_forwards(), registry.registered_exact()
+    before = list(registry.forwards), list(registry.exacts)
     with registry.without("fa3", "int8_forward"):
-        assert "fa3" not in registry.registered_exact() and "int8_forward" not in registry.registered_forwards()
-    assert (registry.registered_forwards(), registry.registered_exact()) == before
+        assert "fa3" not in registry.exacts and "int8_forward" not in registry.forwards
+    assert (list(registry.forwards), list(registry.exacts)) == before
 
 
 def test_decoding_goes_on_behind_a_cache_that_grows(monkeypatch):

@@ -119,13 +119,13 @@ for script in sys.argv[1:]:
             code = 0
         except SystemExit as stop:
             code = stop.code
-        # Without arguments a script that needs some says so, and how it is used.
+        # Without arguments a script says how it is used.
         assert code == 0 or (not arguments and code == 2 and "usage:" in errors.getvalue()), (script, errors.getvalue())
 """
 
 
 def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, environment: Path, tmp_path: Path) -> None:
-    """The training scripts and their summary, from another folder than the checkout."""
+    """The training scripts, from another folder than the checkout."""
     run(
         *(sys.executable, "-m", "pip", "--python", environment),
         *("install", "-q", "--no-deps", "--no-build-isolation", source),
@@ -134,7 +134,6 @@ def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, envi
         if entry.name.startswith(EXTRAS):
             entry.unlink()
     scripts = [ROOT / "examples" / f"{name}.py" for name in ("train_language_model", "finetune_tiny_video")]
-    scripts.append(ROOT / "examples/training_summary.py")
     run(environment, "-c", EXAMPLES_HELP, *scripts, cwd=tmp_path, PYTHONPATH="")
     assert "usage: sage-hf" in run(environment.with_name("sage-hf"), "--help", cwd=tmp_path, PYTHONPATH="")
 

@@ -17,11 +17,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [*pages.PAGES, *sorted(ROOT.glob("examples/*/README.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 # What the examples of docs/adding.md make.
-MADE_BY_EXAMPLES = {
-    "kernels/sage_kernels/reference/plain.py",
-    "sage_hf/diffusers/families/aura_flow.py",
-    "tests/kernels/test_plain.py",
-}
+MADE_BY_EXAMPLES = {"tests/kernels/test_plain.py"}
 
 
 def fragments(page: Path) -> set[str]:

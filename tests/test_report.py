@@ -8,25 +8,16 @@ import torch
 
 from sage_hf.app.cli import main
 from sage_hf.bench import check, measure, report
-from sage_hf.bench.cases import Case
 from sage_kernels.cuda import registration
 from sage_kernels.spec.recipe import RECIPES
 
 CPU = torch.device("cpu")
 
 
-def test_every_recipe_has_a_plan_and_rows_of_errors_or_a_reason():
+def test_every_recipe_has_a_plan():
     found = {row["recipe"]: row for row in report.plans(CPU)}
     assert found.keys() == RECIPES.keys()
     assert found["sage3"]["kernel"] == "reference"
-    rows = report.errors(CPU, head_dims=(64,))
-    assert {row["recipe"] for row in rows} == {"sage3", "sage3_paper", "sage2", "sage1"}
-    assert all("no native kernel" in row["unavailable"] for row in rows)
-
-
-def test_what_cannot_be_prepared_natively_says_why():
-    (row,) = report.preparation(CPU, ("sage3",), [Case.square("short", (1, 2, 2, 256, 64))])
-    assert row["shape"] == "short" and "no native kernel" in row["unavailable"] and "ms" not in row
 
 
 @pytest.fixture
@@ -35,29 +26,16 @@ def gpu(monkeypatch):
     calls = []
 
     def chosen(device):
-        kernel = "untried" if registration._measures_nvfp4_forward else "tried"
+        kernel = "untried" if registration.NVFP4Forward.name in registration._measured else "tried"
         return [{"recipe": "sage3", "kernel": kernel}, {"recipe": "sage2", "kernel": "tried"}]
 
-    def errors(device, recipes):
-        calls.append(("errors", tuple(recipes)))
-        return [
-            {"recipe": one, "head_dim": 64, "causal": True, "kernel": "k", "rel_l1": 0.1, "reference_rel_l1": 0.1}
-            for one in recipes
-        ]
-
-    def preparation(device, recipes, shapes):
-        calls.append(("preparation", tuple(recipes)))
-        return [{"recipe": one, "shape": shapes[0].name, "quantizer": "q", "ms": 1.0} for one in recipes]
-
     def measure_case(shape, providers, device):
-        calls.append(("speeds", tuple(one.name for one in providers)))
+        calls.append((shape.name, tuple(one.name for one in providers)))
         return [measure.new_row(shape, one) | {"kernel": "k", "ms": 1.0, "tflops": 5.0} for one in providers]
 
     checked = {"rows": [{"kernel": "nvfp4_forward", "calls": 9, "worst": 0.7, "failed": []}], "left_out": 0}
     monkeypatch.setattr(check, "run", lambda device: checked)
     monkeypatch.setattr(report, "plans", chosen)
-    monkeypatch.setattr(report, "errors", errors)
-    monkeypatch.setattr(report, "preparation", preparation)
     monkeypatch.setattr(measure, "measure_case", measure_case)
     monkeypatch.setattr(report, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(report, "facts", lambda device: {"gpu": "NVIDIA RTX 5090"})
@@ -71,27 +49,25 @@ def gpu(monkeypatch):
 def test_untried_kernels_come_last_behind_a_written_file(gpu, tmp_path, monkeypatch, capsys):
     path = tmp_path / "new" / "report.json"
     assert main(["bench", "--report", str(path)]) == 0
-    parts = ["errors", "preparation", *["speeds"] * len(report.SPEED_SHAPES)]
-    assert [what for what, _ in gpu] == 2 * parts
-    tried, untried = gpu[: len(parts)], gpu[len(parts) :]
-    assert tried[0][1] == ("sage3", "sage2") and untried[0][1] == ("sage3",)
-    assert untried[1][1] == ("sage3",)
-    assert untried[2][1] == ("sage_hf:sage3",) and len(tried[2][1]) == len(report.SPEED_PROVIDERS)
+    tried, untried = gpu[: len(report.SPEED_SHAPES)], gpu[len(report.SPEED_SHAPES) :]
+    assert [providers for _, providers in untried] == [("sage_hf:sage3",)] * len(report.SPEED_SHAPES)
+    assert [len(providers) for _, providers in tried] == [len(report.SPEED_PROVIDERS)] * len(report.SPEED_SHAPES)
     written = json.loads(path.read_text())
     assert written["gpu"] == "NVIDIA RTX 5090" and written["multiprocessors"] == 170
-    for name in ("plans", "errors", "preparation", "rows"):
+    for name in ("plans", "rows"):
         untried = ["untried" in row for row in written[name]]
         assert any(untried) and untried == sorted(untried)
     printed = capsys.readouterr().out
     assert f"wrote {path}" in printed and "0.70" in printed and written["check"]["rows"][0]["calls"] == 9
 
     # Should the untried kernel hang or crash, what was measured before is there.
-    def crash(device, recipes):
-        if recipes == ["sage3"]:
+    def crash(shape, providers, device):
+        if len(providers) == 1:
             raise KeyboardInterrupt
-        return []
+        return measured(shape, providers, device)
 
-    monkeypatch.setattr(report, "errors", crash)
+    measured = measure.measure_case
+    monkeypatch.setattr(measure, "measure_case", crash)
     assert main(["bench", "--report", str(path)]) == 130
     assert len(json.loads(path.read_text())["rows"]) == len(report.SPEED_PROVIDERS) * len(report.SPEED_SHAPES)
 

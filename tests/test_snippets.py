@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import runpy
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import transformers
@@ -23,8 +24,6 @@ from diffusers import CogVideoXPipeline
 import sage_hf
 from sage_hf.app import cli
 from sage_hf.diffusers.processor import sage_of
-from sage_kernels.reference import registration
-from sage_kernels.spec import call
 from sage_kernels.spec import recipe as spec_recipe
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
@@ -34,11 +33,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted(ROOT.glob("examples/*/README.md"))
 
-RUN_ELSEWHERE = {
-    # A text that only this snippet has: the test that runs it.
-    "def aura_flow_attention": "hf/diffusers/test_adding_a_family.py::"
-    "test_the_family_that_the_page_adds_equals_the_original_to_the_bit",
-}
 OTHERS_COMMANDS = {
     # Programs whose flags are not ours: what else holds the command.
     "pip": "tests/test_packaging.py installs wheel and source",
@@ -267,6 +261,43 @@ def sparse_vsa(code: str) -> None:
     assert gated and all(gated) and names["vsa"].sparsity == 0.8
 
 
+@claim('sage_hf.apply(model, "sage2", kv_cache="int4")')
+def kv_cache_generates(code: str, capsys: pytest.CaptureFixture) -> None:
+    model = tiny.llama(head_dim=64)
+    if "cache" not in inspect.signature(type(model).forward).parameters:
+        code = code.replace(", cache=cache", ", past_key_values=cache")
+    names = scope(model=model)
+    names["inputs"] |= {"max_new_tokens": 2, "pad_token_id": 0}
+    shown = "KV cache: int4 in 2 layers, 81 tokens"
+
+    def explained() -> None:
+        assert shown in str(sage_hf.explain(model))
+
+    run(code, names, {"model.generate(**inputs)": explained})
+    assert names["cache"].layers[0].cache.length == 81 and shown in capsys.readouterr().out
+
+
+@claim("enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))")
+def parallel_recipe(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, given = tiny.cogvideox(), parallelism_of(monkeypatch)
+    run(code, scope(pipe=pipe))
+    assert set(asked(pipe)) == {"sage2"} and given["config"].ulysses_degree == 2
+
+
+@claim("plan = sage_hf.context_parallel_plan(pipe.transformer)")
+def parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parallelism_of(monkeypatch)
+    run(code, scope(pipe=tiny.cogvideox(), ContextParallelConfig=diffusers.ContextParallelConfig))
+    assert given["config"].ring_degree == 2 and "transformer_blocks.0" in given["cp_plan"]
+
+
+def parallelism_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `enable_parallelism` is given, which needs several processes to run."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(diffusers.ModelMixin, "enable_parallelism", lambda self, **kwargs: given.update(kwargs))
+    return given
+
+
 @claim("print(recorder.layers()[0].errors.rel_l1)")
 def accuracy_recorder(code: str, capsys: pytest.CaptureFixture) -> None:
     names = scope(model=tiny.llama())
@@ -310,39 +341,6 @@ def adding_kernel(code: str) -> None:
         names["test_the_one_tile_kernel_computes_what_the_reference_does"]()
 
 
-@claim("register_forward(PlainForward())")
-def adding_registration(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It registers what the file does, behind the new kernel."""
-    plain = ModuleType("sage_kernels.reference.plain")
-    plain.PlainForward = type("PlainForward", (), {})
-    monkeypatch.setitem(sys.modules, plain.__name__, plain)
-    registered: list[str] = []
-    names = dict(vars(registration))
-    for name in ("register_forward", "register_backward", "register_head_kernel"):
-        names[name] = lambda kernel: registered.append(type(kernel).__name__)
-        monkeypatch.setattr(registration, name, names[name])
-    registration.register_kernels()
-    theirs = registered.copy()
-    registered.clear()
-    run(code, names)
-    names["register_kernels"]()
-    assert registered == ["PlainForward", *theirs]
-
-
-@claim("def of_window")
-def adding_mask(code: str) -> None:
-    """Its first part; the other two are lines within functions, with an ellipsis, and only parse."""
-    mask_class, *lines = re.split(r"^# kernels/.*, in .*$", code, flags=re.MULTILINE)
-    for part in lines:
-        ast.parse("def function():\n" + textwrap.indent(part.replace(", …", ""), "    "))
-    assert len(lines) == 2
-    names = dict(vars(call))
-    run(mask_class, names)
-    mask = names["Mask"].of_window(1, 3, 3, torch.device("cpu"))
-    assert mask.kind == "window" and mask.tensor.int().tolist() == [[[[1, 1, 0], [1, 1, 1], [0, 1, 1]]]]
-    assert set(names["MaskKind"].__args__) >= set(call.MaskKind.__args__) - {"blocks", "block_keys"}
-
-
 @pytest.mark.parametrize(("text", "check"), claims, ids=[check.__name__ for _, check in claims])
 def test_a_snippet_does_what_its_page_claims(text: str, check: Callable[..., None], request: Any) -> None:
     (code,) = [code for code in SNIPPETS if text in code]
@@ -351,15 +349,9 @@ def test_a_snippet_does_what_its_page_claims(text: str, check: Callable[..., Non
 
 
 def test_every_snippet_is_checked_once():
-    texts = [*(text for text, _ in claims), *RUN_ELSEWHERE, IN_RECIPES, "class PlainForward"]
+    texts = [*(text for text, _ in claims), IN_RECIPES, "class PlainForward"]
     for code in SNIPPETS:
         assert sum(text in code for text in texts) == 1, f"no check, or several, for the snippet\n{code}"
-
-
-@pytest.mark.parametrize("test", sorted(set(RUN_ELSEWHERE.values())))
-def test_snippets_that_run_elsewhere_do(test):
-    path, name = test.split("::")
-    assert f"def {name}(" in (ROOT / "tests" / path).read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

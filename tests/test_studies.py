@@ -62,7 +62,7 @@ def test_the_stored_gradients_have_every_variant_and_result():
     assert all(set(row[name]) == set(gradient_errors.RESULTS) for row in rows for name in sets)
 
 
-def mean_mass(case: Sinks, inputs: peaked_tensors.Inputs) -> float:
+def mean_mass(case: Sinks, inputs: tensors.Inputs) -> float:
     """Weight of all sinks, averaged over the rows that see them all, in float64."""
     group = inputs.query.shape[1] // inputs.key.shape[1]
     scores = inputs.query.double() @ inputs.key.double().repeat_interleave(group, 1).mT * case.head_dim**-0.5
@@ -136,7 +136,7 @@ def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_reme
     recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2",))
-    layer = peaked_models.Layer(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
+    layer = tensors.Inputs(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
     truth, _ = sdpa.attention(*layer[:3])
     rows = peaked_models.errors([layer])
     assert [row["remedies"] for row in rows] == [False, True]
@@ -171,7 +171,7 @@ def quality(tmp_path_factory):
 @pytest.mark.audit
 def test_every_way_to_run_sparsely_is_judged_and_compared_with_the_same_weights(quality):
     names = [(one.trained, one.run) for one in sparse_quality.variants("emulate")]
-    assert [(row["trained"], row["run"]) for row in quality["rows"]] == names
+    assert sorted((row["trained"], row["run"]) for row in quality["rows"]) == sorted(names)
     assert len(quality["training"]) == 2 and all(row["steps"] == 3 for row in quality["training"])
     for row in quality["rows"]:
         assert "unavailable" not in row and set(row["score"]) == {"colour", "shape", "direction", "all"}
@@ -180,16 +180,6 @@ def test_every_way_to_run_sparsely_is_judged_and_compared_with_the_same_weights(
         if "mass" in row:
             assert 0 < row["least_head_mass"] <= row["least_layer_mass"] <= row["mass"] <= 1
     assert sparse_quality_table.markdown(quality).count("\n| ") == 2 + 2 + 2 + len(names)
-
-
-@pytest.mark.audit
-def test_processes_of_their_own_tell_the_same(quality, tmp_path):
-    options = ["--toy", "--seeds", "1", "--steps", "3", "--sampling-steps", "4", "--output", str(tmp_path)]
-    sparse_quality.main([*options, "--apart", "--minutes", "10"])
-    (path,) = tmp_path.glob("*.json")
-    apart = json.loads(path.read_text())
-    losses = [[(row["trained"], row["held_out_loss"]) for row in one["training"]] for one in (apart, quality)]
-    assert losses[0] == losses[1]
 
 
 def test_both_kinds_of_training_begin_alike():

@@ -8,7 +8,7 @@ import torch
 
 from . import ops, training
 from .dispatch import exact_choice, replays, run
-from .dispatch.registry import KernelUnavailableError
+from .dispatch.plan import KernelUnavailableError
 from .exact import block_lists, masked_rows, sdpa
 from .replay import cache
 from .spec import checks
@@ -85,7 +85,6 @@ def _attend(
     grad = grad or has_tangent(query, key, value, mask)
     keys = NO_MASK
     if blocks is not None:
-        checks.check_memory(blocks.counts, blocks.tiles)
         if options.dropout_p:
             raise ValueError(
                 f"dropout_p={options.dropout_p} is not supported beside blocks: set the attention dropout to 0"
@@ -102,20 +101,9 @@ def _attend(
     if grad:
         return _attend_with_gradients(query, key, value, keys, options, entry)
     if entry is not None:  # nothing watches operators
-        return ops.forward(query, key, value, mask, blocks, options, entry)
-    return ops.attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=bool(options.is_causal),
-        causal_offset=options.causal_offset,
-        scale=options.scale,
-        recipe=options.recipe,
-        fallback=options.fallback,
-        return_lse=options.return_lse,
-        blocks=blocks,
-    )
+        call = ops.checked_call(query, key, value, mask, blocks, None, options)
+        return ops.forward(call, mask, options.fallback, entry)
+    return ops.attend(query, key, value, mask, blocks, None, options)
 
 
 def _attend_exactly(
@@ -193,19 +181,7 @@ def _attend_with_gradients(
     entry: cache.Entry | None,
 ) -> Result:
     """Run a recipe that has gradients."""
-    output, lse = training.attention(
-        query,
-        key,
-        value,
-        valid=mask.valid,
-        blocks=mask.blocks,
-        is_causal=bool(options.is_causal),
-        causal_offset=options.causal_offset,
-        scale=options.scale,
-        recipe=options.recipe,
-        fallback=options.fallback,
-        return_lse=options.return_lse,
-    )
+    output, lse = training.attend(query, key, value, mask.valid, mask.blocks, None, options)
     if entry is not None and mask.blocks is None and not options.return_lse:
         entry.consider(partial(_training_replay, query, key, value, mask, options))
     return output, lse
@@ -217,4 +193,4 @@ def _training_replay(
     recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
     call = Call(query, key, value, recipe, mask, options.is_causal, options.causal_offset, scale)
     plan = run.plan_training(run.request_of(call, grad=True), options.fallback)
-    return replays.of_training(call, plan, options.scale, options.fallback)
+    return replays.of_training(call, plan, options)

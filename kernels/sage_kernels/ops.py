@@ -12,42 +12,21 @@ from .dispatch import replays, run
 from .exact import sdpa
 from .replay import cache
 from .spec import checks
+from .spec.arguments import SCHEMA, Arguments
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import NO_MASK, Call, Mask, softmax_scale
+from .spec.call import Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
-from .spec.layout import Lengths
+from .spec.layout import Lengths, with_tokens_first
 from .spec.masks import mask_in_dtype
 from .spec.options import Fallback, Options
 from .spec.recipe import get_recipe
 
-_library = torch.library.Library("sage_kernels", "DEF")
-_library.define(
+library = torch.library.Library("sage_kernels", "DEF")
+for _schema in (
+    f"attention(Tensor query, Tensor key, Tensor value, Tensor? mask, {SCHEMA}, bool return_lse) -> (Tensor, Tensor)",
     "log_sum_exp(Tensor query, Tensor key, Tensor? mask, bool is_causal, int causal_offset, float? scale) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, int causal_offset, float? scale, "
-    "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "block_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor counts, Tensor tiles, int block_m, "
-    "int block_n, bool is_causal, int causal_offset, float? scale, str recipe, str fallback, bool return_lse) -> "
-    "(Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, bool is_causal, int causal_offset, float? scale, "
-    "str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "packed_block_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, Tensor counts, Tensor tiles, int block_m, int block_n, "
-    "bool is_causal, int causal_offset, float? scale, str recipe, str fallback, bool return_lse) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+):
+    library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 
 
 def attention(
@@ -76,7 +55,7 @@ def attention(
         causal_offset: 0 aligns causality upper left, as PyTorch's SDPA; kv_len - q_len lower right, as in decoding.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: a name in `recipe.RECIPES`.
-        fallback: see `registry.select`.
+        fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
         blocks: the tiles of keys that each block of rows attends to; None: all. Beside a list the mask may only say
             which keys exist, and no key is heavy.
@@ -88,20 +67,13 @@ def attention(
 
     Raises:
         TypeError: a tensor is not dense or has another dtype, or the scale is not a number.
-        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `registry.select`.
-        KernelUnavailableError: see `registry.select`.
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `select.select`.
+        KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    checks.check_causal(is_causal)
-    checks.check_kinds(query, key, value, mask, scale)
-    refuse_tangents(query, key, value, mask)
-    if blocks is not None:
-        return torch.ops.sage_kernels.block_attention(
-            query, key, value, mask, *blocks, is_causal, causal_offset, scale, recipe, fallback, return_lse
-        )
-    return torch.ops.sage_kernels.attention(
-        query, key, value, mask, is_causal, causal_offset, scale, recipe, fallback, return_lse
-    )
+    # All by place: torch.compile would take a default that is a float, of dropout, for an input of the graph.
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    return attend(query, key, value, mask, blocks, None, options)
 
 
 def packed_attention(
@@ -143,20 +115,36 @@ def packed_attention(
     Raises:
         TypeError: see `attention`.
         ValueError: see `attention`; also if lengths do not fit, whose values are checked on a CPU only.
-        KernelUnavailableError: see `registry.select`.
+        KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    checks.check_causal(is_causal)
+    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, scale)
-    refuse_tangents(query, key, value)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
-    if blocks is not None:
-        return torch.ops.sage_kernels.packed_block_attention(
-            query, key, value, *lengths, *blocks, is_causal, causal_offset, scale, recipe, fallback, return_lse
-        )
-    return torch.ops.sage_kernels.packed_attention(
-        query, key, value, *lengths, is_causal, causal_offset, scale, recipe, fallback, return_lse
-    )
+    query, key, value = map(as_one_sequence, (query, key, value))
+    output, lse = attend(query, key, value, None, blocks, lengths, options)
+    return output.squeeze(0).transpose(0, 1), lse.squeeze(0) if return_lse else lse
+
+
+def as_one_sequence(packed: torch.Tensor) -> torch.Tensor:
+    """Return packed sequences, (total tokens, heads, channels), as one batch element: (1, heads, tokens, channels)."""
+    return packed.transpose(0, 1).unsqueeze(0)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    lengths: Lengths | None,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do as `attention`, by the operator; packed sequences, whose `lengths` are given, lie in one batch element."""
+    checks.check_causal(options.is_causal)
+    checks.check_kinds(query, key, value, mask, options.scale)
+    refuse_tangents(query, key, value, mask)
+    return torch.ops.sage_kernels.attention(query, key, value, mask, *Arguments.of(blocks, lengths, options))
 
 
 def log_sum_exp(
@@ -202,150 +190,74 @@ def replay(
 
 
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    blocks: BlockList | None,
-    options: Options,
-    entry: cache.Entry | None,
+    call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Check, plan, announce and run a call without gradients, outside of operators.
+    """Plan, announce and run a call without gradients, outside of operators; see `run.run`.
 
     Args:
-        query, key, value, mask, blocks: as in `attention`.
-        options: the call's.
-        entry: what `find` knows of it.
-
-    Returns:
-        (output, lse): see `run.run`.
+        call: a call of `checked_call`.
+        mask: the caller's mask, 4-D.
+        fallback: the caller's.
+        entry: what `find` knows of the call.
     """
-    checks.check_tensors(query, key, value, mask)
-    checks.check_head_dims(query, value)
-    bias = mask
-    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
-        bias = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
-    if blocks is None:
-        keys = Mask.of(bias, key.shape[2])
-    else:
-        checks.check_memory(blocks.counts, blocks.tiles)
-        check_blocks(blocks, query, key)
-        keys = Mask.of_blocks(blocks, bias, key.shape[2])
-    recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
-    is_causal, offset = bool(options.is_causal), options.causal_offset
-    call = Call(query, key, value, recipe, keys, is_causal, offset, scale, return_lse=options.return_lse)
-    plan = run.plan_of(call, options.fallback)
+    plan = run.plan_of(call, fallback)
     result = run.run(call, plan)
     if entry is not None:
         entry.consider(partial(replays.of_call, call, plan, mask, result))
     return result
 
 
-def _run(
+def checked_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     blocks: BlockList | None,
+    lengths: Lengths | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replay a call without gradients, or run it as an operator does: with outputs that have memory of their own."""
-    entry = find("attention", query, key, value, mask, blocks, options)
-    if entry is not None and entry.replay is not None:
-        output, lse = replay(entry.replay, query, key, value, mask, blocks)
+) -> Call:
+    """Check the arguments of `attend`, which raises the errors that `attention` documents; return the call."""
+    checks.check_tensors(query, key, value, mask)
+    checks.check_head_dims(query, value)
+    checks.check_lengths(query, key, lengths)
+    bias = mask
+    if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
+        bias = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
+    if blocks is None:
+        keys = Mask.of(bias, key.shape[2])
     else:
-        output, lse = forward(query, key, value, mask, blocks, options, entry)
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
+        check_blocks(blocks, query, key, lengths)
+        keys = Mask.of_blocks(blocks, bias, key.shape[2])
+    scale = softmax_scale(options.scale, query.shape[3])
+    causality = bool(options.is_causal), options.causal_offset
+    return Call(query, key, value, get_recipe(options.recipe), keys, *causality, scale, lengths, options.return_lse)
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run(query, key, value, mask, None, _options(*options))
-
-
-def _block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run(query, key, value, mask, BlockList(*arguments[:4]), _options(*arguments[4:]))
-
-
-def _options(
-    is_causal: bool, causal_offset: int, scale: float | None, recipe: str, fallback: Fallback, return_lse: bool
-) -> Options:
-    """Return the options that the schema of each operator ends with."""
-    return Options(is_causal, causal_offset, scale, recipe=recipe, fallback=fallback, return_lse=return_lse)
-
-
-def _packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend_packed(query, key, value, Lengths(*arguments[:5]), None, _options(*arguments[5:]))
-
-
-def _packed_block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend_packed(
-        query, key, value, Lengths(*arguments[:5]), BlockList(*arguments[5:9]), _options(*arguments[9:])
-    )
-
-
-def _attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Lengths,
-    blocks: BlockList | None,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # As one batch element that holds all sequences: (1, heads, total tokens, channels).
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    checks.check_tensors(query, key, value, None)
-    checks.check_head_dims(query, value)
-    lists = (None, None) if blocks is None else (blocks.counts, blocks.tiles)
-    checks.check_memory(lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, *lists)
-    checks.check_lengths(query, key, *lengths)
-    if blocks is not None:
-        check_blocks(blocks, query, key, lengths)
-    call = Call(
-        query,
-        key,
-        value,
-        get_recipe(options.recipe),
-        NO_MASK if blocks is None else Mask.of_blocks(blocks, None, lengths.max_seqlen_k),
-        options.is_causal,
-        options.causal_offset,
-        softmax_scale(options.scale, query.shape[3]),
-        lengths,
-        options.return_lse,
-    )
-    output, lse = run.attend(call, options.fallback)
-    output = output[0].transpose(0, 1).contiguous()
-    return output, lse[0] if options.return_lse and lse is not None else query.new_empty(0, dtype=torch.float32)
+    """Replay a call without gradients, or run it as an operator does: with outputs that have memory of their own."""
+    given = Arguments(*arguments)
+    blocks, lengths, options = given.blocks, given.lengths, given.options
+    entry = find("attention", query, key, value, mask, blocks, options) if lengths is None else None
+    if entry is not None and entry.replay is not None:
+        output, lse = replay(entry.replay, query, key, value, mask, blocks)
+    else:
+        call = checked_call(query, key, value, mask, blocks, lengths, options)
+        output, lse = forward(call, mask, options.fallback, entry)
+    output = with_tokens_first(output)
+    return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
 
 
 def _log_sum_exp(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *causality_and_scale: Any
 ) -> torch.Tensor:
+    names = "is_causal", "causal_offset", "scale"
     with torch.autocast(query.device.type, enabled=False):
-        return sdpa.log_sum_exp(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
+        return sdpa.log_sum_exp(query, key, mask=mask, **dict(zip(names, causality_and_scale, strict=True)))
 
 
-def _fake_log_sum_exp(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    causal_offset: int,
-    scale: float | None,
-) -> torch.Tensor:
+def _fake_log_sum_exp(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -357,14 +269,6 @@ def _fake_attention(
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
 
 
-def _fake_packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    (tokens, q_heads, _), return_lse = query.shape, arguments[-1]
-    output = query.new_empty(tokens, q_heads, value.shape[-1])
-    return output, query.new_empty((q_heads, tokens) if return_lse else 0, dtype=torch.float32)
-
-
 def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> None:
     raise NotImplementedError(
         "this operator of sage_kernels is forward only: call sage_hf.sage_attention, which honours gradients for every "
@@ -374,11 +278,8 @@ def _no_backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Ten
 
 for _name, _implementation, _fake in (
     ("attention", _attention, _fake_attention),
-    ("block_attention", _block_attention, _fake_attention),
-    ("packed_attention", _packed_attention, _fake_packed_attention),
-    ("packed_block_attention", _packed_block_attention, _fake_packed_attention),
     ("log_sum_exp", _log_sum_exp, _fake_log_sum_exp),
 ):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)
-    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=_library)
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=library)
+    torch.library.register_autograd(f"sage_kernels::{_name}", _no_backward, lib=library)

@@ -171,7 +171,7 @@ def _message_of_machine(error: RuntimeError) -> str | None:
     """Return the message for a GPU without enough memory or a kernel that is not available; None of other errors."""
     import torch
 
-    from sage_kernels.dispatch.registry import KernelUnavailableError
+    from sage_kernels.dispatch.plan import KernelUnavailableError
 
     if isinstance(error, torch.OutOfMemoryError):
         return f"error: {error}\nTry less height, width or frames, --cpu-offload or --vae-tiling."
@@ -184,7 +184,8 @@ def _env(args: argparse.Namespace) -> None:
     from sage_hf.app.report import device_name, package_versions
     from sage_hf.attention import default_fallback
     from sage_hf.nominal import nominal_request
-    from sage_kernels.dispatch.registry import KernelUnavailableError, select
+    from sage_kernels.dispatch.plan import KernelUnavailableError
+    from sage_kernels.dispatch.select import select
     from sage_kernels.runtime.toolchain import triton_version
 
     print("  ".join(f"{name} {number}" for name, number in package_versions().items()))
@@ -217,7 +218,7 @@ def _costs_note(device: torch.device) -> str:
     import torch
 
     from sage_kernels.dispatch import cost_model
-    from sage_kernels.dispatch.registry import routing
+    from sage_kernels.dispatch.select import routing
 
     if not routing():
         return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"

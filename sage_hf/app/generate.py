@@ -32,7 +32,7 @@ from sage_hf.explain import Explanation, explain
 from sage_hf.files import check_folder, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

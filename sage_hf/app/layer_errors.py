@@ -16,7 +16,7 @@ from sage_hf.metrics import ErrorSums, TensorErrors
 from sage_hf.targets import find_targets
 from sage_hf.text import text_table, to_ascii
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import Plan
+from sage_kernels.dispatch.plan import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call, Mask, softmax_scale
 from sage_kernels.spec.recipe import get_recipe, without_outlier_handling

@@ -20,7 +20,8 @@ from sage_hf.nominal import NOMINAL_HEAD_DIM, NOMINAL_HEADS, nominal_request
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import DENOISERS, denoises, find_targets
-from sage_kernels.dispatch.registry import KernelUnavailableError, select
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import get_recipe
 
 

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
+from sage_hf.bench.cases import Case, MaskName
 from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
-from sage_hf.tune.cases import Kind, Point, compile_kernels
-from sage_kernels.dispatch.curves import Sizes
-from sage_kernels.dispatch.registry import get_exact, registered_exact, select
+from sage_hf.tune.cases import compile_kernels
+from sage_kernels.dispatch.registry import exacts
+from sage_kernels.dispatch.select import select
 
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 4096, 16384)
 """Lengths of which each may have a kernel of its own."""
-KINDS: tuple[Kind, ...] = ("none", "causal", "keys")
-EXACT_KINDS: tuple[Kind, ...] = ("none", "causal", "keys", "bool", "additive")
+MASKS: tuple[MaskName, ...] = ("none", "causal", "lengths")
+EXACT_MASKS: tuple[MaskName, ...] = (*MASKS, "documents", "bias")
 EXACT_LENGTH = 1024
 
 
@@ -43,13 +44,18 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
     named = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
     native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named)
     recipes = [recipe for recipe in native if recipe != "exact"]
-    points = [
-        Point(Sizes(1, 2, 2, tokens, tokens, head_dim), kind)
-        for kind, tokens, head_dim in itertools.product(KINDS, LENGTHS, head_dims)
+    cases = [
+        Case("warmup", 1, 2, 2, tokens, tokens, head_dim, mask)
+        for mask, tokens, head_dim in itertools.product(MASKS, LENGTHS, head_dims)
     ]
-    exactly = [name for name in registered_exact() if (kernel := get_exact(name)) and kernel.repeats]
+    exactly = [name for name, kernel in exacts.items() if kernel.repeats]
     short = [
-        Point(Sizes(1, 2, 2, queries, EXACT_LENGTH, head_dim), kind)
-        for queries, kind, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_KINDS, head_dims)
+        Case("warmup", 1, 2, 2, queries, EXACT_LENGTH, head_dim, _aligned(mask, queries))
+        for queries, mask, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_MASKS, head_dims)
     ]
-    return compile_kernels(device, [*itertools.product(recipes, points), *itertools.product(exactly, short)])
+    return compile_kernels(device, [*itertools.product(recipes, cases), *itertools.product(exactly, short)])
+
+
+def _aligned(mask: MaskName, queries: int) -> MaskName:
+    """Return the mask of some queries at the last of EXACT_LENGTH keys."""
+    return "lower_right" if mask == "causal" and queries < EXACT_LENGTH else mask

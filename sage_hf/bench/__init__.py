@@ -1,1 +1,1 @@
-"""`sage-hf bench`: speed, error and memory of low-bit attention and of its peers on the GPU that is here."""
+"""Measure speed, error and memory of low-bit attention, and of other providers, on the GPU at hand: `sage-hf bench`."""

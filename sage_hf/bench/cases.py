@@ -12,8 +12,18 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.spec.call import MaskKind
 
-MaskName = Literal["none", "causal", "lower_right", "lengths", "keys", "window", "documents", "bias"]
+MaskName = Literal["none", "causal", "lower_right", "lengths", "causal_lengths", "keys", "window", "documents", "bias"]
+KINDS: dict[MaskName, MaskKind] = {
+    "lengths": "keys",
+    "causal_lengths": "keys",
+    "keys": "keys",
+    "window": "bool",
+    "documents": "bool",
+    "bias": "additive",
+}
+"""Kinds of the masks, as `sage_kernels` names them; the others have no tensor that it reads."""
 
 CACHED = ("decoding", "chunked prefill")
 """Names of the calls whose K and V come from a cache."""
@@ -32,8 +42,9 @@ class Case:
         name: short, for the command line and tables; on the grid the kind of call.
         batch, q_heads, kv_heads, q_len, kv_len, head_dim: sizes of query, and of key and value.
         mask: "none"; "causal", upper left; "lower_right", causal with the last query at the last key; "lengths", each
-            sample has its own number of keys; "keys", the same with padding in the middle; "window", a band of WINDOW
-            keys on each side of the diagonal; "documents", blocks on the diagonal; "bias", added, for each head.
+            sample has its own number of keys; "causal_lengths", causal too; "keys", as "lengths" with padding in the
+            middle; "window", a band of WINDOW keys on each side of the diagonal; "documents", blocks on the diagonal;
+            "bias", added, for each head.
         training: forward and backward.
     """
 
@@ -99,6 +110,21 @@ class Case:
     def causal(self) -> bool:
         """Return whether row i attends to keys 0…i."""
         return self.mask == "causal"
+
+    @property
+    def kind(self) -> MaskKind:
+        """Return the kind of the mask that kernels read; causality is none."""
+        return KINDS.get(self.mask, "none")
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether the call is causal, wherever it is aligned."""
+        return self.mask in ("causal", "lower_right", "causal_lengths")
+
+    @property
+    def causal_offset(self) -> int:
+        """Return the key, less the query, at which causality is aligned."""
+        return self.kv_len - self.q_len if self.mask == "lower_right" else 0
 
     @property
     def scores(self) -> int:
@@ -195,7 +221,7 @@ def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bo
     for x in (query, key, value):
         x.requires_grad_(case.training)
     lengths = None
-    if case.mask in ("lengths", "keys"):
+    if KINDS.get(case.mask) == "keys":
         drawn = random.Random(f"{case.name}, {case}")
         found = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
         lengths = torch.tensor(found, dtype=torch.int32, device=device)
@@ -209,7 +235,7 @@ def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device
     match case.mask:
         case "lower_right":
             return (keys <= queries)[None, None]
-        case "lengths":
+        case "lengths" | "causal_lengths":
             assert lengths is not None
             return (keys < lengths[:, None])[:, None, None]
         case "keys":  # Half of the keys that exist come first, the other half last.

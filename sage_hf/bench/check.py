@@ -12,11 +12,17 @@ import torch
 
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
+from sage_kernels.cuda.registration import (
+    CONSUMER_BLACKWELL,
+    HOPPER,
+    fused_backward_measured,
+    nvfp4_forward_measured,
+)
 from sage_kernels.dispatch import examination, registry, self_check, verdicts
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0
@@ -124,7 +130,7 @@ def _examinations(
         request = dispatch.request_of(case.draw(device), case.grad)
         while True:  # until a kernel is right, or none is left
             try:
-                plan = registry.select(request, "error" if device.type == "cuda" else "emulate")
+                plan = select(request, "error" if device.type == "cuda" else "emulate")
             except KernelUnavailableError:
                 return
             if plan.numerics == "exact":
@@ -136,13 +142,14 @@ def _examinations(
                 return
 
     def examine_untried(where: str, case: Case) -> None:
-        with nvfp4_forward_measured():
+        with nvfp4_forward_measured(), fused_backward_measured():
             examine(where, case)
 
     # What most calls are comes first, and what has masks of scores and lists last, should time be up.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
-        if capability in CONSUMER_BLACKWELL and get_recipe(case.recipe).qk == "nvfp4":
+        untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"
+        if untried and capability in (HOPPER, *CONSUMER_BLACKWELL):
             yield where, partial(examine_untried, where, case)
 
 
@@ -150,7 +157,7 @@ def _run_once(device: torch.device, case: Case) -> None:
     """Run the kernels of a case, so that the caches on disk hold them."""
     request = dispatch.request_of(case.draw(device), case.grad)
     if case.recipe != "exact":
-        examination.examine(registry.select(request, "error"), case, device)
+        examination.examine(select(request, "error"), case, device)
     else:
         for name in registry.exact_kernels(request):
             examination.examine_exact(name, case, device)

@@ -24,7 +24,8 @@ from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
 from sage_hf.sparse.grids import layout_of
 from sage_kernels import norm_rope
-from sage_kernels.dispatch.registry import registered_exact, registered_forwards, select, without
+from sage_kernels.dispatch.registry import exacts, forwards, without
+from sage_kernels.dispatch.select import select
 from sage_kernels.external.flash_attention3 import is_installed
 
 Step = Callable[[], Tensor]
@@ -178,7 +179,7 @@ def _ours(
         norms: with norms and rotation of queries and keys by one kernel.
         fa3: with FlashAttention 3, where a package of it is installed.
     """
-    left_out = () if fa3 else tuple(name for name in registered_exact() if name.startswith("fa3"))
+    left_out = () if fa3 else tuple(name for name in exacts if name.startswith("fa3"))
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
@@ -193,7 +194,7 @@ def _ours(
             output = step()
             return output, dict(_calls(module) - before)
 
-        without_any = without(*left_out, *(() if low_bits else registered_forwards()))
+        without_any = without(*left_out, *(() if low_bits else forwards))
         norm_rope.set_enabled(norms)
         try:
             with nullcontext() if fa3 and low_bits else without_any, apply(module, recipe):

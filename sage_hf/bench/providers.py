@@ -18,9 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.cases import Case, Inputs
+from sage_hf.drop_in import STAND_INS
+from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
-from sage_kernels.dispatch.registry import Plan, Quantizer, Request, get_forward, get_quantizer, select
+from sage_kernels.dispatch.kernels import Quantizer
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.registry import get_forward, get_quantizer
+from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.run import request_of
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.options import Options
@@ -119,6 +125,19 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
 
     return prepare
+
+
+def ours_fused(inputs: Inputs) -> Prepared:
+    """Prepare `sage_bwd` by the fused backward kernel, where it is not what runs as it is."""
+    facts: dict[str, Any] = {"is_causal": inputs.case.causal, "recipe": "sage_bwd", "grad": True}
+    request = Request.of(*inputs.tensors, **facts)
+    with fused_backward_measured(False):
+        plain = select(request, "error").backward
+    with fused_backward_measured():
+        fused = select(request, "error").backward
+    if plain == fused or fused != HopperFusedBackward.name:
+        raise RuntimeError(f"{HopperFusedBackward.name} does not serve the call, or runs here as it is")
+    return ours("sage_bwd")(inputs)
 
 
 def _call(inputs: Inputs, recipe: str) -> Call:
@@ -392,7 +411,8 @@ def sageattention(generation: Literal[1, 2]) -> ModuleType:
             if error.name != name:
                 raise
             continue
-        if hasattr(module, "sageattn_qk_int8_pv_fp8_cuda") == (generation == 2):
+        is_ours = (module.__file__ or "").startswith(STAND_INS)
+        if not is_ours and hasattr(module, "sageattn_qk_int8_pv_fp8_cuda") == (generation == 2):
             return module
     raise ModuleNotFoundError(f"SageAttention {generation} is not installed")
 
@@ -443,6 +463,7 @@ TRAINING_PROVIDERS: tuple[Provider, ...] = (
     _CUDNN,
     Provider("fa3", "FA3", _fa3_training),
     *(Provider(f"sage_hf:{recipe}", recipe, ours(recipe)) for recipe in ("sage_bwd", "sage_bwd_int8")),
+    Provider("sage_hf:sage_bwd_fused", "sage_bwd, fused", ours_fused, context=fused_backward_measured),
 )
 """Providers of forward and backward passes at named shapes."""
 

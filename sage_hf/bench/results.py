@@ -21,7 +21,10 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 """Facts, and "rows"; some benchmarks have more tables of rows."""
 
-PACKAGES = ("sage-hf", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2")
+PACKAGES = (
+    *("sage-hf", "triton", "diffusers", "transformers", "accelerate"),
+    *("fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2"),
+)
 COMMIT = "SAGE_HF_COMMIT"
 """Environment variable that names the commit of the source where there is no checkout to ask."""
 

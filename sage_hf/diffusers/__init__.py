@@ -21,6 +21,7 @@ _HOME = {
     "bind": "processor",
     "check_parallelism": "parallel",
     "check_whole": "parallel",
+    "context_parallel_plan": "plans",
     "enable_vsa": "gates",
     "exchange_processor": "processor",
     "say_left": "processor",

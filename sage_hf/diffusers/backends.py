@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from .bridge import (
 from .errors import UnsupportedAttentionError
 from .heads import end_trial
 from .parallel import NO_SHARDS, gather_mask, mask_of_own_heads
+from .shards import SplitTokens
 
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
@@ -120,6 +121,11 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
         if _parallel_config is not None:
             if sparse is not None:
                 raise UnsupportedAttentionError(NO_SHARDS)
+            if isinstance(_parallel_config, SplitTokens):
+                given: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+                query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                out = _parallel_config.attend(attend_heads_first, query, key, value, attn_mask, **given)
+                return out.transpose(1, 2)
             attn_mask = gather_mask(attn_mask, key.shape[1], _parallel_config.context_parallel_config)
             return attention_across_processes(dispatch)(
                 query,
@@ -162,6 +168,10 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             return run(query, key, value, **arguments).transpose(1, 2)
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
         return out.transpose(1, 2), lse
+
+    def attend_heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
+        out = backend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **given)
+        return cast(torch.Tensor, out).transpose(1, 2)
 
     return backend
 

@@ -227,9 +227,10 @@ def backend_of(processor: Any) -> str:
     return str(getattr(backend, "value", backend) or "")
 
 
-def with_backend(processor: Any, backend: Any) -> StandIn:
-    """Return a stand-in for a processor that attends by another backend."""
-    return StandIn(processor, {"_attention_backend": backend})
+def with_backend(processor: Any, backend: Any, parallel: Any = None) -> StandIn:
+    """Return a stand-in for a processor that attends by another backend, and passes it `parallel` if it is given."""
+    own = {"_attention_backend": backend}
+    return StandIn(processor, own if parallel is None else own | {"_parallel_config": parallel})
 
 
 def fixed_backends(processor: Any) -> tuple[str, ...]:
@@ -255,9 +256,27 @@ def set_parallel_config(processor: Any, config: Any) -> None:
     processor._parallel_config = config
 
 
-def has_parallel_plan(model: Any) -> bool:
-    """Return whether diffusers knows how to split a model's inputs among processes."""
-    return getattr(model, "_cp_plan", None) is not None
+def parallel_plan_of(model: Any) -> Any:
+    """Return diffusers' plan for splitting a model's inputs among processes; None if it has none."""
+    return getattr(model, "_cp_plan", None)
+
+
+def split_tokens(dim: int, dims: int, *, output: bool = False) -> Any:
+    """Return diffusers' plan for splitting a tensor of `dims` dimensions along `dim`.
+
+    Args:
+        output: whether it is an output of the module, not an argument.
+    """
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
+    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
+
+
+def gathered_tokens(dim: int, dims: int) -> Any:
+    """Return diffusers' plan for putting together a module's output of `dims` dimensions along `dim`."""
+    from diffusers.models._modeling_parallel import ContextParallelOutput
+
+    return ContextParallelOutput(gather_dim=dim, expected_dims=dims)
 
 
 @dataclass(frozen=True)
@@ -267,7 +286,7 @@ class Shards:
     Attributes:
         ring: number of processes in ring attention.
         ulysses: number of processes that exchange tokens for heads.
-        uneven: whether these may have different numbers of tokens.
+        uneven: whether processes may have different numbers of tokens.
     """
 
     ring: int
@@ -278,7 +297,8 @@ class Shards:
     @classmethod
     def of(cls, config: Any) -> Shards:
         """Read a ContextParallelConfig."""
-        return cls(config.ring_degree, config.ulysses_degree, getattr(config, "ulysses_anything", False), config)
+        uneven = getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
+        return cls(config.ring_degree, config.ulysses_degree, uneven, config)
 
     @property
     def group(self) -> Any:
@@ -290,6 +310,17 @@ class Shards:
         """Return this process's place in that group."""
         rank: int = self._config._ulysses_local_rank
         return rank
+
+    @property
+    def ring_group(self) -> Any:
+        """Return the process group of those that gather each other's keys."""
+        return self._config._ring_mesh.get_group()
+
+    @property
+    def part(self) -> int:
+        """Return this process's place among all, by which diffusers splits tokens."""
+        part: int = self._config._flattened_mesh.get_local_rank()
+        return part
 
 
 # Layer skip (skip-layer and perturbed-attention guidance)

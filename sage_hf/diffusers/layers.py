@@ -35,6 +35,7 @@ from .bridge import (
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import agrees, with_own_norms
+from .shards import across_processes, split_of
 from .vsa import NO_SHARDS, VSAProcessor
 
 logger = logging.get_logger(__name__)
@@ -150,14 +151,16 @@ class ExplicitLayer(Layer):
         self.function = function
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._with_own_norms(sage, attn, args, kwargs, partial(self.function, partial(sage.attend, attn)))
+        attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
+        return self._with_own_norms(sage, attn, args, kwargs, partial(self.function, attend))
 
 
 class AdapterLayer(ExplicitLayer):
     """Layer that attends with an IP-Adapter, by one of our own functions and with the adapter's weights."""
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.function(partial(sage.attend, attn), attn, self.original, *args, **kwargs)
+        attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
+        return self.function(attend, attn, self.original, *args, **kwargs)
 
 
 class DispatchLayer(Layer):
@@ -181,7 +184,9 @@ class DispatchLayer(Layer):
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
         backend = backend_member(sage.recipe_of(attn), sage.fallback)
-        run = partial(type(self.original).__call__, with_backend(self.original, backend), attn, *args, **kwargs)
+        split = split_of(attn)
+        original = with_backend(self.original, backend, split and split.in_call(_first_of(args, kwargs)))
+        run = partial(type(self.original).__call__, original, attn, *args, **kwargs)
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
                 say_that_graphs_are_dense()
@@ -207,6 +212,11 @@ class VSALayer(Layer):
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.original.attend(attn, *args, **kwargs, recipe=sage.recipe_of(attn), fallback=sage.fallback)
+
+
+def _first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the hidden states that diffusers' processors are called with."""
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def calls_dispatch(processor: Any) -> bool:

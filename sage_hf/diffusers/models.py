@@ -12,10 +12,11 @@ from huggingface_hub.utils import logging
 
 from sage_hf.names import NAMES
 
-from .bridge import for_each_subclass, has_parallel_plan, parallel_config_of
+from .bridge import for_each_subclass, parallel_config_of, parallel_plan_of
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .layers import Layer
 from .parallel import check_parallelism, splits_tokens
+from .plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
 from .processor import (
     SageAttnProcessor,
     attention_layers,
@@ -209,11 +210,13 @@ def complete_parallelism(model_class: Any) -> None:
     @functools.wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
         layers = _sage_layers(self) if splits_tokens(config) else {}
-        if layers and cp_plan is None and not has_parallel_plan(self):
-            raise UnsupportedAttentionError(
-                f"diffusers has no plan for context parallelism of {type(self).__name__}: pass cp_plan=..., or run "
-                "this model without enable_parallelism()"
-            )
+        if layers and cp_plan is None and parallel_plan_of(self) is None:
+            cp_plan = context_parallel_plan(self)
+        if isinstance(cp_plan, SharedTextPlan) and splits_tokens(config):
+            check_split(self, config)
+            enable(self, config=config, cp_plan=cp_plan, **kwargs)
+            split_attention(self)
+            return
         for name, layer in layers.items():
             try:
                 layer.check_parallel()

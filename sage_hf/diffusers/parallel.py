@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .bridge import Shards, parallel_config_of
 from .errors import UnsupportedAttentionError
+from .shards import split_of
 
 NO_SHARDS = (
     "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
@@ -20,8 +21,11 @@ NO_SHARDS = (
 
 
 def check_parallelism(model: Any, layer: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layers.Layer` cannot."""
-    if splits_tokens(parallel_config_of(model)):
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layers.Layer` cannot.
+
+    By a plan of ours (`plans`), every layer can.
+    """
+    if splits_tokens(parallel_config_of(model)) and split_of(model) is None:
         layer.check_parallel()
 
 

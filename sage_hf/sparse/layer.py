@@ -16,7 +16,10 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_hf.attention import chosen_fallback, sage_attention
-from sage_kernels.dispatch.registry import KernelUnavailableError, Request, select
+from sage_hf.changes import inner
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
 from sage_kernels.spec.masks import key_mask
 
@@ -58,7 +61,7 @@ class SparseModel:
         """Follow the denoiser's calls until the returned function is called."""
         handles = [denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)]
         if self.reordering is not None:
-            handles += self.reordering.attach(getattr(denoiser, "_orig_mod", denoiser))
+            handles += self.reordering.attach(inner(denoiser))
 
         def detach() -> None:
             for handle in handles:
@@ -72,7 +75,7 @@ class SparseModel:
 
     @dynamo.disable
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model = getattr(denoiser, "_orig_mod", denoiser)
+        model = inner(denoiser)
         self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
         if self.reordering is not None:
             # A block that is run again for its gradients would be given tokens in raster order.

@@ -9,7 +9,8 @@ import torch
 
 from sage_hf import record
 from sage_hf.attention import sage_attention
-from sage_kernels.dispatch.registry import Request, exact_plan
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.request import Request
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.block_list import BlockList
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from sage_hf import record
 from sage_hf.attention import attend, chosen_fallback
 from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
+from sage_hf.transformers.bridge import cuts_masks
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_kernels.dispatch import run
@@ -91,7 +91,7 @@ def sage_attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask, causality = attention_mask, _causality_of(attention_mask, query.shape[2], key.shape[2])
-    if mask is not None and mask.shape[-1] > key.shape[2] and metadata.version("transformers").startswith("4."):
+    if mask is not None and mask.shape[-1] > key.shape[2] and cuts_masks():
         mask = mask[..., : key.shape[2]]
     if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]

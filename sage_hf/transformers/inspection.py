@@ -12,12 +12,9 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The global through which every modelling file of transformers looks up the attention function."""
+from sage_hf.transformers.bridge import EVERY_MODEL, INTERFACE, asks_for_implementation
 
 Result = TypeVar("Result")
-
-_EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"})
 
 
 def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
@@ -44,7 +41,7 @@ def methods(module_class: type) -> Iterator[CodeType]:
     for name in dir(module_class):
         for base in module_class.__mro__:
             function: Any = inspect.unwrap(vars(base).get(name, object.__init__))
-            if isinstance(function, FunctionType) and function.__module__ not in _EVERY_MODEL:
+            if isinstance(function, FunctionType) and function.__module__ not in EVERY_MODEL:
                 yield from _nested(function.__code__)
             if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
                 break
@@ -87,7 +84,7 @@ def models_of(config_class: type) -> list[Any]:
 def asks_for_sdpa(model_class: type) -> bool:
     """Check whether the model, or a module that it builds, does otherwise where the implementation is named "sdpa"."""
     return any(
-        "_attn_implementation" in code.co_names and "'sdpa'" in repr(code.co_consts)
+        asks_for_implementation(code.co_names) and "'sdpa'" in repr(code.co_consts)
         for one in built_classes(model_class)
         for code in methods(one)
     )
@@ -133,7 +130,7 @@ def _named_by_constructor(module_class: type) -> list[type]:
     named: list[object] = []
     for base in module_class.__mro__:
         constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
-        if isinstance(constructor, FunctionType) and constructor.__module__ not in _EVERY_MODEL:
+        if isinstance(constructor, FunctionType) and constructor.__module__ not in EVERY_MODEL:
             names = {name for code in _nested(constructor.__code__) for name in code.co_names}
             named += [constructor.__globals__.get(name) for name in names]
     return [value for value in named if is_module_class(value)]

@@ -9,7 +9,9 @@ from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.inspection import INTERFACE, methods, once_per_class, source_of
+from sage_hf.transformers.bridge import EAGER, INTERFACE
+from sage_hf.transformers.inspection import methods, once_per_class, source_of
+from sage_kernels.flash_attention import HARMLESS
 
 NAMED = frozenset(
     {
@@ -28,27 +30,6 @@ NAMED = frozenset(
     }
 )
 """Parameters of `sage_attention_forward` that models fill."""
-
-HARMLESS = frozenset(
-    {
-        "sliding_window",  # contained in the mask
-        "position_ids",  # packing is in the mask, and the rotary embedding has been applied
-        "seq_idx",
-        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch already says
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "deterministic",
-        "cache_position",
-        "use_cache",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "logits_to_keep",
-    }
-)
-"""Keywords that do not change what `sdpa` and `eager` compute."""
 
 
 def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, object]:
@@ -130,7 +111,7 @@ def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
 
 
 def _eager_attention(module_class: type[nn.Module]) -> Callable[..., tuple] | None:
-    return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get("eager_attention_forward")
+    return getattr(inspect.unwrap(module_class.forward), "__globals__", {}).get(EAGER)
 
 
 @once_per_class

@@ -6,6 +6,7 @@ import sys
 
 from torch import nn
 
+from sage_hf.transformers.bridge import is_pretrained_model, runs_other_attention
 from sage_hf.transformers.inspection import built_classes, calls_interface, is_module_class, once_per_class
 from sage_hf.transformers.keywords import unknown_keywords
 
@@ -20,7 +21,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     refused: dict[str, bool] = {}
     layers = {}
     for name, module in model.named_modules():
-        if _is_pretrained_model(module):
+        if is_pretrained_model(module):
             refused[name] = refusal(type(module)) is not None
         if calls_interface(type(module)) and not _find_enclosing(name, refused):
             layers[name] = module
@@ -31,7 +32,7 @@ def unsupported(model: nn.Module) -> str | None:
     """Return the reason that none of our `attn_implementation`s would change `model`; None if one would."""
     if attention_layers(model):
         return None
-    if not _is_pretrained_model(model):
+    if not is_pretrained_model(model):
         return f"{type(model).__name__} is not a transformers model"
     return refusal(type(model)) or f"{type(model).__name__} has no layer that calls transformers' attention interface"
 
@@ -54,19 +55,13 @@ def refusal(model_class: type) -> str | None:
         return f"{file} chooses among attention classes of its own"
     if attention and not any(calls_interface(value) for value in own.values() if is_module_class(value)):
         return f"{file} does not use transformers' attention interface"
-    if not (
-        getattr(model_class, "_supports_sdpa", False) or getattr(model_class, "_supports_attention_backend", False)
-    ):
+    if not runs_other_attention(model_class):
         return f"{model_class.__name__} supports no attention implementation but its own"
     for layer in sorted(filter(calls_interface, built_classes(model_class)), key=lambda layer: layer.__name__):
         if unknown := unknown_keywords(layer):
             keywords = ", ".join(f"{name}=" for name in sorted(unknown))
             return f"{layer.__name__} hands {keywords} to its attention function, which sage_hf does not know"
     return None
-
-
-def _is_pretrained_model(module: nn.Module) -> bool:
-    return hasattr(module, "get_correct_attn_implementation")
 
 
 def _find_enclosing(name: str, values: dict[str, bool]) -> bool:

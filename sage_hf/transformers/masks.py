@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import masking_utils
 
 from sage_hf.attributes import CAUSALITY
+from sage_hf.transformers.bridge import (
+    first_query_of,
+    is_causal_mask,
+    is_full_mask,
+    queries_of,
+    runs_flash_attention,
+    runs_sdpa,
+)
 from sage_hf.transformers.inspection import asks_for_sdpa, computes_with_masks, models_of
 from sage_kernels.runtime import dynamo
 
@@ -24,6 +31,8 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
         get None for causal attention; those of the former that refuse `sdpa` get what transformers makes for `eager`,
         which is additive.
     """
+    from transformers import masking_utils  # here, for it has these functions registered when it is imported
+
     reading = _reading_of(type(kwargs.get("config")))
     if reading == "additive":
         return masking_utils.eager_mask(**kwargs)
@@ -49,7 +58,7 @@ def _reading_of(config_class: type) -> str:
     """
     models = models_of(config_class)
     computing = list(filter(computes_with_masks, models))
-    if not all(model._supports_sdpa for model in computing):
+    if not all(map(runs_sdpa, computing)):
         return "additive"
     return "boolean" if computing or any(map(asks_for_sdpa, models)) else ""
 
@@ -59,12 +68,12 @@ def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None
 
     `keys` is bool (batch, q_len + i), or None for all keys.
     """
-    if kwargs["mask_function"] is not masking_utils.causal_mask_function or kwargs.get("local_size") is not None:
+    if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
         return None
-    if not kwargs.get("allow_is_causal_skip", True) or not {"q_offset", "cache_position"} & kwargs.keys():
+    first, q_len = first_query_of(kwargs), queries_of(kwargs)
+    if not kwargs.get("allow_is_causal_skip", True) or first is None or q_len is None:
         return None
     start = kwargs.get("kv_offset", 0)
-    first, q_len = _queries_of(kwargs)
     offset = first - start
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
@@ -78,13 +87,6 @@ def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None
     return (offset, seen) if seen.dtype == torch.bool else None
 
 
-def _queries_of(kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return the position of the first query, and the number of queries, which older versions say by a tensor."""
-    if "q_offset" in kwargs:
-        return int(kwargs["q_offset"]), kwargs["q_length"]
-    return int(kwargs["cache_position"][0]), kwargs["cache_position"].shape[0]
-
-
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     """Return the mask for recipes with gradients, which support padding and causality but no other mask.
 
@@ -96,11 +98,10 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
         return sage_mask(**kwargs)
-    if kwargs["mask_function"] is masking_utils.causal_mask_function:
+    if is_causal_mask(kwargs["mask_function"]):
         alone = _padding_of_causality(kwargs)
         return sage_mask(**kwargs) if alone is None else alone
-    bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)  # since transformers 5
-    if kwargs["mask_function"] is bidirectional and kwargs.get("allow_is_bidirectional_skip", False):
+    if is_full_mask(kwargs["mask_function"]) and kwargs.get("allow_is_bidirectional_skip", False):
         return padding[:, None, None]
     return sage_mask(**kwargs)
 
@@ -110,11 +111,10 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
         return None
-    q_len = kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"].shape[0]
     # With as many queries as keys, the first query is at the first key.
-    plain = kwargs.get("allow_is_causal_skip", True) and q_len == kwargs["kv_length"]
-    is_causal = kwargs["mask_function"] is masking_utils.causal_mask_function
-    return padding if plain and is_causal and _hands_padding_on(type(kwargs.get("config"))) else None
+    plain = kwargs.get("allow_is_causal_skip", True) and queries_of(kwargs) == kwargs["kv_length"]
+    plain = plain and is_causal_mask(kwargs["mask_function"])
+    return padding if plain and _hands_padding_on(type(kwargs.get("config"))) else None
 
 
 @dynamo.assume_constant_result
@@ -125,7 +125,7 @@ def _hands_padding_on(config_class: type) -> bool:
     masks of four dimensions, and causality would be lost.
     """
     models = models_of(config_class)
-    return bool(models) and all(model._supports_flash_attn and not asks_for_sdpa(model) for model in models)
+    return bool(models) and all(runs_flash_attention(model) and not asks_for_sdpa(model) for model in models)
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:

@@ -34,10 +34,10 @@ def register() -> None:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
-    from sage_hf.transformers.attention import sage_attention_forward
+    from sage_hf.transformers.kv_cache import attention_with_cache
 
     for name, (recipe, fallback) in NAMES.items():
-        function = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
+        function = functools.partial(attention_with_cache, recipe=recipe, fallback=fallback)
         modeling_utils.AttentionInterface.register(name, function)
     _refuse_unsupported_models(modeling_utils.PreTrainedModel)
 

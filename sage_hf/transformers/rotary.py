@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from sage_hf import record
 from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
+from sage_hf.transformers.bridge import ROTATE, implementation_of
 from sage_hf.transformers.inspection import built_classes, calls_interface
 from sage_kernels.norm_rope import is_served, norm_rope
 from sage_kernels.spec.heads import Rope
 
 logger = logging.get_logger(__name__)
-
-FUNCTION = "apply_rotary_pos_emb"
-"""(query, key, cosine, sine) -> both rotated; (batch, heads, tokens, head_dim), tables (batch, tokens, head_dim)."""
 
 MARK = "_sage_rotary"
 """Attribute of functions that this file has wrapped."""
@@ -69,11 +67,11 @@ def rotate_by_kernel(model: nn.Module) -> None:
     """Let the layers of a model's class use the kernel while they run a recipe of ours that is not exact."""
     for layer in filter(calls_interface, built_classes(type(model))):
         owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
-        if owner is None or FUNCTION not in unwrap(owner.forward).__code__.co_names:
+        if owner is None or ROTATE not in unwrap(owner.forward).__code__.co_names:
             continue
         file = sys.modules.get(unwrap(owner.forward).__module__)
-        if hasattr(file, FUNCTION):
-            _replace(file, FUNCTION, _with_kernel, model)
+        if hasattr(file, ROTATE):
+            _replace(file, ROTATE, _with_kernel, model)
             _replace(owner, "forward", _noting_recipe, model)
 
 
@@ -118,8 +116,7 @@ def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _runs_ours(layer: Any) -> bool:
     """Check whether a layer runs a recipe of ours in low bits."""
-    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    recipe, _ = NAMES.get(implementation or "", ("exact", None))
+    recipe, _ = NAMES.get(implementation_of(layer) or "", ("exact", None))
     return recipe != "exact" and vars(layer).get(RECIPE) != "exact"
 
 
@@ -173,5 +170,5 @@ def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.dev
     try:
         return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
     except Exception as error:
-        logger.warning(f"{rotate.__module__}.{FUNCTION} rotates as it is, and no kernel in its place: {error!r}")
+        logger.warning(f"{rotate.__module__}.{ROTATE} rotates as it is, and no kernel in its place: {error!r}")
         return False

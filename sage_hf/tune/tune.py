@@ -14,16 +14,23 @@ from datetime import date
 
 import torch
 
-from sage_hf.bench import cases, grid
+from sage_hf.bench import grid
+from sage_hf.bench.cases import Case, MaskName
 from sage_hf.bench.timing import Queue
 from sage_hf.nominal import nominal_request
-from sage_hf.tune.cases import BACKENDS, Kind, Point, compile_kernels, prepare, prepare_training
+from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
 from sage_hf.tune.fit import Measured, fit
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, nvfp4_forward_measured
+from sage_kernels.cuda.registration import (
+    CONSUMER_BLACKWELL,
+    HOPPER,
+    fused_backward_measured,
+    nvfp4_forward_measured,
+)
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
-from sage_kernels.dispatch.curves import Curve, Sizes
-from sage_kernels.dispatch.registry import MIN_KV_LEN, MIN_QUERY_LEN, registered_exact, select
+from sage_kernels.dispatch.curves import Curve
+from sage_kernels.dispatch.registry import exacts
+from sage_kernels.dispatch.select import MIN_KV_LEN, MIN_QUERY_LEN, select
 from sage_kernels.runtime.toolchain import triton_version
 
 RECIPES = ("sage3", "sage2", "sage1")
@@ -36,19 +43,7 @@ HEAD_DIMS = (32, 40, 64, 72, 96, 128, 136, 160, 192, 256)
 CACHED = ((32, 4, 128), (16, 1, 64))
 """Heads, heads that share keys, and head_dim of calls of a few queries behind a cache."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-TRAINED: tuple[Kind, ...] = ("none", "causal", "keys")
-
-GRID_KINDS: dict[cases.MaskName, Kind] = {
-    "none": "none",
-    "causal": "causal",
-    "lower_right": "causal",
-    "lengths": "keys",
-    "keys": "holes",
-    "window": "window",
-    "documents": "documents",
-    "bias": "additive",
-}
-"""Kinds of the grid's masks."""
+TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
 
 SECONDS, COMPILING = 240.0, 0.45
 """Time of a measurement, and the share of it after which no compilation begins."""
@@ -58,39 +53,47 @@ TIMED_MS = 1.0
 REPLAYS = 3
 
 
-def points() -> list[Point]:
+def points() -> list[Case]:
     """Return the calls that are measured: those that a seed draws by the grid's kinds, and calls with gradients.
 
     Kinds of calls take turns, so that a few calls of every kind come first.
     """
-    drawn = grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
-    found = [Point(replace(one.sizes, head_dim=_measured(one.head_dim)), GRID_KINDS[one.mask]) for one in drawn]
+    found = [replace(one, head_dim=_measured(one.head_dim)) for one in grid.drawn(DRAWN, SEED, MOST_OPERATIONS)]
     for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
-        found.append(Point(Sizes(1, heads, heads // group, q_len, kv_len, head_dim), "causal"))
+        found.append(Case("chunked prefill", 1, heads, heads // group, q_len, kv_len, head_dim, "lower_right"))
     for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
-        found.append(Point(Sizes(batch, 16, 16, n, n, head_dim), "causal_keys"))
+        found.append(Case("causal", batch, 16, 16, n, n, head_dim, "causal_lengths"))
+
+    def train(batch: int, q_heads: int, kv_heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> None:
+        found.append(Case("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
+
     for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
         batch = max(1, 8192 // n)
-        found += [Point(Sizes(batch, 16, 16, n, n, head_dim), kind, grad=True) for kind in TRAINED]
-        found.append(Point(Sizes(max(1, batch // 2), 32, 8, n, n, head_dim), "causal", grad=True))
+        for mask in TRAINED:
+            train(batch, 16, 16, n, head_dim, mask)
+        train(max(1, batch // 2), 32, 8, n, head_dim, "causal")
     for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
-        found.append(Point(Sizes(1, heads, heads, 17776, 17776, head_dim), grad=True))
-        found.append(Point(Sizes(1, 16, 4, 16384, 16384, head_dim), "causal", grad=True))
-    for head_dim, n in itertools.product((32, 256), (512, 1024, 2048, 4096)):
-        found += [Point(Sizes(2, 16, 16, n, n, head_dim), kind, grad=True) for kind in ("none", "causal")]
-    kinds: dict[tuple[str, bool, bool], list[Point]] = {}
-    for point in dict.fromkeys(found):
-        mask = cost_model.kind_of(point.mask, point.causal, point.sizes)
-        kinds.setdefault((mask, point.causal, point.grad), []).append(point)
+        train(1, heads, heads, 17776, head_dim)
+        train(1, 16, 4, 16384, head_dim, "causal")
+    for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINED[:2]):
+        train(2, 16, 16, n, head_dim, mask)
+    kinds: dict[tuple[str, bool, bool], list[Case]] = {}
+    for case in dict.fromkeys(found):
+        kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)
     for index, calls in enumerate(kinds.values()):
         random.Random(index).shuffle(calls)
     turns = itertools.zip_longest(*kinds.values())
-    return [point for turn in turns for point in turn if point is not None]
+    return [case for turn in turns for case in turn if case is not None]
 
 
 def _measured(head_dim: int) -> int:
     """Return the least head_dim among those measured that is not below this one."""
     return next(one for one in HEAD_DIMS if head_dim <= one)
+
+
+def _mask(case: Case) -> str:
+    """Return the kind of mask that the curves of such calls have."""
+    return cost_model.kind_of(case.kind, case.is_causal, case.sizes)
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
@@ -114,7 +117,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         return time.perf_counter() - started
 
     progress("compiling kernels")
-    own = [(name, point) for point in todo for name in names_for(point) if name not in BACKENDS]
+    own = [(name, case) for case in todo for name in names_for(case) if name not in BACKENDS]
     compiled = compile_kernels(device, own, COMPILING * seconds)
     progress(f"compiled for {compiled:,} calls in {passed():.0f} s; measuring {len(todo)} calls")
     found = list(measure_points(device, todo, seconds - passed()))
@@ -138,10 +141,10 @@ def _kind(curve: Curve) -> tuple[str, bool, bool]:
     return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
 
 
-def unseen_points(count: int, seed: int) -> list[cases.Case]:
+def unseen_points(count: int, seed: int) -> list[Case]:
     """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
-    seen = {(point.sizes, point.kind) for point in points()}
-    return [case for case in grid.drawn(count, seed) if (case.sizes, GRID_KINDS[case.mask]) not in seen]
+    seen = {(case.sizes, case.mask) for case in points()}
+    return [case for case in grid.drawn(count, seed) if (case.sizes, case.mask) not in seen]
 
 
 def table_in_use(device: torch.device) -> str:
@@ -153,17 +156,18 @@ def table_in_use(device: torch.device) -> str:
     return "shipped" if table.origin == str(cost_model.shipped_path(capability)) else "tuned"
 
 
-def names_for(point: Point) -> list[str]:
-    """Return the recipes and exact kernels that are timed at a point."""
-    if point.grad:
+def names_for(case: Case) -> list[str]:
+    """Return the recipes and exact kernels that are timed at a call."""
+    if case.training:
         return [TRAINING_RECIPE, *BACKENDS]
     # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores,
     # and cuDNN makes a plan for every length, so that steps of decoding do without it.
-    behind = point.causal and point.sizes.q_len != point.sizes.kv_len
-    decodes = point.mask == "none" and point.sizes.q_len < DECODED_QUERIES
-    backends = ["flash"] if behind else [name for name in BACKENDS if name != "cudnn" or not decodes]
-    too_short = point.sizes.q_len < MIN_QUERY_LEN or point.sizes.kv_len < MIN_KV_LEN
-    return [*(() if too_short else RECIPES), *backends, *(name for name in registered_exact() if name not in BACKENDS)]
+    decodes = case.kind == "none" and case.q_len < DECODED_QUERIES
+    backends = [name for name in BACKENDS if name != "cudnn" or not decodes]
+    if case.causal_offset:
+        backends = ["flash"]
+    too_short = case.q_len < MIN_QUERY_LEN or case.kv_len < MIN_KV_LEN
+    return [*(() if too_short else RECIPES), *backends, *(name for name in exacts if name not in BACKENDS)]
 
 
 def versions() -> dict[str, str]:
@@ -177,41 +181,42 @@ def versions() -> dict[str, str]:
     }
 
 
-def variants(capability: tuple[int, int], point: Point) -> Iterator[tuple[str, AbstractContextManager[None]]]:
-    """Yield `names_for` a point, each with the context in which it is timed: once for each of a recipe's kernels."""
-    for name in names_for(point):
+def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+    """Yield `names_for` a call, each with the context in which it is timed: once for each of a recipe's kernels."""
+    for name in names_for(case):
         yield name, nullcontext()
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
             yield name, nvfp4_forward_measured()
+        if name == TRAINING_RECIPE and case.training and capability == HOPPER:
+            yield name, fused_backward_measured()
 
 
-def measure_points(device: torch.device, todo: Sequence[Point], seconds: float) -> Iterator[Measured]:
-    """Time each point's variants until the seconds are over; one that refuses a point is left out."""
+def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -> Iterator[Measured]:
+    """Time each call's variants until the seconds are over; one that refuses a call is left out."""
     end = time.perf_counter() + seconds
     capability = torch.cuda.get_device_capability(device)
     with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
         _heat(device)
-        for point in todo:
+        for case in todo:
             if time.perf_counter() > end:
                 return
             try:
-                call_of = (prepare_training if point.grad else prepare)(device, point)
-                calls = [(name, context, call_of, point.grad) for name, context in variants(capability, point)]
-                if point.grad:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
-                    forward = prepare_training(device, point, backward=False)
+                call_of = prepare(device, case)
+                calls = [(name, context, call_of, case.training) for name, context in variants(capability, case)]
+                if case.training:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
+                    forward = prepare(device, case, backward=False)
                     calls.append((TRAINING_RECIPE, nullcontext(), forward, False))
             except torch.OutOfMemoryError:
                 continue
             for name, context, of, backward in calls:
                 try:
                     with context:
-                        runner = runner_of(device, point, name, backward)
+                        runner = runner_of(device, case, name, backward)
                         us = queue.gpu_us(of(name), TIMED_MS, REPLAYS)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue
-                kind = cost_model.kind_of(point.mask, point.causal, point.sizes)
-                yield Measured(runner, kind, point.causal, point.sizes, us)
+                yield Measured(runner, _mask(case), case.is_causal, case.sizes, us)
 
 
 @contextmanager
@@ -226,11 +231,11 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def runner_of(device: torch.device, point: Point, name: str, backward: bool) -> str:
-    """Return the runner's name in a table of a recipe's kernels for a point, or of an exact kernel.
+def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> str:
+    """Return the name in a table of costs of a recipe's kernels for a call, or of an exact kernel.
 
     Args:
-        device, point, name: of the call.
+        device, case, name: of the call.
         backward: whether its backward pass is measured too.
 
     Raises:
@@ -238,7 +243,7 @@ def runner_of(device: torch.device, point: Point, name: str, backward: bool) -> 
     """
     if name not in RECIPES and name != TRAINING_RECIPE:
         return name + cost_model.TRAINING if backward else name
-    facts = {**asdict(point.sizes), "mask": point.mask, "is_causal": point.causal, "grad": point.grad}
+    facts = {**asdict(case.sizes), "mask": case.kind, "is_causal": case.is_causal, "grad": case.training}
     plan = select(nominal_request(name, device, **facts), "error")
     phases = plan.kernel, plan.quantizer
     if backward:

@@ -8,7 +8,7 @@ import finetune_tiny_video
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
-from finetune_tiny_video import Task, as_asked, encode_backwards, use_recipe
+from finetune_tiny_video import Task, as_asked, use_recipe
 from shapes import Scene, draw_clips, held_out_scenes, read_clips, train_scenes
 from tiny_video_parts import (
     build_scheduler,
@@ -17,7 +17,7 @@ from tiny_video_parts import (
     build_transformer,
     build_vae,
 )
-from train_tiny_video import DEFAULT_FOLDER, to_model_range
+from train_tiny_video import DEFAULT_FOLDER, encode, to_model_range
 
 from tests.helpers.tiny_video import SIZE
 
@@ -69,7 +69,7 @@ def test_every_run_has_its_curve_kernels_speed_and_origin(everything):
         assert [row["step"] for row in run["curve"]] == [0, STEPS // 2, STEPS]
         assert all(row[name] > 0 for row in run["curve"][1:] for name in ("train_loss", "largest_gradient_norm"))
         assert run["kernels"] and all(one.startswith(("PyTorch", "sage_bwd")) for one in run["kernels"])
-        assert run["tokens_per_second"] > 0 and run["facts"]["diffusers"]
+        assert run["tokens_per_second"] > 0 and run["facts"]["packages"]["diffusers"]
 
 
 def test_recipes_begin_with_the_same_weights_and_part(everything):
@@ -135,7 +135,7 @@ def test_clips_run_backwards_and_are_scored_as_such():
 def test_latents_are_those_of_the_backward_clips(folder):
     pipe = CogVideoXPipeline.from_pretrained(folder)
     scenes = train_scenes()[:3]
-    latents = encode_backwards(pipe, SIZE, scenes, seed=5)
+    latents = encode(pipe.vae, SIZE, scenes, 5, backwards=True)
     generator = torch.Generator().manual_seed(5)
     clips = draw_clips(scenes, generator=generator, num_frames=SIZE.num_frames, size=SIZE.clip_size)
     with torch.no_grad():

@@ -1,7 +1,10 @@
-"""Calls every kernel in every variant on small shapes, for a memory checker, of all low-bit recipes or of those named,
-and computes the gradients of those that have them:
+"""Call every kernel in every variant on small shapes, for a memory checker: of all low-bit recipes, or of the named
+ones, with gradients where a recipe has them.
 
-compute-sanitizer --tool memcheck python -m tests.gpu.sanitized_calls sage2 sage_bwd
+compute-sanitizer --tool memcheck --report-api-errors no python -m tests.gpu.sanitized_calls sage2 sage_bwd
+
+API errors must not be reported: the number of a kernel's parameters is found by asking the driver's
+`cuFuncGetParamInfo` for one parameter after another until it fails.
 
 By the name nvfp4_forward_cuda that kernel is called with emulated products.
 
@@ -17,7 +20,7 @@ import torch
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import ops
 from sage_kernels.cuda import compiler, nvfp4_forward
-from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.cuda.registration import NVFP4Quantizer, fused_backward_measured
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
@@ -134,6 +137,8 @@ def main() -> None:
         attend_packed(recipe)
         if recipe in TRAINING:
             train(recipe)
+            with fused_backward_measured():  # which on Hopper also serves most of these
+                train(recipe)
         for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
             inputs = draw(2, 4, q_len, head_dim), draw(2, 2, kv_len, head_dim), draw(2, 2, kv_len, v_head_dim)
             for mask in masks(2, 4, q_len, kv_len):

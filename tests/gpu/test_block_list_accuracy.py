@@ -9,7 +9,7 @@ from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
 from sage_kernels import ops, training
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES

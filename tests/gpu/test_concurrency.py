@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import sage_attention
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import exact_plan, get_exact
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.replay import cache
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe

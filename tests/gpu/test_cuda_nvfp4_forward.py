@@ -12,7 +12,7 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.replay import cache

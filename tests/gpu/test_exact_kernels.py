@@ -9,7 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf import record, sage_attention
 from sage_kernels.dispatch import cost_model, registry, replays
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import exact_plan, get_exact
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.registry import get_exact
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import masked_rows, sdpa
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
@@ -198,14 +200,14 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
     request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
-        assert registry.select(replace(request, mask="keys")).kernel == "splitkv_forward"
-        assert registry.select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length
+        assert select(replace(request, mask="keys")).kernel == "splitkv_forward"
+        assert select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length
 
 
 def test_steps_behind_a_growing_cache_are_right_from_the_first_call(device, routed, monkeypatch):
     monkeypatch.setattr(cost_model, "GROWING_CACHE_BYTES", 0)
     monkeypatch.setattr(cost_model, "NEW_LENGTH_US", -cost_model.EXACT_HOST_US)
-    registry.select.cache_clear()
+    registry.forget_choices()
     for kv_len in (1000, 1001, 1002):
         call = draw_call(device, (2, 8, 2, 1, kv_len), 128, seed=kv_len)
         for _ in range(3):

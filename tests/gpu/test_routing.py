@@ -3,37 +3,36 @@
 import pytest
 import torch
 
-from sage_hf.tune.cases import Point, draw
+from sage_hf.bench.cases import Case, draw
 from sage_hf.tune.tune import gpu_us
 from sage_kernels import ops
 from sage_kernels.dispatch import cost_model
-from sage_kernels.dispatch.curves import Sizes
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.masks import with_causality
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
-POINTS = [
-    Point(Sizes(1, 24, 24, 512, 512, 128)),
-    Point(Sizes(1, 24, 24, 1536, 1536, 128)),
-    Point(Sizes(1, 24, 24, 8192, 8192, 128)),
-    Point(Sizes(1, 32, 8, 16384, 16384, 128), "causal"),
-    Point(Sizes(2, 24, 24, 4096, 77, 64)),
-    Point(Sizes(16, 12, 12, 512, 512, 64), "keys"),
-    Point(Sizes(1, 24, 24, 8192, 8192, 128), "keys"),
-    Point(Sizes(2, 16, 16, 2048, 2048, 64), "additive"),
-    Point(Sizes(1, 8, 8, 4096, 4096, 256)),
+CASES = [
+    Case("", 1, 24, 24, 512, 512, 128),
+    Case("", 1, 24, 24, 1536, 1536, 128),
+    Case("", 1, 24, 24, 8192, 8192, 128),
+    Case("", 1, 32, 8, 16384, 16384, 128, "causal"),
+    Case("", 2, 24, 24, 4096, 77, 64),
+    Case("", 16, 12, 12, 512, 512, 64, "lengths"),
+    Case("", 1, 24, 24, 8192, 8192, 128, "lengths"),
+    Case("", 2, 16, 16, 2048, 2048, 64, "bias"),
+    Case("", 1, 8, 8, 4096, 4096, 256),
 ]
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_a_routed_call_is_as_fast_as_the_faster_choice(point, routed, device):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_routed_call_is_as_fast_as_the_faster_choice(case, routed, device):
     if cost_model.table_of(torch.cuda.get_device_capability(device)) is None:
         pytest.skip("no table of costs for this GPU")
-    query, key, value, mask = draw(device, point)
+    inputs = draw(case, device)
 
     def us(recipe, fallback):
-        options = {"mask": mask, "is_causal": point.causal, "recipe": recipe, "fallback": fallback}
-        return gpu_us(lambda: ops.attention(query, key, value, **options))
+        options = {"mask": inputs.mask, "is_causal": inputs.is_causal, "recipe": recipe, "fallback": fallback}
+        return gpu_us(lambda: ops.attention(*inputs.tensors, **options))
 
     with torch.no_grad():
         fastest = min(us("sage2", "error"), us("exact", "native"))
@@ -41,13 +40,12 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(point, routed, device):
         assert max(us("sage2", "native"), cost_model.EXACT_HOST_US) <= SLOWER * max(fastest, cost_model.EXACT_HOST_US)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_steps_of_decoding_are_exact_and_switch_no_backend_off_for_others(masked, routed, device):
-    point = Point(Sizes(2, 16, 4, 1, 300, 128), "keys" if masked else "none")
-    query, key, value, mask = draw(device, point)
+@pytest.mark.parametrize("mask", ["lengths", "none"])
+def test_steps_of_decoding_are_exact_and_switch_no_backend_off_for_others(mask, routed, device):
+    inputs = draw(Case("", 2, 16, 4, 1, 300, 128, mask), device)
     with torch.no_grad():
-        found, _ = ops.attention(query, key, value, mask=mask, recipe="sage2")
-        expected, _ = ops.attention(query, key, value, mask=mask, recipe="exact")
+        found, _ = ops.attention(*inputs.tensors, mask=inputs.mask, recipe="sage2")
+        expected, _ = ops.attention(*inputs.tensors, mask=inputs.mask, recipe="exact")
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)  # both round P and the output to bfloat16
     assert torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer, select
+from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
+from sage_kernels.dispatch.select import select
 from sage_kernels.language.launch import recording
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.layout import natural_order, padded_channels

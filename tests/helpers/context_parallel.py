@@ -25,7 +25,7 @@ from diffusers import ContextParallelConfig
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES as ALL_RECIPES
 from tests.helpers.families import FAMILIES, Family, Inputs, family, run
 

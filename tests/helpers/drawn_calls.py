@@ -31,6 +31,7 @@ from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels import ops, training
 from sage_kernels.dispatch import registry
+from sage_kernels.dispatch.select import set_routing
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
@@ -431,13 +432,13 @@ def on_its_own(kind: Kind, mode: Mode, seed: int, device: torch.device) -> Outco
     """Return the outcome of a call when nothing is remembered, outside of bystanders."""
     if mode.context in BYSTANDERS:
         mode = replace(mode, context="")
-    registry.select.cache_clear()
+    registry.forget_choices()
     return run_call(kind, mode, Inputs(kind, mode, seed, device))
 
 
 def run(program: Program, device: torch.device) -> list[Finding]:
     """Run a program, and return what differed from each call on its own."""
-    registry.set_routing(program.routed)
+    set_routing(program.routed)
     around = "" if program.around in BYSTANDERS else program.around
     expected: Expected = {}
     with entered(around):
@@ -446,7 +447,7 @@ def run(program: Program, device: torch.device) -> list[Finding]:
                 key = step.kind, step.mode, seed
                 if key not in expected:
                     expected[key] = on_its_own(*key, device)
-    registry.select.cache_clear()
+    registry.forget_choices()
     findings: list[Finding] = []
     with entered(program.around):
         if program.threads == 1:

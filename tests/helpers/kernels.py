@@ -9,7 +9,8 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import registry
-from sage_kernels.dispatch.registry import Kernel, Quantizer, Request
+from sage_kernels.dispatch.kernels import Kernel, Quantizer
+from sage_kernels.dispatch.request import Request
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
 from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.operands import KeyPadding, Saved
@@ -79,48 +80,48 @@ class StandInBackward(StandIn):
 
 def registered_backwards() -> dict[str, Kernel]:
     """Return the backward kernels by name, in the order of preference."""
-    return dict(registry._backwards)
+    return dict(registry.backwards)
 
 
 def registered_kernels() -> dict[str, Kernel]:
     """Return all kernels by name."""
-    return {**registry._quantizers, **registry._forwards, **registry._backwards}
+    return {**registry.quantizers, **registry.forwards, **registry.backwards}
 
 
 @contextmanager
 def registrations_undone() -> Iterator[None]:
     """Forget in the end which forward kernels were registered meanwhile."""
-    with mock.patch.dict(registry._forwards):
+    with mock.patch.dict(registry.forwards):
         yield
-    registry.select.cache_clear()
+    registry.forget_choices()
 
 
 @contextmanager
 def preferred_forward(kernel: Kernel) -> Iterator[None]:
     """Prefer a forward kernel to those registered, for a while."""
-    with mock.patch.dict(registry._forwards, {kernel.name: kernel, **registry._forwards}, clear=True):
-        registry.select.cache_clear()
+    with mock.patch.dict(registry.forwards, {kernel.name: kernel, **registry.forwards}, clear=True):
+        registry.forget_choices()
         yield
-    registry.select.cache_clear()
+    registry.forget_choices()
 
 
 @contextmanager
 def preferred_backward(kernel: Kernel) -> Iterator[None]:
     """Prefer a backward kernel to those registered, for a while."""
-    with mock.patch.dict(registry._backwards, {kernel.name: kernel, **registry._backwards}, clear=True):
-        registry.select.cache_clear()
+    with mock.patch.dict(registry.backwards, {kernel.name: kernel, **registry.backwards}, clear=True):
+        registry.forget_choices()
         yield
-    registry.select.cache_clear()
+    registry.forget_choices()
 
 
 @contextmanager
 def only_the_reference() -> Iterator[None]:
     """Empty the registry but for the reference, for a while."""
     with (
-        mock.patch.dict(registry._quantizers, clear=True),
-        mock.patch.dict(registry._forwards, {"reference": ReferenceForward()}, clear=True),
-        mock.patch.dict(registry._backwards, {"reference_backward": ReferenceBackward()}, clear=True),
+        mock.patch.dict(registry.quantizers, clear=True),
+        mock.patch.dict(registry.forwards, {"reference": ReferenceForward()}, clear=True),
+        mock.patch.dict(registry.backwards, {"reference_backward": ReferenceBackward()}, clear=True),
     ):
-        registry.select.cache_clear()
+        registry.forget_choices()
         yield
-    registry.select.cache_clear()
+    registry.forget_choices()

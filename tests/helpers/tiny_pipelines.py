@@ -78,6 +78,17 @@ def cogvideox(num_layers: int = LAYERS) -> CogVideoXPipeline:
     return pipe
 
 
+def image_autoencoder() -> AutoencoderKL:
+    """Make latents of an eighth of the image's height and width."""
+    return AutoencoderKL(
+        block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+    ).eval()
+
+
 def image_pipeline() -> StableDiffusionPipeline:
     """Stable Diffusion of 64×64 pixels."""
     torch.manual_seed(0)
@@ -100,18 +111,11 @@ def image_pipeline() -> StableDiffusionPipeline:
         attention_head_dim=2,
         norm_num_groups=8,
     )
-    channels = (8, 8, 8, 8)
-    vae = AutoencoderKL(
-        block_out_channels=channels,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4,
-        norm_num_groups=4,
-    )
+    vae = image_autoencoder()
     words = tokenizer()
     words.model_max_length = 16
     pipe = StableDiffusionPipeline(
-        vae.eval(), CLIPTextModel(text).eval(), words, unet.eval(), DDIMScheduler(), None, None, None, False
+        vae, CLIPTextModel(text).eval(), words, unet.eval(), DDIMScheduler(), None, None, None, False
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -129,7 +133,7 @@ def rising_scheduler() -> FlowMatchEulerDiscreteScheduler:
     return FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
 
 
-def llama() -> LlamaForCausalLM:
+def llama(head_dim: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -138,6 +142,7 @@ def llama() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=256,
     )
     return LlamaForCausalLM(config).eval()

@@ -7,7 +7,7 @@ that they run in Triton's interpreter, and so that what they launch can be recor
 import pytest
 import torch
 
-from sage_kernels.dispatch.registry import Quantizer
+from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.operands import Int8Operands, NVFP4Operands, Saved
 from sage_kernels.spec.recipe import Recipe

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_hf import record
 from sage_kernels.spec.recipe import RECIPES
+
+
+@pytest.fixture(autouse=True)
+def fresh_record() -> None:
+    """Forget the plans of other tests, and which messages were logged once."""
+    record.clear()
 
 
 @pytest.fixture(scope="session")

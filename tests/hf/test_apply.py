@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 

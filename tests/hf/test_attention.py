@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sage_hf
-from sage_hf import attention, record, sage_attention
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_hf import attention, sage_attention
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
@@ -21,13 +21,6 @@ def draw(q_heads=4, kv_heads=4, q_len=70, kv_len=90, head_dim=64, v_head_dim=64,
         torch.randn(2, kv_heads, kv_len, head_dim, generator=generator).to(dtype),
         torch.randn(2, kv_heads, kv_len, v_head_dim, generator=generator).to(dtype),
     )
-
-
-@pytest.fixture(autouse=True)
-def fresh_record():
-    record.clear()
-    yield
-    record.clear()
 
 
 MASKS = {

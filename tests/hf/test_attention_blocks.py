@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.block_list import BlockList
 from tests.helpers.blocks import as_mask, draw_blocks

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels import training
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
@@ -39,13 +39,6 @@ def gradients_of(output, inputs):
 
 def equal(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
-@pytest.fixture(autouse=True)
-def fresh_record():
-    record.clear()
-    yield
-    record.clear()
 
 
 VALID = valid_keys()
@@ -172,6 +165,16 @@ def test_checkpointing_changes_no_gradient(reentrant, mask):
     expected = torch.autograd.grad(plain, inputs, gradient)
     recomputed.backward(gradient)
     assert equal([x.grad for x in inputs], expected)
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage2"])
+def test_checkpointing_recomputes_what_exact_attention_saved_in_each_call(recipe):
+    """In the second call of a kind too, whose replay is compared with the call itself."""
+    inputs = draw(q_len=71)
+    for _ in range(4):
+        output = checkpoint(lambda *x: sage_attention(*x, enable_gqa=True, recipe=recipe), *inputs, use_reentrant=False)
+        expected = F.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        assert equal(gradients_of(output, inputs), gradients_of(expected, inputs))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
-"""Private names of diffusers stand in one file."""
+"""Private names of diffusers stand in one file, those of transformers in another, and none of them is indispensable."""
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 import sage_hf
+from sage_hf.transformers import bridge, masks
+from tests.helpers.tiny_transformers import MODELS, of_real_tokens, run
 
 PACKAGE = Path(sage_hf.__file__).parent
-BRIDGE = PACKAGE / "diffusers" / "bridge.py"
-OF_OTHERS = {"_orig_mod", "_version", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-"""Names of PyTorch that the bridge may read as well."""
+OF_PYTORCH = {"_orig_mod", "_version", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+"""Names of PyTorch that any file may read."""
+PROCESSORS = {"_attention_backend", "_parallel_config"}
+"""Names of diffusers that the base classes in its bridge have as well."""
 
 
 def private_names(path: Path) -> set[str]:
@@ -34,13 +41,34 @@ def own_names(path: Path) -> set[str]:
     return found
 
 
-def test_no_other_file_names_diffusers_private_api():
-    processors = {"_attention_backend", "_parallel_config"}  # which the bridge's base classes have for diffusers
-    of_diffusers = private_names(BRIDGE) - (own_names(BRIDGE) - processors) - OF_OTHERS
-    assert processors | {"_AttentionBackendRegistry", "_templated_context_parallel_attention"} <= of_diffusers
-    for path in (PACKAGE / "diffusers").rglob("*.py"):
-        if path != BRIDGE:
-            foreign = private_names(path) - own_names(path)
-            assert not foreign & of_diffusers, f"{path.name} names {foreign & of_diffusers}"
-    for path in (PACKAGE / "apply.py", PACKAGE / "explain.py", PACKAGE / "schedule.py", PACKAGE / "targets.py"):
-        assert not private_names(path) & of_diffusers, path.name
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("diffusers", PROCESSORS | {"_AttentionBackendRegistry", "_templated_context_parallel_attention"}),
+        ("transformers", {"_attn_implementation", "_supports_sdpa", "_supports_flash_attn"}),
+    ],
+)
+def test_no_other_file_names_private_api_of_a_library(library: str, names: set[str]):
+    path = PACKAGE / library / "bridge.py"
+    foreign = private_names(path) - (own_names(path) - PROCESSORS) - OF_PYTORCH
+    assert names <= foreign
+    for other in PACKAGE.rglob("*.py"):
+        if other != path:
+            found = (private_names(other) - own_names(other)) & foreign
+            assert not found, f"{other.relative_to(PACKAGE)} names {found}"
+
+
+def test_a_transformers_without_these_names_is_slower_and_not_wrong(monkeypatch: pytest.MonkeyPatch):
+    """Masks then hold causality and padding, and a config's implementation is not known."""
+    tiny, inputs = MODELS["llama"], MODELS["llama"].inputs("left")
+    model = tiny.build("sage_bwd_emulate")
+    expected = of_real_tokens(run(model, **inputs), inputs)
+    for name in ("is_causal_mask", "is_full_mask"):
+        monkeypatch.setattr(masks, name, lambda function: False)
+    monkeypatch.setattr(type(model), "_supports_flash_attn", False)
+    found = of_real_tokens(run(model, **inputs), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert bridge.queries_of({}) is None and bridge.first_query_of({}) is None
+    nothing = SimpleNamespace()
+    assert bridge.implementation_of(nothing) is None
+    assert not bridge.runs_other_attention(nothing) and not bridge.runs_flash_attention(nothing)

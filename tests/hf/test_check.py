@@ -10,7 +10,7 @@ from sage_hf.app.cli import main
 from sage_hf.bench import check
 from sage_hf.nominal import nominal_request
 from sage_kernels.dispatch import self_check, verdicts
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import StandInForward, preferred_forward
 

@@ -373,11 +373,6 @@ def test_the_example_has_the_tiny_model_wherever_it_is_run(monkeypatch, tmp_path
     assert (Path(chosen["options"].pretrained) / "model_index.json").is_file()
 
 
-def test_version_of_the_package_is_told(capsys):
-    assert main(["env"]) == 0
-    assert f"sage-hf {sage_hf.__version__}" in capsys.readouterr().out
-
-
 def test_env_and_explain_follow_the_processs_default_fallback(capsys):
     sage_hf.set_default_fallback("error")
     try:

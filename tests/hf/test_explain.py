@@ -1,7 +1,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import sage_hf
@@ -9,15 +8,12 @@ from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.explain import Explanation, LayerRow
 from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.request import Request
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
 
 REQUEST = ("sage2", "cuda", (9, 0), torch.bfloat16, 1, 8, 8, 64, 64, 64, 64, "none", False, False)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_ran_before():
-    record.clear()
 
 
 def facts(pipe_or_model) -> list[tuple]:
@@ -136,13 +132,13 @@ def test_the_table_of_costs_by_which_calls_on_a_gpu_were_routed_is_named(monkeyp
     model = tiny.transformer()
     sage_hf.apply(model, "sage2")
     layer = model.transformer_blocks[0].attn1
-    plan = registry.exact_plan(registry.Request(*REQUEST))
+    plan = exact_plan(Request(*REQUEST))
     monkeypatch.setattr(record, "last_plans", lambda module: (plan,) * (module is layer))
-    monkeypatch.setattr(registry, "_routing", True)
+    monkeypatch.setattr("sage_kernels.dispatch.select._routing", True)
     assert str(sage_hf.explain(model)).endswith(cost_model.description((9, 0)))
     assert "9.0.json (NVIDIA H200, " in cost_model.description((9, 0))
     assert "sage-hf tune" in cost_model.description((8, 6))
-    monkeypatch.setattr(registry, "_routing", False)
+    monkeypatch.setattr("sage_kernels.dispatch.select._routing", False)
     assert "costs:" not in str(sage_hf.explain(model))
 
 

@@ -17,7 +17,7 @@ from sage_hf.app.generate import GenerateOptions, generate
 from sage_hf.app.report import Report, VideoReport
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.explain import Explanation, LayerRow
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 

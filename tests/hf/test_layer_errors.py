@@ -8,7 +8,7 @@ from sage_hf.app.layer_errors import record_layer_errors, table
 from sage_hf.app.peaks import find_peaks
 from sage_hf.metrics import tensor_errors
 from sage_hf.record import observe
-from sage_kernels.dispatch.registry import select
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES, without_outlier_handling

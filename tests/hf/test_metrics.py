@@ -29,6 +29,14 @@ def test_worst_head_shows_the_one_head_that_is_wrong():
     assert errors.rel_l1 < 0.5
 
 
+def test_errors_are_those_computed_by_hand():
+    exact, other = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.tensor([1.5, -2.0, 2.0, -4.0])
+    errors = tensor_errors(exact.view(1, 1, 2, 2), other.view(1, 1, 2, 2))
+    assert errors.rel_l1 == 1.5 / 10 and errors.max_abs == 1.0
+    frames = np.zeros((1, 2, 2, 3))
+    assert psnr(frames, frames + 0.1) == pytest.approx(20.0, abs=1e-9)
+
+
 def test_equal_outputs_have_no_error():
     for exact in (outputs()[0], torch.zeros(1, 1, 2, 2)):
         errors = tensor_errors(exact, exact.clone())

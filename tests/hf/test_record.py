@@ -4,19 +4,12 @@ import gc
 import threading
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch.registry import Plan, Request
-
-
-@pytest.fixture(autouse=True)
-def fresh_record():
-    record.clear()
-    yield
-    record.clear()
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.request import Request
 
 
 def draw(q_len=64):

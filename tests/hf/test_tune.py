@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,16 @@ import torch
 
 from sage_hf.app import warmup
 from sage_hf.app.cli import main
+from sage_hf.bench.cases import Case, MaskName, draw
 from sage_hf.nominal import nominal_request
-from sage_hf.tune import tune
+from sage_hf.tune import cases, tune
 from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
+from sage_kernels.exact import sdpa
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SCHEDULE = Schedule(rows=128, keys=64, slots=264, order="waves", packs=False, widths=(64, 96, 128, 192, 256))
@@ -97,14 +100,24 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
 
 def test_the_points_cover_what_models_call():
     points = tune.points()
-    kinds = {point.kind: (point.mask, point.causal) for point in points}
-    assert set(kinds) == {"none", "causal", "keys", "holes", "causal_keys", "window", "documents", "additive"}
-    assert kinds["causal"] == ("none", True) and kinds["causal_keys"] == ("keys", True)
-    assert {32, 64, 96, 128, 256} <= {point.sizes.head_dim for point in points}
-    assert any(point.sizes.kv_len < 256 <= 4 * point.sizes.kv_len < point.sizes.q_len for point in points)
+    assert {point.mask for point in points} == set(MaskName.__args__)
+    assert {32, 64, 96, 128, 256} <= {point.head_dim for point in points}
+    assert any(point.kv_len < 256 <= 4 * point.kv_len < point.q_len for point in points)
     assert len(points) == len(set(points))
-    first = {(point.mask, point.causal, point.grad) for point in points[:60]}
-    assert first == {(point.mask, point.causal, point.grad) for point in points}
+    first = {(point.kind, point.is_causal, point.training) for point in points[:60]}
+    assert first == {(point.kind, point.is_causal, point.training) for point in points}
+
+
+@pytest.mark.parametrize("mask", MaskName.__args__)
+def test_a_point_is_the_call_that_its_mask_names(mask, monkeypatch):
+    case = Case("any", 2, 4, 2, 90 if mask == "lower_right" else 150, 150, 64, mask)
+    inputs = draw(case, torch.device("cpu"))
+    expected, _ = sdpa.attention(*inputs.tensors, mask=inputs.mask, is_causal=mask in ("causal", "causal_lengths"))
+    monkeypatch.setattr(cases, "sdpa_kernel", lambda backend: nullcontext())
+    found = cases.prepare(torch.device("cpu"), case)("flash")()
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.01)  # P and the output are bfloat16
+    if case.kind in ("none", "keys") and not case.causal_offset:
+        cases.prepare(torch.device("cpu"), replace(case, training=True))("flash")()
 
 
 @pytest.fixture
@@ -116,9 +129,9 @@ def gpu(monkeypatch):
 
     def measure(device, points, seconds):
         for point in points[:200]:
-            us = replace(TRUE, causal=point.causal).us(point.sizes)
-            yield Measured("flash", point.mask, point.causal, point.sizes, us)
-            yield Measured("sage2 by kernel, quantizer", point.mask, point.causal, point.sizes, us / 2 + 40)
+            us = replace(TRUE, causal=point.is_causal).us(point.sizes)
+            yield Measured("flash", point.kind, point.is_causal, point.sizes, us)
+            yield Measured("sage2 by kernel, quantizer", point.kind, point.is_causal, point.sizes, us / 2 + 40)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: 0)
@@ -159,14 +172,14 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
         kernel = NVFP4Forward()
         request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0))
         request = replace(request, dtype=torch.bfloat16, aligned=True)
-        for point in [one for one in points if one.sizes.head_dim == 128 and one.kind == "none" and not one.grad]:
+        for point in [one for one in points if one.head_dim == 128 and one.mask == "none" and not one.training]:
             for name, context in tune.variants((12, 0), point):
                 with context:
                     ran = kernel.rival if kernel.unsupported(request) == NOT_FASTER else kernel.name
                 if name == "sage3":
                     runner = cost_model.low_bit_runner("sage3", ran, "nvfp4_quantize_cuda")
                     us = 100.0 if ran == kernel.rival else 50.0
-                    yield Measured(runner, point.mask, point.causal, point.sizes, us)
+                    yield Measured(runner, point.kind, point.is_causal, point.sizes, us)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(compiler, "why_not", lambda *_: "")
@@ -177,7 +190,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):
-    few = [point for point in tune.points() if point.sizes.head_dim == 128 and point.kind == "none"]
+    few = [point for point in tune.points() if point.head_dim == 128 and point.mask == "none"]
     monkeypatch.setattr(tune, "points", lambda: few)
     assert main(["tune", "--output", str(tmp_path / "table.json")]) == 0
     assert cost_model.read_table(tmp_path / "table.json").curves
@@ -202,7 +215,7 @@ def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, mo
     assert main(["warmup", "train-int8-infer-fp4", "--head-dim", "128"]) == 0
     exact = {"masked_forward", "splitkv_forward", "fa3_padded"}
     assert {name for name, _ in compiled} == {"sage2", "sage_bwd"} | exact  # sage2 is what stands in for sage3 there
-    assert {point.kind for name, point in compiled if name not in exact} == {"none", "causal", "keys"}
+    assert {point.mask for name, point in compiled if name not in exact} == {"none", "causal", "lengths"}
     assert {"bool", "additive"} < {point.kind for name, point in compiled if name in exact}
-    assert {point.sizes.head_dim for _, point in compiled} == {128}
+    assert {point.head_dim for _, point in compiled} == {128}
     assert f"ran {len(compiled)} calls" in capsys.readouterr().out

@@ -8,7 +8,8 @@ import torch
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import examination
 from sage_kernels.dispatch.examination import Case
-from sage_kernels.dispatch.registry import Plan, Request
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.request import Request
 from tests.helpers.portable_fp4 import without_inline_assembly
 
 ADA = (8, 9)

@@ -11,7 +11,8 @@ import torch
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import precompile
 from sage_kernels.dispatch import run as dispatch
-from sage_kernels.dispatch.registry import Plan, get_backward
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.replay import trace
 from sage_kernels.spec.call import BackwardCall, Call, Mask
 from sage_kernels.spec.operands import Saved

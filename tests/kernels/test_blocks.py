@@ -9,12 +9,15 @@ import torch
 from sage_kernels import ops
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.exact import block_lists, sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 from sage_kernels.triton import registration
 from tests.helpers.blocks import as_mask, draw_blocks
@@ -110,8 +113,8 @@ def test_opcheck_passes():
     for dtype in (torch.float32, torch.bfloat16):
         for mask in (None, torch.ones(2, 1, 1, 330, dtype=torch.bool)):
             torch.library.opcheck(
-                torch.ops.sage_kernels.block_attention.default,
-                (*draw(dtype=dtype), mask, *blocks, False, 0, None, "sage2", "native", True),
+                torch.ops.sage_kernels.attention.default,
+                (*draw(dtype=dtype), mask, *Arguments.of(blocks, None, Options(recipe="sage2", return_lse=True))),
             )
 
 
@@ -258,8 +261,9 @@ def test_packed_sequences_have_lists_of_their_own(recipe, options, list_batch):
 def test_packed_lists_pass_opcheck_and_are_checked():
     inputs, lengths = draw_packed()
     blocks = draw_blocks(4, 4, 300, 330)
-    arguments = (*lengths, None, *blocks, False, 0, None, "sage2", "native", True)
-    torch.library.opcheck(torch.ops.sage_kernels.packed_block_attention.default, (*inputs, *arguments))
+    arguments = Arguments.of(blocks, Lengths(*lengths), Options(recipe="sage2", return_lse=True))
+    one = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
+    torch.library.opcheck(torch.ops.sage_kernels.attention.default, (*one, None, *arguments))
     for bad, match in ((draw_blocks(2, 4, 300, 330), r"\(4 or 1"), (draw_blocks(4, 4, 500, 330), "300 queries")):
         with pytest.raises(ValueError, match=match):
             ops.packed_attention(*inputs, *lengths, blocks=bad, recipe="sage2")

@@ -13,7 +13,9 @@ from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, registry, run
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Weights
-from sage_kernels.dispatch.registry import Request, exact_plan, select
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import routing, select, set_routing
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.spec.call import Call
@@ -79,9 +81,9 @@ def test_the_other_fallbacks_force_the_recipe(use_table, fallback):
 
 def test_routing_can_be_switched_off(use_table):
     use_table(LOW_BIT, CUDNN)
-    registry.set_routing(False)
+    set_routing(False)
     assert select(with_tokens(1024)).recipe == "sage2"
-    assert not registry.routing()
+    assert not routing()
 
 
 def test_a_cpu_emulates_at_any_length(use_table):
@@ -254,7 +256,7 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
 def test_the_environment_can_start_a_process_without_routing(value, routed, forks):
     environment = {name: text for name, text in os.environ.items() if name != "SAGE_KERNELS_ROUTING"}
     environment |= {} if value is None else {"SAGE_KERNELS_ROUTING": value}
-    output = forks.run("from sage_kernels.dispatch import registry; print(registry.routing())", environment)
+    output = forks.run("from sage_kernels.dispatch.select import routing; print(routing())", environment)
     assert output.strip() == str(routed)
 
 
@@ -366,7 +368,7 @@ class OwnKernel:
 
 @pytest.fixture
 def own_kernel(monkeypatch):
-    monkeypatch.setattr(registry, "_exacts", {"own": OwnKernel()})
+    monkeypatch.setattr(registry, "exacts", {"own": OwnKernel()})
 
 
 def test_a_kernel_of_our_own_is_exact_where_it_was_measured_to_be_faster(use_table, own_kernel):

@@ -11,8 +11,9 @@ import torch
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler, nvfp4_forward, smooth_q_scores
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, nvfp4_forward_measured
-from sage_kernels.dispatch import cost_model, registry
-from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select, set_routing
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import machine_code
 from sage_kernels.triton import registration
@@ -174,9 +175,9 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
             return Curve(curves[runner]) if runner in curves else None
 
     monkeypatch.setattr(cost_model, "table_of", lambda capability: Table())
-    registry.set_routing(False)  # exact attention was not measured
+    set_routing(False)  # exact attention was not measured
     plan = select(request())
-    registry.set_routing(True)
+    set_routing(True)
     if ours == 50.0:
         assert (plan.recipe, plan.kernel, plan.numerics) == ("sage3", "nvfp4_forward_cuda", "native")
     else:

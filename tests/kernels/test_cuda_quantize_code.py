@@ -13,7 +13,7 @@ import triton
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.quantize import Features
 from sage_kernels.cuda.registration import HopperQuantizer
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch.request import Request
 from sage_kernels.spec.layout import is_aligned
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import rotation_signs

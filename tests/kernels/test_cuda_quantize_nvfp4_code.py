@@ -12,7 +12,7 @@ import triton
 from sage_kernels.cuda import compiler, quantize_nvfp4
 from sage_kernels.cuda.launch import architecture
 from sage_kernels.cuda.registration import NVFP4Quantizer
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.formats.nvfp4 import BINS, FIRST_BIN, search_table
 from sage_kernels.spec.recipe import get_recipe

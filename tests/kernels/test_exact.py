@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.runtime import torch_private
@@ -262,3 +262,20 @@ def test_the_outputs_gradient_reaches_a_gpus_kernel_in_the_outputs_layout(monkey
         for weights in (torch.ones(2, 3, 5, 16).half(), torch.ones(2, 5, 3, 16).half().transpose(1, 2)):
             torch.autograd.grad(output, query, weights, retain_graph=True)
     assert set(strides) == {(240, 16, 48, 1)}
+
+
+def test_a_gpus_exact_attention_has_second_derivatives_and_those_of_nested_transforms(monkeypatch):
+    monkeypatch.setattr(exact, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(exact, "_may_be_cudnn", lambda *call: True)
+    inputs = [torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def attend(*one):
+        return exact.sdpa(*(x[None] for x in one))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradcheck(exact.sdpa, inputs) and torch.autograd.gradgradcheck(exact.sdpa, inputs)
+        (expected,) = torch.autograd.grad(exact.sdpa(*inputs).sum(), inputs[:1])
+        outside = torch.func.vmap(torch.func.grad(lambda *one: attend(*one).sum()))(*inputs)
+        inside = torch.func.grad(lambda *batch: torch.func.vmap(attend)(*batch).sum())(*inputs)
+    torch.testing.assert_close(outside, expected)
+    torch.testing.assert_close(inside, expected)

@@ -8,7 +8,9 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import replays, run
-from sage_kernels.dispatch.registry import Request, exact_plan, get_exact
+from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.registry import get_exact
+from sage_kernels.dispatch.request import Request
 from sage_kernels.exact import sdpa
 from sage_kernels.external import flash_attention3
 from sage_kernels.replay.trace import tracing

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels.dispatch.registry import Request
+from sage_kernels.dispatch.request import Request
 from sage_kernels.gluon import registration
 
 SERVED = Request(

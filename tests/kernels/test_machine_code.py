@@ -15,7 +15,8 @@ import torch
 import triton
 
 import sage_kernels.backends  # noqa: F401 - registers the kernels
-from sage_kernels.dispatch.registry import Request, get_backward, get_forward
+from sage_kernels.dispatch.registry import get_backward, get_forward
+from sage_kernels.dispatch.request import Request
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import NO_MASK, Mask

@@ -6,9 +6,12 @@ import torch
 import sage_kernels
 from sage_kernels import ops, training
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.arguments import Arguments
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 
 
@@ -25,11 +28,12 @@ def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck_passes(dtype, recipe, return_lse):
-    mask = torch.ones(2, 1, 1, 90, dtype=torch.bool)
-    for arguments in ((None, True), (mask, False)):
+    keys = torch.ones(2, 1, 1, 90, dtype=torch.bool)
+    for mask, is_causal in ((None, True), (keys, False)):
+        options = Options(is_causal, recipe=recipe, return_lse=return_lse)
         torch.library.opcheck(
             torch.ops.sage_kernels.attention.default,
-            (*draw(dtype=dtype), *arguments, 0, None, recipe, "native", return_lse),
+            (*draw(dtype=dtype), mask, *Arguments.of(None, None, options)),
         )
 
 
@@ -136,12 +140,10 @@ def test_packed_sequences_are_those_sequences(recipe, is_causal):
 
 
 def test_opcheck_passes_for_packed_sequences():
-    query, key, value = (x[0].transpose(0, 1) for x in draw())
-    lengths = (pack([30, 40]), pack([50, 40]), 40, 50, torch.tensor([45, 40], dtype=torch.int32))
-    torch.library.opcheck(
-        torch.ops.sage_kernels.packed_attention.default,
-        (query, key, value, *lengths, True, 0, None, "sage2", "native", True),
-    )
+    inputs = [x[:1] for x in draw()]
+    lengths = Lengths(pack([30, 40]), pack([50, 40]), 40, 50, torch.tensor([45, 40], dtype=torch.int32))
+    arguments = Arguments.of(None, lengths, Options(True, recipe="sage2", return_lse=True))
+    torch.library.opcheck(torch.ops.sage_kernels.attention.default, (*inputs, None, *arguments))
 
 
 KINDS = {

@@ -7,15 +7,12 @@ import torch
 
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
+from sage_kernels.cuda.registration import NOT_FASTER
 from sage_kernels.dispatch import registry, run
-from sage_kernels.dispatch.registry import (
-    KernelUnavailableError,
-    Request,
-    get_backward,
-    get_forward,
-    get_quantizer,
-    select,
-)
+from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.gluon import registration as gluon
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.call import Call
@@ -226,7 +223,7 @@ def test_a_head_dim_of_no_recipe_runs_exactly_and_says_so_unless_that_is_forbidd
 @pytest.mark.parametrize("mask", ["bool", "additive"])
 def test_a_mask_of_scores_needs_more_keys_to_gain_from_low_bits_on_a_gpu(mask):
     short = replace(GPU, recipe="sage1", capability=(8, 0), mask=mask, kv_len=1023)
-    assert select(short).reason.startswith("fewer than 1024 keys beside a mask of scores")
+    assert select(short).reason.startswith("fewer than 1024 keys together with an attention bias")
     for served in (replace(short, kv_len=1024), replace(short, mask="keys"), replace(short, mask="none")):
         assert select(served).kernel == "int8_forward"
     for fallback in ("emulate", "error"):
@@ -338,7 +335,7 @@ def test_hoppers_quantiser_serves_the_means_that_it_takes():
 
 def test_a_backward_kernel_serves_the_formats_that_it_computes():
     for backward, served in (
-        ("16bit", {"int8_backward", "int8_backward_hopper", "reference_backward"}),
+        ("16bit", {"int8_backward", "int8_backward_fused", "int8_backward_hopper", "reference_backward"}),
         ("int8", {"int8_backward", "reference_backward"}),
         (None, set()),
     ):
@@ -402,13 +399,13 @@ def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
 
 @pytest.mark.usefixtures("newest")
 def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
-    assert select(TRAINING).other_phases == ()
+    assert select(TRAINING).other_phases == (("int8_backward_fused", NOT_FASTER),)
     passed_over = select(replace(TRAINING, mask="bool")).other_phases
     assert ("int8_quantize_hopper", "no masks but those of keys") in passed_over
-    (misaligned,) = select(replace(TRAINING, aligned=False)).other_phases
+    misaligned, _ = select(replace(TRAINING, aligned=False)).other_phases
     assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
     others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)
-    assert others.keys() == {"int8_quantize_hopper", "int8_backward_hopper"}
+    assert others.keys() == {"int8_quantize_hopper", "int8_backward_fused", "int8_backward_hopper"}
     assert all("other formats" in reason for reason in others.values())
 
 
@@ -418,7 +415,7 @@ def test_a_triton_whose_gluon_is_another_runs_the_portable_backward_kernel(versi
     monkeypatch.setattr(gluon, "triton_version", lambda: version)
     plan = select(TRAINING)
     assert (plan.kernel, plan.backward) == ("int8_forward_hopper", "int8_backward")
-    ((kernel, reason),) = plan.other_phases
+    _, (kernel, reason) = plan.other_phases
     assert kernel == "int8_backward_hopper" and "needs Triton" in reason
 
 

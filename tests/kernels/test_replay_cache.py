@@ -14,10 +14,12 @@ from sage_hf import record, sage_attention
 from sage_hf.attention import attend
 from sage_kernels.dispatch import registry
 from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.replay import cache
 from sage_kernels.runtime import torch_private
 from sage_kernels.spec.options import Options
+from tests.helpers.blocks import draw_blocks
 
 SHAPE = (1, 2, 192, 64)
 
@@ -130,7 +132,7 @@ def test_an_entry_is_of_calls_that_agree_in_all_but_values():
     for other in (draw(1, 2, 193, 64), [x.half() for x in tensors], [x.transpose(2, 3).contiguous() for x in tensors]):
         assert find(*other, ("options", 1)) is not entry
     assert cache.find("another", (*tensors, None), ("options", 1)) is not entry
-    registry.select.cache_clear()
+    registry.forget_choices()
     assert find(*tensors, ("options", 1)) is not entry
 
 
@@ -290,6 +292,16 @@ def test_a_tensor_whose_memory_was_freed_is_refused(recipe, autocast, known, num
         sage_attention(*tensors, recipe=recipe)
 
 
+@pytest.mark.parametrize("field", ["counts", "tiles"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_block_list_whose_memory_was_freed_is_refused(known, field):
+    tensors, blocks = draw(), draw_blocks(1, 1, SHAPE[2], SHAPE[2])
+    for _ in range(3 * known):
+        sage_attention(*tensors, recipe="exact", blocks=blocks)
+    with pytest.raises(RuntimeError, match="no memory"):
+        sage_attention(*tensors, recipe="exact", blocks=blocks._replace(**{field: freed(getattr(blocks, field))}))
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
     inputs = [torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3)]
@@ -310,9 +322,7 @@ def test_a_prepared_exact_call_under_autocast_has_its_dtype():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch, replayed, enabled):
     """And reads grouped keys as rows of one head, as the first time."""
-    monkeypatch.setattr(
-        dispatch, "select", lambda request, fallback: registry.exact_plan(request, kernel="sdpa_without_cudnn")
-    )
+    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
     query, key, value = (torch.randn(2, heads, tokens, 32) for heads, tokens in ((8, 1), (2, 40), (2, 40)))
     mask = (torch.arange(40) >= torch.tensor([[3], [40]]))[:, None, None]
     call = partial(sage_attention, query, key, value, mask, enable_gqa=True, recipe="sage2")
@@ -349,11 +359,11 @@ def test_a_plan_depends_on_the_call_and_on_settings_alone():
         return announced
 
     def of_a_fresh_process(kind):
-        registry.select.cache_clear()
+        registry.forget_choices()
         return plan_of(*kind)
 
     alone = {kind: of_a_fresh_process(kind) for kind in kinds}
-    registry.select.cache_clear()
+    registry.forget_choices()
     for kind in random.Random(0).choices(kinds, k=6 * len(kinds)):
         assert plan_of(*kind) == alone[kind], kind
 

@@ -9,7 +9,9 @@ import torch
 import sage_hf
 from sage_hf import record
 from sage_kernels.dispatch import examination, head_kernels, registry, run, self_check, verdicts
-from sage_kernels.dispatch.registry import Request, select
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import (
@@ -213,7 +215,7 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 )
 def test_the_check_is_a_call_like_the_one_that_waits(facts, ran):
     asked = replace(REQUEST, aligned=True, **facts)
-    plan = registry.Plan(asked, "kernel", "sage3", "native")
+    plan = Plan(asked, "kernel", "sage3", "native")
     call = examination.Case.like(plan).draw(torch.device("cpu"))
     found = run.request_of(call)
     names = ("dtype", "head_dim", "mask", "is_causal", "lower_right", "packed", "return_lse", "list_sizes")

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.dispatch import cost_model, exact_choice, registry
+from sage_kernels.dispatch import cost_model, exact_choice
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Weights
-from sage_kernels.dispatch.registry import Plan, Request
+from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import set_routing
 from sage_kernels.runtime import torch_private
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
@@ -85,5 +87,5 @@ def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
 
 def test_emulation_and_calls_without_routing_run_the_recipe():
     assert not why(512, numerics="emulated")
-    registry.set_routing(False)
+    set_routing(False)
     assert not why(512)

@@ -11,7 +11,8 @@ from functools import cache, partial
 
 import torch
 
-from ..dispatch.registry import Quantizer, Request
+from ..dispatch.kernels import Quantizer
+from ..dispatch.request import Request
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..spec.call import Call, late_keys_of

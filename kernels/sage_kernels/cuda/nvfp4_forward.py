@@ -12,7 +12,8 @@ from itertools import product
 
 import torch
 
-from ..dispatch.registry import Quantizer, Request
+from ..dispatch.kernels import Quantizer
+from ..dispatch.request import Request
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
 from ..spec.call import Call, chooses_heavy_keys, late_keys_of

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from ..dispatch.registry import Request
+from ..dispatch.request import Request
 from ..formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ..formats.fp16 import FP16_HEADROOM
 from ..spec.call import Call, MaskKind, chooses_heavy_keys, heavy_keys_of

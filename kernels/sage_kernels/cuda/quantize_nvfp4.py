@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ..dispatch.registry import Request
+from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..spec.call import Call, chooses_heavy_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of

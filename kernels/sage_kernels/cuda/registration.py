@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
 from ..dispatch import cost_model
-from ..dispatch.registry import Quantizer, Request, register_forward, register_quantizer, select
+from ..dispatch.kernels import Quantizer
+from ..dispatch.registry import register_backward, register_forward, register_quantizer
+from ..dispatch.request import Request
+from ..dispatch.select import select
 from ..dispatch.support import (
     HEAVY,
+    INT8_BACKWARD,
     INT8_TRANSFORMS,
     KEY_MASKS,
     LIST_MASKS,
@@ -21,20 +26,20 @@ from ..dispatch.support import (
     Requests,
 )
 from ..formats.nvfp4 import MAX_STEPS
-from ..spec.call import Call
+from ..spec.call import BackwardCall, Call
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import Recipe, get_recipe
-from . import block_lists, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
+from . import block_lists, int8_backward, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 HOPPER = (9, 0)
 CONSUMER_BLACKWELL = ((12, 0), (12, 1))
 NARROW_HEAD_DIM = 64  # up to it, over lists, Triton's P·V in e4m3 is faster: 24×32768, 75 % skipped, 561 to 499 TFLOP/s
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
-NOT_FASTER = "not measured to be faster than Triton's kernel here: `sage-hf tune` measures both"
+NOT_FASTER = "not measured to be faster than the other kernel here: `sage-hf tune` measures both"
 
-_measures_nvfp4_forward = False
+_measured: set[str] = set()
 
 
 class CudaKernel(Declared):
@@ -175,7 +180,8 @@ class NVFP4Forward(CudaKernel):
         runners = (
             cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
         )
-        return "" if _measures_nvfp4_forward or cost_model.is_measured_faster(request, *runners) else NOT_FASTER
+        chosen = self.name in _measured or cost_model.is_measured_faster(request, *runners)
+        return "" if chosen else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""
@@ -183,16 +189,54 @@ class NVFP4Forward(CudaKernel):
         return nvfp4_forward.attend(call, quantizer, native=True)
 
 
-@contextmanager
-def nvfp4_forward_measured(enabled: bool = True) -> Iterator[None]:
+class HopperFusedBackward(CudaKernel):
+    """The backward kernel of `cuda.int8_backward`, of P and dS in 16 bit, which multiplies each tile of scores once.
+
+    It serves calls for which the GPU's own table of costs, which `sage-hf tune` measures, says that it is faster.
+    """
+
+    name = "int8_backward_fused"
+    rival = "int8_backward_hopper"
+    recipes = replace(INT8_BACKWARD, gradients=("16bit",))
+    requests = Requests((HOPPER,), masks=KEY_MASKS, packed=True)
+
+    def unsupported(self, request: Request) -> str:
+        """Name the first limit of the kernel that a request exceeds; or ""."""
+        if reason := super().unsupported(request):
+            return reason
+        if request.head_dim % 8 or request.v_head_dim % 8:
+            return "rows of gradients must be multiples of 16 bytes: head_dim of Q and V multiples of 8"
+        if reason := _too_many_rows(request) or int8_backward.unavailable(request):
+            return reason
+        phases = request.recipe, HopperForward.name, HopperQuantizer.name
+        runners = (cost_model.training_runner(*phases, name) for name in (self.name, self.rival))
+        chosen = self.name in _measured or cost_model.is_measured_to_train_faster(request, *runners)
+        return "" if chosen else NOT_FASTER
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients; see `int8_backward.backward`."""
+        return int8_backward.backward(call)
+
+
+def nvfp4_forward_measured(enabled: bool = True) -> AbstractContextManager[None]:
     """Let calls take the kernel of NVFP4 wherever it serves them, to measure it."""
-    global _measures_nvfp4_forward
-    before, _measures_nvfp4_forward = _measures_nvfp4_forward, enabled
+    return _measuring(NVFP4Forward.name, enabled)
+
+
+def fused_backward_measured(enabled: bool = True) -> AbstractContextManager[None]:
+    """Let calls take the fused backward kernel wherever it serves them, to measure it."""
+    return _measuring(HopperFusedBackward.name, enabled)
+
+
+@contextmanager
+def _measuring(name: str, enabled: bool) -> Iterator[None]:
+    before = name in _measured
+    (_measured.add if enabled else _measured.discard)(name)
     select.cache_clear()
     try:
         yield
     finally:
-        _measures_nvfp4_forward = before
+        (_measured.add if before else _measured.discard)(name)
         select.cache_clear()
 
 
@@ -202,6 +246,7 @@ def register_kernels() -> None:
     register_quantizer(NVFP4Quantizer())
     register_forward(HopperForward())
     register_forward(NVFP4Forward())
+    register_backward(HopperFusedBackward())
 
 
 def _unreadable_values(request: Request) -> str:

@@ -170,7 +170,7 @@ def tuned_path(gpu: str) -> Path:
 def table_of(capability: tuple[int, int] | None) -> Table | None:
     """Return the table for GPUs of that compute capability: the tuned one of the first such GPU here, else the shipped.
 
-    None if there is neither. `registry.select` remembers its choices: clear its cache along with this one's.
+    None if there is neither. `select.select` remembers its choices: clear its cache along with this one's.
     """
     if capability is None:
         return None
@@ -281,6 +281,15 @@ def why_slower_training(
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
+def is_measured_to_train_faster(request: Request, runner: str, other: str) -> bool:
+    """Return whether the table says that the first of two runners trains faster (`training_runner`)."""
+    table = table_of(request.capability)
+    if table is None:
+        return False
+    own_us, other_us = (_training_us(table, request, "", both, False) for both in (runner, other))
+    return own_us < other_us
+
+
 def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
     """Return the time of a call with gradients by a runner, whose names are given; infinity if it was not measured."""
     sizes = sizes_of(request)
@@ -348,7 +357,7 @@ def _pytorch_curves(request: Request) -> list[Curve]:
 
 
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
-    """Return the name of the kernel by which a call is exact in the least time, as `registry.Plan` has it.
+    """Return the name of the kernel by which a call is exact in the least time, as `plan.Plan` has it.
 
     Args:
         request: the facts of the call.

@@ -1,4 +1,4 @@
-"""Who decides that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `registry.select`.
+"""Who decides that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `select`.
 
 Both decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
 shows it.
@@ -13,13 +13,16 @@ from dataclasses import replace
 import torch
 
 from ..runtime import dynamo, torch_private
+from ..runtime.hardware import capability_of
 from ..spec.call import Mask, MaskKind
 from ..spec.derivatives import has_tangent
 from ..spec.layout import is_aligned
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
-from . import cost_model, registry, run
-from .registry import KernelUnavailableError, Plan, Request, select
+from . import cost_model, run
+from .plan import KernelUnavailableError, Plan
+from .request import Request
+from .select import routing, select
 
 DROPOUT = "attention dropout is computed by exact attention alone"
 
@@ -27,7 +30,7 @@ DROPOUT = "attention dropout is computed by exact attention alone"
 def why_exact(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
 ) -> str:
-    """Return why exact attention runs in place of the recipe; "" if `registry.select` decides.
+    """Return why exact attention runs in place of the recipe; "" if `select` decides.
 
     Args:
         query, key, value, mask: the call's tensors.
@@ -87,7 +90,7 @@ def why_slower(plan: Plan) -> str:
 
     In a checkpoint, the forward pass counts twice.
     """
-    if not registry.routing() or plan.numerics != "native" or not plan.request.grad:
+    if not routing() or plan.numerics != "native" or not plan.request.grad:
         return ""
     kernels = plan.recipe, plan.kernel, plan.quantizer, plan.backward
     return cost_model.why_slower_training(plan.request, *kernels, checkpointed=torch_private.is_checkpointed())
@@ -102,7 +105,7 @@ def _why_exact_at_any_size(
     query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
     request = Request.of(query, query, value, recipe=recipe, grad=True)
     where = torch.device(device)
-    capability = torch.cuda.get_device_capability(where) if where.type == "cuda" else None
+    capability = capability_of(where)
     return _why_no_kernel(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
 
 

@@ -22,7 +22,8 @@ from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.recipe import Recipe, get_recipe
 from .head_kernels import head_kernel, plain_kernel
-from .registry import Plan, fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
+from .plan import Plan
+from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from ..runtime.hardware import capability_of
 from ..spec.heads import Norm, Rope
 from . import verdicts
 
@@ -47,7 +48,7 @@ def register_head_kernel(kernel: HeadKernel) -> None:
 
 def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
     """Return the kernel that serves a call: the reference, which is registered last, serves all."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    capability = capability_of(x.device)
     return next(
         kernel
         for kernel in _kernels.values()

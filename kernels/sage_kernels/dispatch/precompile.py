@@ -17,7 +17,8 @@ from ..spec.layout import ALIGNMENT, power_of_two
 from ..spec.operands import Saved
 from ..spec.recipe import get_recipe
 from ..spec.saved import empty_saved
-from .registry import Plan, get_backward
+from .plan import Plan
+from .registry import get_backward
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,18 @@ import torch
 
 from ..replay import cache
 from ..replay.cache import Replay
+from ..spec.arguments import Arguments
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.layout import with_tokens_first
 from ..spec.masks import key_mask
 from ..spec.operands import Saved
+from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from . import run
-from .registry import (
-    Fallback,
-    Plan,
-    TrainingForward,
-    get_backward,
-    get_exact,
-    get_forward,
-    get_quantizer,
-)
+from .kernels import TrainingForward
+from .plan import Plan
+from .registry import get_backward, get_exact, get_forward, get_quantizer
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -89,20 +86,16 @@ def _outputs(alike: Callable[..., Call], plan: Plan, *tensors: torch.Tensor | No
     """Launch the kernels of a plan; return the output, laid out with tokens before heads, and the LSE if wanted."""
     call = alike(*tensors)
     if (own := get_exact(plan.kernel)) is not None:
-        return [_tokens_first(own.attend(call))]
+        return [with_tokens_first(own.attend(call))]
     output, lse = get_forward(plan.kernel).attend(call, get_quantizer(plan.quantizer))
     if not call.return_lse:
-        return [_tokens_first(output)]
+        return [with_tokens_first(output)]
     assert lse is not None
-    return [_tokens_first(output), lse]
+    return [with_tokens_first(output), lse]
 
 
 def _without_lse(outputs: list[torch.Tensor]) -> Result:
     return outputs[0], None
-
-
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +104,15 @@ class _Training:
 
     Attributes:
         forward: (query, key, value, mask) -> the output and the parts of `Saved`.
-        options: what the operator of the backward pass takes behind its tensors.
+        head_dim: head_dim of Q and K.
+        kernel: name of the backward kernel.
+        options: the caller's.
     """
 
     forward: Callable[..., Sequence[torch.Tensor]]
-    options: tuple[Any, ...]
+    head_dim: int
+    kernel: str
+    options: Options
 
     def backward(self, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """Return dQ, dK and dV.
@@ -123,21 +120,31 @@ class _Training:
         Args:
             tensors: the output's gradient, V, the output, the parts of `Saved`, and which keys exist.
         """
-        entry = None if torch.is_grad_enabled() else cache.find("backward", tensors, self.options)
+        facts = self.head_dim, self.kernel, *self.options
+        entry = None if torch.is_grad_enabled() else cache.find("backward", tensors, facts)
         if entry is not None and entry.replay is not None:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
-        blocks, lengths = (None, None, 0, 0), (None, None, 0, 0, None)
+        *given, valid = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *tensors, *blocks, *lengths, *self.options
+            *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options)[:-1]
         )
         if entry is not None:
-            launched = partial(_gradients, self.options)
             # The forward pass has recurred, so its gradients will.
-            entry.consider(lambda: cache.traced(None, launched, tensors, gradients), at_once=True)
+            entry.consider(lambda: cache.traced(None, self.gradients, tensors, gradients), at_once=True)
         return gradients
 
+    def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Launch the kernels of the backward pass; arguments and results as of `backward`."""
+        gradient, value, output, *saved, valid = tensors
+        options, scale = self.options, softmax_scale(self.options.scale, self.head_dim)
+        call = BackwardCall(
+            *(gradient, value, output, Saved(*saved), self.head_dim, get_recipe(options.recipe)),
+            *(Mask.of_keys(valid), bool(options.is_causal), options.causal_offset, scale),
+        )
+        return [with_tokens_first(x) for x in get_backward(self.kernel).backward(call)]
 
-def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback) -> Replay | None:
+
+def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     """Make the replay of a call with gradients: (query, key, value, mask) -> (output, None), the output with gradients.
 
     The kernels' backward pass is replayed too, from its second time on.
@@ -145,7 +152,7 @@ def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback)
     Args:
         call: the call, without a block list and of no packed sequences, whose mask, if any, is one of keys.
         plan: the kernels of both passes.
-        scale, fallback: as the caller gave them.
+        options: the caller's.
 
     Returns:
         The replay; None off the GPU.
@@ -157,7 +164,7 @@ def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
         output, saved = kernel.attend_and_save(alike(*tensors), quantizer)
-        return [_tokens_first(output), *(part.contiguous() for part in saved)]
+        return [with_tokens_first(output), *(part.contiguous() for part in saved)]
 
     with torch.no_grad():
         output, saved = run.run_and_save(call, plan)
@@ -165,21 +172,8 @@ def of_training(call: Call, plan: Plan, scale: float | None, fallback: Fallback)
     forward = cache.traced(plan, launched, tensors, [output, *saved])
     if forward is None:
         return None
-    recipe, size = call.recipe.name, call.query.shape[3]
-    options = size, plan.backward, call.is_causal, call.causal_offset, scale, recipe, fallback
-    training = _Training(forward.run, options)
+    training = _Training(forward.run, call.query.shape[3], plan.backward, options)
     return Replay(plan, lambda *tensors: (_Attention.apply(*tensors, training), None))
-
-
-def _gradients(options: tuple[Any, ...], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Launch the backward pass; arguments as of `_Training`."""
-    head_dim, kernel, is_causal, causal_offset, scale, recipe, _ = options
-    gradient, value, output, *saved, valid = tensors
-    call = BackwardCall(
-        *(gradient, value, output, Saved(*saved), head_dim, get_recipe(recipe)),
-        *(Mask.of_keys(valid), is_causal, causal_offset, softmax_scale(scale, head_dim)),
-    )
-    return [_tokens_first(x) for x in get_backward(kernel).backward(call)]
 
 
 class _Attention(torch.autograd.Function):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..runtime.hardware import capability_of
 from ..spec.call import Mask, MaskKind
 
 
@@ -62,7 +63,7 @@ class Request:
         return cls(
             recipe=recipe,
             device_type=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            capability=capability_of(device),
             dtype=query.dtype,
             batch=batch,
             q_heads=q_heads,

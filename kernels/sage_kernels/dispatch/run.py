@@ -19,22 +19,14 @@ from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.operands import Saved
-from ..spec.options import Options
+from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
-from .registry import (
-    Fallback,
-    KernelUnavailableError,
-    Plan,
-    Request,
-    TrainingForward,
-    exact_plan,
-    get_backward,
-    get_exact,
-    get_forward,
-    get_quantizer,
-    select,
-)
+from .kernels import TrainingForward
+from .plan import KernelUnavailableError, Plan, exact_plan
+from .registry import get_backward, get_exact, get_forward, get_quantizer
+from .request import Request
+from .select import select
 
 plan_listeners: list[Callable[[Plan], None]] = []
 """Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
@@ -77,7 +69,7 @@ def plan_of(call: Call, fallback: Fallback) -> Plan:
 
 
 def choose(request: Request, fallback: Fallback) -> Plan:
-    """Return the plan of `registry.select`; kernels that never ran on such a GPU are checked first (`self_check`)."""
+    """Return the plan of `select.select`; kernels that never ran on such a GPU are checked first (`self_check`)."""
     plan = select(request, fallback)
     while self_check.is_due(plan) and not self_check.passes(plan):
         plan = select(request, fallback)

@@ -13,9 +13,11 @@ from collections.abc import Callable
 import torch
 
 from ..runtime import torch_private
+from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
 from .examination import Case, Verdict, examine, examine_heads
-from .registry import Plan, select
+from .plan import Plan
+from .select import select
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def keep(plan: Plan, found: list[Verdict]) -> bool:
     return not failed
 
 
-def keep_heads(found: Verdict, head_dim: int, capability: verdicts.Capability) -> bool:
+def keep_heads(found: Verdict, head_dim: int, capability: Capability | None) -> bool:
     """Keep the verdict on the kernel of norms and rotations; return whether it is right."""
     if found.reason:
         keep_failure(found, verdicts.HEADS, head_dim, capability)
@@ -44,7 +46,7 @@ def keep_heads(found: Verdict, head_dim: int, capability: verdicts.Capability) -
     return not found.reason
 
 
-def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: verdicts.Capability) -> None:
+def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: Capability | None) -> None:
     """Keep that a kernel is wrong, and say so."""
     verdicts.record(verdicts.subject(found.kernel, recipe, head_dim), found.reason, capability)
     logger.warning(
@@ -65,7 +67,7 @@ def is_due(plan: Plan) -> bool:
 
 def check_heads(head_dim: int, device: torch.device) -> None:
     """Check the kernel of norms and rotations if that is due, as `is_due` says; it is passed over if it is wrong."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device)
     about = verdicts.subject(verdicts.HEADS, verdicts.HEADS, head_dim)
     if capability is not None and _is_due(about, capability):
 
@@ -77,7 +79,7 @@ def check_heads(head_dim: int, device: torch.device) -> None:
         _check_once(about, capability, check)
 
 
-def _is_due(about: str, capability: verdicts.Capability) -> bool:
+def _is_due(about: str, capability: Capability | None) -> bool:
     if capability in TESTED or (capability, about) in _checked or not verdicts.enabled() or _thread.checking:
         return False
     return not (
@@ -93,14 +95,12 @@ def passes(plan: Plan) -> bool:
     about, capability = _subject(plan), plan.request.capability
 
     def check() -> bool:
-        return verdicts.passed(about, capability) or keep(
-            plan, examine(plan, Case.like(plan), verdicts.device_of(capability))
-        )
+        return verdicts.passed(about, capability) or keep(plan, examine(plan, Case.like(plan), device_of(capability)))
 
     return _check_once(about, capability, check)
 
 
-def _check_once(about: str, capability: verdicts.Capability, check: Callable[[], bool]) -> bool:
+def _check_once(about: str, capability: Capability | None, check: Callable[[], bool]) -> bool:
     """Run a check and return its result; it is not due again after True."""
     _thread.checking = True
     try:

@@ -7,13 +7,12 @@ from typing import get_args
 
 import torch
 
+from ..runtime.hardware import Capability
 from ..spec.call import MaskKind
 from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.layout import MAX_GRID
 from ..spec.recipe import Recipe
 from .request import Request
-
-Capability = tuple[int, int]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 NVIDIA_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))

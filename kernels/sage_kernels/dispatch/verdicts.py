@@ -16,6 +16,7 @@ import torch
 
 from ..replay import driver
 from ..runtime.cache_folder import cache_folder
+from ..runtime.hardware import Capability, device_of
 from ..runtime.toolchain import triton_version
 from ..spec.layout import padded_channels
 
@@ -25,8 +26,6 @@ SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
 HEADS = "norm_rope"
 """Name in the place of a recipe where a kernel normalises and rotates heads."""
-
-Capability = tuple[int, int] | None
 
 
 def enabled() -> bool:
@@ -39,7 +38,7 @@ def subject(kernel: str, recipe: str, head_dim: int) -> str:
     return f"{kernel}, {recipe}, head_dim {padded_channels(head_dim)}"
 
 
-def failure(kernel: str, recipe: str, head_dim: int, capability: Capability) -> str:
+def failure(kernel: str, recipe: str, head_dim: int, capability: Capability | None) -> str:
     """Return why a kernel failed its self-check on the GPU of this capability; "" if it did not."""
     verdicts = _verdicts(capability)
     if not verdicts or not enabled():
@@ -48,17 +47,17 @@ def failure(kernel: str, recipe: str, head_dim: int, capability: Capability) -> 
     return f"{FAILED}: {reason}" if reason else ""
 
 
-def passed(about: str, capability: Capability) -> bool:
+def passed(about: str, capability: Capability | None) -> bool:
     """Return whether kernels passed their self-check, in this process or an earlier one."""
     return _verdicts(capability).get(about) == ""
 
 
-def is_known(about: str, capability: Capability) -> bool:
+def is_known(about: str, capability: Capability | None) -> bool:
     """Return whether kernels passed or failed their self-check, in this process or an earlier one."""
     return about in _verdicts(capability)
 
 
-def record(about: str, reason: str, capability: Capability) -> None:
+def record(about: str, reason: str, capability: Capability | None) -> None:
     """Keep a verdict, on disk too where that can be written: why a kernel failed, or "" where it passed."""
     verdicts = _verdicts(capability)
     verdicts[about] = reason
@@ -73,7 +72,7 @@ def record(about: str, reason: str, capability: Capability) -> None:
 
 
 @lru_cache(maxsize=16)
-def _verdicts(capability: Capability) -> dict[str, str]:
+def _verdicts(capability: Capability | None) -> dict[str, str]:
     """Return the verdicts that were kept for this machine; none where the file is not as `record` writes it."""
     if not _folder().is_dir():
         return {}
@@ -86,7 +85,7 @@ def _verdicts(capability: Capability) -> dict[str, str]:
     return {}
 
 
-def drop(capability: Capability) -> None:
+def drop(capability: Capability | None) -> None:
     """Drop all verdicts on this machine, on disk too, before its kernels are checked anew."""
     _verdicts(capability).clear()
     with contextlib.suppress(OSError):
@@ -100,7 +99,7 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=16)
-def machine_of(capability: Capability) -> dict[str, Any]:
+def machine_of(capability: Capability | None) -> dict[str, Any]:
     """Return the facts of a verdict: the GPU, its driver, PyTorch, Triton and the source of this package."""
     device = device_of(capability)
     return {
@@ -111,15 +110,6 @@ def machine_of(capability: Capability) -> dict[str, Any]:
         "triton": triton_version(),
         "source": _source_digest(),
     }
-
-
-def device_of(capability: Capability) -> torch.device:
-    """Return the current GPU if it has that capability, else the first that has; the CPU where none has."""
-    if capability is None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
-    found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
-    return torch.device("cuda", next(found, indices[0]))
 
 
 def _source_digest() -> str:
@@ -134,7 +124,7 @@ def _folder() -> Path:
     return cache_folder() / "self_check"
 
 
-def _path(capability: Capability) -> Path:
+def _path(capability: Capability | None) -> Path:
     """Return the file for this machine, whose name changes with whatever a verdict depends on."""
     name = hashlib.sha256(json.dumps(machine_of(capability)).encode()).hexdigest()[:16]
     return _folder() / f"{name}.json"

@@ -6,9 +6,35 @@ every layout: the second layout of a process gets wrong dQ, dK and dV.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+
+from ..runtime import torch_private
+
+
+def with_gradient_like_output(output: torch.Tensor) -> torch.Tensor:
+    """Return the output of a differentiable call, whose gradient will reach the call in the output's own layout.
+
+    A hook lays the gradient out. Transforms of torch.func differentiate below the tensors that they show, where no hook
+    can be placed; they follow an `autograd.Function`, which takes the host several times as long.
+    """
+    if torch_private.transforms_are_active():
+        laid_out: torch.Tensor = _GradientLikeOutput.apply(output)
+        return laid_out
+    if output.requires_grad:
+        output.register_hook(partial(_in_layout, strides=output.stride()))
+    return output
+
+
+def _in_layout(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
+    """Return a gradient whose dimensions lie in memory in the order that these strides tell; None where none came."""
+    if gradient is None or gradient.stride() == strides:
+        return gradient
+    order = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
+    inverse = sorted(range(gradient.dim()), key=lambda dim: order[dim])
+    return gradient.permute(order).contiguous().permute(inverse)
 
 
 class _GradientLikeOutput(torch.autograd.Function):
@@ -22,16 +48,8 @@ class _GradientLikeOutput(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        strides = output.stride()
-        ctx.order = sorted(range(output.dim()), key=lambda dim: -strides[dim])
+        ctx.strides = output.stride()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        inverse = sorted(range(gradient.dim()), key=lambda dim: ctx.order[dim])
-        return gradient.permute(ctx.order).contiguous().permute(inverse)
-
-
-def with_gradient_like_output(output: torch.Tensor) -> torch.Tensor:
-    """Return the output of a differentiable call, whose gradient will reach the call in the output's own layout."""
-    laid_out: torch.Tensor = _GradientLikeOutput.apply(output)
-    return laid_out
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        return _in_layout(gradient, ctx.strides)

@@ -12,7 +12,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..dispatch.registry import AttendToFirst, Exact, Request, get_exact, register_exact
+from ..dispatch.kernels import AttendToFirst, Exact
+from ..dispatch.registry import get_exact, register_exact
+from ..dispatch.request import Request
 from ..replay import driver, trace
 from ..spec.call import Call
 
@@ -117,7 +119,7 @@ def _attend_to_first(
     plan: torch.Tensor | None,
     output: torch.Tensor,
 ) -> None:
-    """Write the output of some batch elements; see `registry.AttendToFirst`."""
+    """Write the output of some batch elements; see `kernels.AttendToFirst`."""
     of_rows = q_lengths if plan is None else plan
     assert of_rows is not None
     run = partial(_write_first, scale=call.scale, planned=plan is not None)
@@ -173,7 +175,7 @@ def _row_blocks(call: Call) -> int:
 
 @lru_cache(maxsize=16)
 def _takes_plans(device: torch.device) -> bool:
-    """Return whether there is an operator whose plans are those of `registry.AttendToFirst`, and which follows them."""
+    """Return whether there is an operator whose plans are those of `kernels.AttendToFirst`, and which follows them."""
     if not hasattr(_operators(), PLANNER):
         return False
     try:

@@ -8,7 +8,8 @@ from importlib import import_module
 
 import torch
 
-from ..dispatch.registry import Request, register_backward
+from ..dispatch.registry import register_backward
+from ..dispatch.request import Request
 from ..dispatch.support import INT8_BACKWARD, Declared, Requests
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .launch import ON_AMD
 from .scores import LOG2E, mask_scores
 
 
@@ -75,7 +76,8 @@ def attend_heavy_keys(
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
     # In float32 at head_dim 256 that assembler does so too, so these products are not the matrix units'.
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
-    PRECISION: tl.constexpr = "ieee" if WIDE else "tf32x3"
+    THREEFOLD: tl.constexpr = "bf16x3" if ON_AMD else "tf32x3"
+    PRECISION: tl.constexpr = "ieee" if WIDE else THREEFOLD
     for first in tl.range(0, KEYS, CHUNK, num_stages=1):
         column = first + tl.arange(0, CHUNK)
         x = _scores(

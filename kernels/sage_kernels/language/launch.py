@@ -26,6 +26,7 @@ from . import triton_abi
 logger = logging.getLogger(__name__)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+ON_AMD = tl.constexpr(torch.version.hip is not None)
 
 # Parameters whose divisibility by 16 does not decide how wide a tile can be loaded: Triton need not compile a kernel
 # anew where they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward kernels, and

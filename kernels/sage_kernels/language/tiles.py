@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .launch import INTERPRETED
+from .launch import INTERPRETED, ON_AMD
 
 
 @triton.jit
@@ -59,5 +59,7 @@ def opaque(x):
     """Hide x (int32) from the compiler, so derived values are recomputed after a loop instead of kept in registers."""
     if INTERPRETED:
         return x
+    elif ON_AMD:
+        return tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)

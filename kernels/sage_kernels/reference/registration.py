@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 
 from ..dispatch.head_kernels import register_head_kernel
-from ..dispatch.registry import Quantizer, Request, register_backward, register_forward
+from ..dispatch.kernels import Quantizer
+from ..dispatch.kv_kernels import register_kv_kernel
+from ..dispatch.registry import register_backward, register_forward
+from ..dispatch.request import Request
 from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, Declared, Recipes, why_no_dtype
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.heads import Norm, Rope
+from ..spec.kv_cache import KVCache
 from ..spec.operands import Saved
-from . import backward, forward, norm_rope
+from . import backward, forward, kv_cache, norm_rope
 
 
 class ReferenceKernel(Declared):
@@ -82,8 +86,37 @@ class ReferenceHeadKernel:
         raise RuntimeError("gradients of the reference are those of PyTorch's operators")
 
 
+class ReferenceKVKernel:
+    """The low-bit KV cache in PyTorch's operators: K and V are dequantised at each step."""
+
+    name = "reference"
+    native = False
+
+    def unsupported(self, cache: KVCache, query: torch.Tensor | None) -> str:
+        """Serve every call."""
+        return ""
+
+    def append(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store tokens; see `kv_cache.append`."""
+        kv_cache.append(cache, key, value)
+
+    def decode(
+        self,
+        cache: KVCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Append tokens and attend with them; see `kv_cache.attend`."""
+        kv_cache.append(cache, key, value)
+        return kv_cache.attend(cache, query, valid, scale)
+
+
 def register_kernels() -> None:
     """Register the reference."""
     register_forward(ReferenceForward())
     register_backward(ReferenceBackward())
     register_head_kernel(ReferenceHeadKernel())
+    register_kv_kernel(ReferenceKVKernel())

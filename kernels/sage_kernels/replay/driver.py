@@ -247,7 +247,10 @@ class SideStream:
 
     Attributes:
         handle: the driver's.
+        graph: number of the graph that captured it when it was last lent; 0: none.
     """
+
+    graph = 0
 
     def __init__(self) -> None:
         """Make a stream that waits for no other, and the events by which it waits; also while a graph is captured."""
@@ -276,10 +279,11 @@ def side_stream(index: int, stream: int) -> Iterator[SideStream]:
     graph = _captured_by(stream)
     with _lock:
         free = _side_streams.setdefault(index, [])
-        found = next((one for one in free if _captured_by(one.handle) in (0, graph)), None)
+        found = next((one for one in free if one.graph in (0, graph) or not _captured_by(one.handle)), None)
         if found is not None:
             free.remove(found)
     lent = found or SideStream()
+    lent.graph = graph
     try:
         yield lent
     finally:

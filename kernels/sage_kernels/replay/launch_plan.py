@@ -26,17 +26,18 @@ class Launch:
     """Launch as the driver reads it, in memory that lives as long as this object.
 
     Attributes:
-        parameters: the bytes of all parameters.
+        words: the bytes of all parameters, as numbers of 64 bits: addresses among them lie at multiples of 8 bytes.
         config: grid, block, shared memory and stream.
         launch: gives it to the driver, and returns the driver's status.
     """
 
     def __init__(self, packed: PackedLaunch) -> None:
-        size, count = len(packed.parameters), len(packed.starts)
-        space = ctypes.create_string_buffer(size + driver.MAP_ALIGNMENT)
+        count, parameters = len(packed.starts), packed.parameters + bytes(-len(packed.parameters) % ADDRESS.size)
+        space = ctypes.create_string_buffer(len(parameters) + driver.MAP_ALIGNMENT)
         start = -ctypes.addressof(space) % driver.MAP_ALIGNMENT
-        self.parameters = memoryview(space).cast("B")[start : start + size]
-        self.parameters[:] = packed.parameters
+        memory = memoryview(space).cast("B")[start : start + len(parameters)]
+        memory[:] = parameters
+        self.words = memory.cast("Q")
         first = ctypes.addressof(space) + start
         self._pointers = (ctypes.c_void_p * count)(*[first + place for place in packed.starts])
         self.config = driver.LaunchConfig(*packed.grid, packed.threads, 1, 1, packed.shared_bytes)
@@ -99,6 +100,7 @@ class LaunchPlan:
 
         self._constants: list[torch.Tensor] = []
         self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(known) + 1)]
+        self._addresses, self._stream = [0] * len(self._patches), -1  # those of the latest run
         self._launches: list[Launch] = []
         self._side_launches: list[Launch] = []
         self._steps: list[Callable[[], int] | _Operator | str] = []
@@ -116,7 +118,7 @@ class LaunchPlan:
                     if is_stand_in(address):
                         number, offset = locate(address)
                         base, start = bases[number]
-                        self._patches[base].append((launch.parameters, place, start + offset))
+                        self._patches[base].append((launch.words, place // ADDRESS.size, start + offset))
                 (self._side_launches if on_side else self._launches).append(launch)
                 self._steps.append(launch.launch)
         self.launches = len(self._launches) + len(self._side_launches)
@@ -142,12 +144,15 @@ class LaunchPlan:
             tensors.append(torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device))
         stream = torch_private.current_stream(self._index)
         with self._lock:
-            for x, patches in zip(tensors, self._patches, strict=False):
-                address = x.data_ptr()
-                for parameters, place, offset in patches:
-                    ADDRESS.pack_into(parameters, place, address + offset)
-            for launch in self._launches:
-                launch.config.stream = stream
+            for base, x in enumerate(tensors):
+                if (address := x.data_ptr()) != self._addresses[base]:
+                    self._addresses[base] = address
+                    for words, place, offset in self._patches[base]:
+                        words[place] = address + offset
+            if stream != self._stream:
+                self._stream = stream
+                for launch in self._launches:
+                    launch.config.stream = stream
             if not self._side_launches:
                 self._launch(tensors, stream, None)
                 return outputs

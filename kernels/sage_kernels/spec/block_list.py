@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import check_memory
 from .layout import Lengths, ceil_div
 
 BLOCK_SIZES = (64, 128)
@@ -95,6 +96,9 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
     Args:
         blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).
         lengths: those of sequences that are packed into one batch element; None: an ordinary batch.
+
+    Raises:
+        RuntimeError: a storage of the list was freed.
     """
     counts, tiles = blocks.counts, blocks.tiles
     for name, x in (("counts", counts), ("tiles", tiles)):
@@ -106,6 +110,7 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
         raise ValueError(
             f"blocks of {blocks.block_m} rows and tiles of {blocks.block_n} keys are not supported: use 64 or 128"
         )
+    check_memory(counts, tiles)
     batch, q_heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     if lengths is not None:

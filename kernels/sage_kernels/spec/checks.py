@@ -8,6 +8,7 @@ import math
 import torch
 
 from ..runtime import torch_private
+from .layout import Lengths
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that recipes are defined for."""
@@ -145,23 +146,17 @@ def check_head_dims(query: torch.Tensor, value: torch.Tensor) -> None:
         raise ValueError(f"no head_dim may be 0; got query {tuple(query.shape)}, value {tuple(value.shape)}")
 
 
-def check_lengths(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: torch.Tensor | None,
-) -> None:
+def check_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths | None) -> None:
     """Raise ValueError for lengths of packed sequences with which a kernel would read out of bounds.
 
     Values of lengths on a GPU are not checked, because the host would have to wait for them.
     """
-    if cu_seqlens_q is None and cu_seqlens_k is None and seqused_k is None:
+    if lengths is None:
         return
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = lengths
+    check_memory(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if query.shape[0] != 1:
+        raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] == 0:
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must both be (sequences + 1,); "
@@ -179,13 +174,13 @@ def check_lengths(
         ("q", cu_seqlens_q.tolist(), query.shape[2], max_seqlen_q),
         ("k", cu_seqlens_k.tolist(), key.shape[2], max_seqlen_k),
     ):
-        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
-        if starts[0] != 0 or starts[-1] > tokens or any(length < 0 for length in lengths):
+        steps = [stop - start for start, stop in itertools.pairwise(starts)]
+        if starts[0] != 0 or starts[-1] > tokens or any(step < 0 for step in steps):
             raise ValueError(
                 f"cu_seqlens_{name} must begin at 0, never decrease, and end at the number of tokens, {tokens}; got "
                 f"{starts}"
             )
-        if max(lengths, default=0) > longest:
+        if max(steps, default=0) > longest:
             raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
     if seqused_k is not None and bool((seqused_k < 0).any()):
         raise ValueError(f"seqused_k must not be negative; got {seqused_k.tolist()}")

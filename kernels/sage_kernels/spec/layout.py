@@ -54,6 +54,14 @@ def at_aligned_address(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
+def with_tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x (batch, heads, tokens, channels) laid out in memory as (batch, tokens, heads, channels), and contiguous.
+
+    Merging heads and channels then needs no copy.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class Lengths(NamedTuple):
     """Lengths of sequences packed one after the other: (1, heads, total tokens, channels).
 

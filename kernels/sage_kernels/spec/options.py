@@ -18,7 +18,7 @@ class Options(NamedTuple):
         enable_gqa: query may have more heads than key.
         dropout_p: probability of dropping a weight.
         recipe: name of the recipe that is asked for.
-        fallback: what may run where the recipe has no native kernel; see `registry.select`.
+        fallback: what may run where the recipe has no native kernel; see `select.select`.
         return_lse: the log-sum-exp of each row's scores is wanted.
         tokens_first: query, key, value and the output are (batch, tokens, heads, channels).
     """

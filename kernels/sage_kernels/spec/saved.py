@@ -32,7 +32,7 @@ def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Te
 def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
     """Return the saved tensors of a call whose output is 0, with `lse`; of other calls, their sizes and dtypes."""
     q_sequences, kv_sequences = call.token_axes
-    channels, rows, kv_rows = padded_channels(call.query.shape[3]), q_sequences.rows, kv_sequences.rows
+    channels, rows, kv_rows = padded_channels(int(call.query.shape[3])), q_sequences.rows, kv_sequences.rows
     query, key = call.query.shape[:2], call.key.shape[:2]
     new = call.query.new_zeros
     return Saved(

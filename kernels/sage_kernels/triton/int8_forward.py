@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch.registry import Quantizer
+from ..dispatch.kernels import Quantizer
 from ..language.heavy import attend_heavy_keys
 from ..language.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch.registry import AttendToFirst
+from ..dispatch.kernels import AttendToFirst
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
@@ -29,7 +29,7 @@ VECTOR = tl.constexpr(16)  # bytes that a thread loads at once
 SHARED_PERCENT = 100
 """Share of L1 that is shared memory: behind a launch with the driver's choice, FlashAttention 3 takes 3 % longer at
 head_dim 64, where it keeps some of its registers in L1."""
-PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `registry.AttendToFirst`'s plan
+PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `kernels.AttendToFirst`'s plan
 
 
 def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
@@ -102,7 +102,7 @@ def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> t
 
 
 def plan_size(batch: int) -> int:
-    """Return the size of `registry.AttendToFirst`'s plan."""
+    """Return the size of `kernels.AttendToFirst`'s plan."""
     return PLAN_PARTS * (ceil_div(batch, PLAN_MULTIPLE) * PLAN_MULTIPLE) + 1
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dispatch.registry import Quantizer
+from ..dispatch.kernels import Quantizer
 from ..language.formats import GROUP, join_by_8, max_or_nan
 from ..language.heavy import attend_heavy_keys
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides

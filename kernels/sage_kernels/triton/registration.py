@@ -9,16 +9,11 @@ from typing import Any
 import torch
 
 from ..dispatch.head_kernels import register_head_kernel
-from ..dispatch.registry import (
-    MAX_HEAD_DIM,
-    AttendToFirst,
-    Quantizer,
-    Request,
-    register_backward,
-    register_exact,
-    register_forward,
-    register_quantizer,
-)
+from ..dispatch.kernels import AttendToFirst, Quantizer
+from ..dispatch.kv_kernels import register_kv_kernel
+from ..dispatch.registry import register_backward, register_exact, register_forward, register_quantizer
+from ..dispatch.request import Request
+from ..dispatch.select import MAX_HEAD_DIM
 from ..dispatch.support import (
     HALF_DTYPES,
     INT8_BACKWARD,
@@ -33,6 +28,7 @@ from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.heads import Norm, Rope
+from ..spec.kv_cache import KVCache
 from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import get_recipe
@@ -276,6 +272,45 @@ class HeadKernel:
         return gradients
 
 
+class KVKernel:
+    """Appending to a low-bit KV cache, and decoding from it."""
+
+    name = "kv_decode"
+    native = True
+
+    def unsupported(self, cache: KVCache, query: torch.Tensor | None) -> str:
+        """Return why it does not append (query None), or append and attend; or ""."""
+        if not is_nvidia(cache.device.type) or triton_version() is None:
+            return "needs an NVIDIA GPU and Triton"
+        if torch.cuda.get_device_capability(cache.device) < (8, 0):
+            return "needs compute capability 8.0 (Ampere) or newer"
+        if cache.format.group:
+            return f"{cache.format.name} is emulated"
+        if 3 * cache.batch > MAX_GRID or cache.kv_heads > MAX_GRID:
+            return f"more than {MAX_GRID // 3} sequences, or {MAX_GRID} heads"
+        if query is not None and (query.shape[1] // cache.kv_heads) * query.shape[2] > SPLIT_ROWS:
+            return f"more than {SPLIT_ROWS} queries share keys"
+        return ""
+
+    def append(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store tokens; see `kv_append.append`."""
+        _load("kv_append").append(cache, _packed_channels(key), _packed_channels(value))
+
+    def decode(
+        self,
+        cache: KVCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Append tokens and attend with them; see `kv_decode.decode`."""
+        query, key, value = map(_packed_channels, (query, key, value))
+        output: torch.Tensor = _load("kv_decode").decode(cache, query, key, value, valid, scale, _capability(query))
+        return output
+
+
 def register_kernels() -> None:
     """Register the kernels, those preferred first."""
     register_quantizer(NVFP4Quantizer())
@@ -287,6 +322,7 @@ def register_kernels() -> None:
     register_exact(SplitKVForward())
     register_exact(MaskedForward())
     register_head_kernel(HeadKernel())
+    register_kv_kernel(KVKernel())
 
 
 def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
@@ -298,6 +334,10 @@ def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None
 
 def _load(module: str) -> ModuleType:
     return import_module(f".{module}", __package__)
+
+
+def _packed_channels(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _capability(x: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,18 @@ from packaging.version import Version
 from .inputs import Inputs
 
 _DIFFUSERS = Version(diffusers.__version__)
+_SIZES = {
+    1: "num_single_layers num_refiner_layers n_layers n_refiner_layers",
+    2: "num_layers num_attention_heads",
+    4: "in_channels",
+    8: "pooled_projection_dim condition_dim",
+    16: "joint_attention_dim text_embed_dim text_dim caption_channels cap_feat_dim time_embed_dim sample_size "
+    "pos_embed_max_size",
+    32: "attention_head_dim",
+    (8, 12, 12): "axes_dims_rope rope_axes_dim axes_dims",
+}
+SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
+"""Arguments of model classes whose config does not give them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class Family:
     Attributes:
         name: of the case.
         model_class: name in `diffusers`.
-        config: arguments of the model class.
+        config: arguments of the model class; `SIZES` has others, and the output has as many channels as the input.
         inputs: makes the keyword arguments of one forward pass (float32, batch 2), by torch's global generator.
         bfloat16_since: the diffusers whose own processors run it in bfloat16.
     """
@@ -33,6 +46,15 @@ class Family:
     config: dict[str, Any]
     inputs: Callable[[], Inputs]
     bfloat16_since: str = "0"
+
+    def __post_init__(self) -> None:
+        model_class = getattr(diffusers, self.model_class, None)
+        names = () if model_class is None else inspect.signature(model_class).parameters
+        sizes = SIZES | self.config
+        sizes.setdefault("out_channels", sizes["in_channels"])
+        object.__setattr__(
+            self, "config", {name: sizes[name] for name in sizes if name in names or name in self.config}
+        )
 
     def build(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """The model in evaluation mode with seeded weights; skips the test where diffusers lacks the class."""

@@ -29,9 +29,20 @@ def rope(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
-def video_and_text() -> Inputs:
-    return {
-        "hidden_states": normal(BATCH, 4, 3, 8, 8),
-        "timestep": timestep(),
-        "encoder_hidden_states": normal(BATCH, 13, 16),
-    }
+def with_text(*shape: int, tokens: int = 13, **more: Any) -> Inputs:
+    """Draw states of that shape behind the batch, and tokens of text; `more` adds arguments, or replaces these."""
+    states, text = normal(BATCH, *shape), normal(BATCH, tokens, 16)
+    return {"hidden_states": states, "encoder_hidden_states": text, "timestep": timestep(), **more}
+
+
+def video(**more: Any) -> Inputs:
+    return with_text(4, 3, 8, 8, **more)
+
+
+def image(**more: Any) -> Inputs:
+    return with_text(4, 16, 16, **more)
+
+
+def half() -> torch.Tensor:
+    """Return a timestep in units of 1."""
+    return torch.full((BATCH,), 0.5)

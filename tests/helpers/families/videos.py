@@ -7,75 +7,35 @@ from typing import Any
 import torch
 
 from .family import Family
-from .inputs import BATCH, Inputs, normal, rope, timestep, valid, video_and_text
+from .inputs import BATCH, Inputs, normal, rope, valid, video, with_text
 
-_COGVIDEOX = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "in_channels": 4,
-    "out_channels": 4,
-    "time_embed_dim": 16,
-    "text_embed_dim": 16,
-    "num_layers": 2,
-    "sample_width": 12,
-    "sample_height": 12,
-    "sample_frames": 9,
-    "max_text_seq_length": 11,
-}
-_HUNYUAN_VIDEO = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 16,
-    "pooled_projection_dim": 8,
-    "rope_axes_dim": (8, 12, 12),
-}
-_WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
-_LTX2 = {
-    "in_channels": 8,
-    "out_channels": 8,
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "cross_attention_dim": 64,
+_COGVIDEOX = {"attention_head_dim": 64, "sample_frames": 9, "max_text_seq_length": 11}
+_COGVIDEOX |= {"sample_width": 12, "sample_height": 12}
+_WAN = {"freq_dim": 32, "ffn_dim": 32, "rope_max_seq_len": 32}
+_LTX = {"in_channels": 8, "cross_attention_dim": 64}
+_LTX2 = _LTX | {
     "audio_in_channels": 8,
     "audio_out_channels": 8,
     "audio_num_attention_heads": 2,
     "audio_attention_head_dim": 16,
     "audio_cross_attention_dim": 32,
-    "num_layers": 2,
-    "caption_channels": 16,
     "rope_double_precision": False,
 }
 
 
-def _ltx2_inputs() -> Inputs:
-    return {
-        "hidden_states": normal(BATCH, 3 * 4 * 4, 8),
-        "audio_hidden_states": normal(BATCH, 17, 8),
-        "encoder_hidden_states": normal(BATCH, 9, 16),
-        "audio_encoder_hidden_states": normal(BATCH, 9, 16),
-        "timestep": timestep(),
-        "encoder_attention_mask": valid((9, 4), 9),
-        "audio_encoder_attention_mask": valid((9, 4), 9),
-        "num_frames": 3,
-        "height": 4,
-        "width": 4,
-        "audio_num_frames": 17,
-    }
+def _ltx(**more: Any) -> Inputs:
+    sizes = {"num_frames": 3, "height": 4, "width": 4}
+    return with_text(3 * 4 * 4, 8, tokens=9, encoder_attention_mask=valid((9, 4), 9), **sizes, **more)
+
+
+def _ltx2(**more: Any) -> Inputs:
+    return _ltx(
+        audio_hidden_states=normal(BATCH, 17, 8),
+        audio_encoder_hidden_states=normal(BATCH, 9, 16),
+        audio_encoder_attention_mask=valid((9, 4), 9),
+        audio_num_frames=17,
+        **more,
+    )
 
 
 def _allegro_rope(frames: int, height: int, width: int, head_dim: int) -> tuple[Any, Any]:
@@ -90,202 +50,84 @@ def _allegro_rope(frames: int, height: int, width: int, head_dim: int) -> tuple[
 
 
 VIDEOS: tuple[Family, ...] = (
-    Family(
-        "cogvideox",
-        "CogVideoXTransformer3DModel",
-        _COGVIDEOX,
-        lambda: {
-            "hidden_states": normal(BATCH, 3, 4, 12, 12),
-            "encoder_hidden_states": normal(BATCH, 11, 16),
-            "timestep": timestep(),
-        },
-    ),
+    Family("cogvideox", "CogVideoXTransformer3DModel", _COGVIDEOX, lambda: with_text(3, 4, 12, 12, tokens=11)),
     Family(
         "cogvideox-1.5",
         "CogVideoXTransformer3DModel",
         _COGVIDEOX
-        | {
-            "use_rotary_positional_embeddings": True,
-            "patch_size_t": 2,
-            "patch_bias": False,
-            "ofs_embed_dim": 16,
-        },
-        lambda: {
-            "hidden_states": normal(BATCH, 4, 4, 12, 12),
-            "encoder_hidden_states": normal(BATCH, 11, 16),
-            "timestep": timestep(),
-            "ofs": torch.full((1,), 2.0),
-            "image_rotary_emb": rope(72, 64),
-        },
+        | {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 16},
+        lambda: with_text(4, 4, 12, 12, tokens=11, ofs=torch.full((1,), 2.0), image_rotary_emb=rope(72, 64)),
     ),
     Family(
         "hunyuan-video",
         "HunyuanVideoTransformer3DModel",
-        _HUNYUAN_VIDEO,
-        lambda: (
-            video_and_text()
-            | {
-                "encoder_attention_mask": valid((13, 5), 13),
-                "pooled_projections": normal(BATCH, 8),
-                "guidance": torch.full((BATCH,), 6000.0),
-            }
+        {"num_layers": 1},
+        lambda: video(
+            encoder_attention_mask=valid((13, 5), 13),
+            pooled_projections=normal(BATCH, 8),
+            guidance=torch.full((BATCH,), 6000.0),
         ),
     ),
     Family(
         "hunyuan-video-1.5",
         "HunyuanVideo15Transformer3DModel",
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "text_embed_dim": 16,
-            "text_embed_2_dim": 8,
-            "image_embed_dim": 8,
-            "rope_axes_dim": (8, 12, 12),
-            "patch_size": 2,
-        },
-        lambda: (
-            video_and_text()
-            | {
-                "encoder_attention_mask": valid((13, 5), 13),
-                "encoder_hidden_states_2": normal(BATCH, 6, 8),
-                "encoder_attention_mask_2": valid((2, 6), 6),
-                "image_embeds": torch.zeros(BATCH, 3, 8),
-            }
+        {"text_embed_2_dim": 8, "image_embed_dim": 8, "patch_size": 2},
+        lambda: video(
+            encoder_attention_mask=valid((13, 5), 13),
+            encoder_hidden_states_2=normal(BATCH, 6, 8),
+            encoder_attention_mask_2=valid((2, 6), 6),
+            image_embeds=torch.zeros(BATCH, 3, 8),
         ),
     ),
     Family(
         "mochi",
         "MochiTransformer3DModel",
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 64,
-            "num_layers": 2,
-            "pooled_projection_dim": 16,
-            "in_channels": 4,
-            "text_embed_dim": 16,
-            "time_embed_dim": 8,
-            "max_sequence_length": 13,
-        },
-        lambda: video_and_text() | {"encoder_attention_mask": valid((13, 5), 13).bool()},
+        {"attention_head_dim": 64, "pooled_projection_dim": 16, "time_embed_dim": 8, "max_sequence_length": 13},
+        lambda: video(encoder_attention_mask=valid((13, 5), 13).bool()),
     ),
-    Family("wan-t2v", "WanTransformer3DModel", _WAN, video_and_text),
+    Family("wan-t2v", "WanTransformer3DModel", _WAN, video),
     Family(
         "wan-i2v",
         "WanTransformer3DModel",
         _WAN | {"image_dim": 8, "added_kv_proj_dim": 64},
-        lambda: (
-            video_and_text()
-            | {"encoder_hidden_states": normal(BATCH, 512, 16), "encoder_hidden_states_image": normal(BATCH, 5, 8)}
-        ),
+        lambda: video(tokens=512, encoder_hidden_states_image=normal(BATCH, 5, 8)),
     ),
-    Family(
-        "ltx",
-        "LTXVideoTransformer3DModel",
-        {
-            "in_channels": 8,
-            "out_channels": 8,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "cross_attention_dim": 64,
-            "num_layers": 2,
-            "caption_channels": 16,
-        },
-        lambda: {
-            "hidden_states": normal(BATCH, 3 * 4 * 4, 8),
-            "encoder_hidden_states": normal(BATCH, 9, 16),
-            "timestep": timestep(),
-            "encoder_attention_mask": valid((9, 4), 9),
-            "num_frames": 3,
-            "height": 4,
-            "width": 4,
-        },
-    ),
-    Family("ltx-2", "LTX2VideoTransformer3DModel", _LTX2, _ltx2_inputs),
+    Family("ltx", "LTXVideoTransformer3DModel", _LTX, _ltx),
+    Family("ltx-2", "LTX2VideoTransformer3DModel", _LTX2, _ltx2),
     Family(
         "ltx-2-gated",
         "LTX2VideoTransformer3DModel",
         _LTX2 | {"gated_attn": True, "audio_gated_attn": True, "perturbed_attn": True},
-        lambda: (
-            _ltx2_inputs() | {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])}
-        ),
+        lambda: _ltx2(spatio_temporal_guidance_blocks=[1], perturbation_mask=torch.tensor([0.0, 1.0])),
     ),
     Family(
         "allegro",
         "AllegroTransformer3DModel",
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 24,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "cross_attention_dim": 48,
-            "caption_channels": 16,
-            "sample_height": 8,
-            "sample_width": 8,
-            "sample_frames": 3,
-        },
-        lambda: (
-            video_and_text()
-            | {
-                "attention_mask": torch.ones(BATCH, 3, 8, 8),
-                "encoder_attention_mask": valid((13, 5), 13)[:, None].float(),
-                "image_rotary_emb": _allegro_rope(3, 4, 4, 24),
-            }
+        {"attention_head_dim": 24, "cross_attention_dim": 48, "sample_frames": 3}
+        | {"sample_height": 8, "sample_width": 8},
+        lambda: video(
+            attention_mask=torch.ones(BATCH, 3, 8, 8),
+            encoder_attention_mask=valid((13, 5), 13)[:, None].float(),
+            image_rotary_emb=_allegro_rope(3, 4, 4, 24),
         ),
     ),
     Family(
         "easyanimate",
         "EasyAnimateTransformer3DModel",
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "in_channels": 4,
-            "out_channels": 4,
-            "patch_size": 2,
-            "num_layers": 2,
-            "mmdit_layers": 1,
-            "time_embed_dim": 16,
-            "text_embed_dim": 16,
-            "sample_width": 8,
-            "sample_height": 8,
-        },
-        video_and_text,
+        {"patch_size": 2, "mmdit_layers": 1, "sample_width": 8, "sample_height": 8},
+        video,
     ),
     Family(
         "cosmos",
         "CosmosTransformer3DModel",
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "num_layers": 2,
-            "text_embed_dim": 16,
-            "adaln_lora_dim": 4,
-            "max_size": (4, 16, 16),
-            "concat_padding_mask": False,
-        },
-        video_and_text,
+        {"adaln_lora_dim": 4, "max_size": (4, 16, 16), "concat_padding_mask": False},
+        video,
     ),
     Family(
         "kandinsky-5",
         "Kandinsky5Transformer3DModel",
-        {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "in_text_dim": 16,
-            "in_text_dim2": 8,
-            "time_dim": 16,
-            "model_dim": 64,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (8, 12, 12),
-        },
+        {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16}
+        | {"model_dim": 64, "ff_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 1},
         lambda: {
             "hidden_states": normal(1, 3, 8, 8, 4),
             "encoder_hidden_states": normal(1, 13, 16),

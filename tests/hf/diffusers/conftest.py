@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import sage_hf  # noqa: F401
-from sage_hf import record
 
 
 @pytest.fixture(autouse=True)
-def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans, once-only messages and compiled code of other tests forgotten."""
-    record.clear()
+def fresh_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the classes that were warned of, and the compiled code, of other tests."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     monkeypatch.setattr("sage_hf.diffusers.install._warned", set())

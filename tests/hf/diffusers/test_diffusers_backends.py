@@ -18,7 +18,7 @@ from diffusers.models.attention_dispatch import (
 from sage_hf import SageAttn3Processor, SageAttnProcessor, record, sage_attention
 from sage_hf.diffusers import attention_layers
 from sage_hf.names import NAMES
-from sage_kernels.dispatch.registry import KernelUnavailableError
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers.families import family, run
 
 RECIPES = ("sage3", "sage3_paper", "sage2", "sage1", "sage_bwd", "sage_bwd_int8")

@@ -14,6 +14,7 @@ from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import StepRule
 from sage_hf.diffusers import attention_layers
 from tests.helpers.families import family
+from tests.helpers.tiny_pipelines import image_autoencoder
 
 
 def controlnet(seed: int = 0) -> torch.nn.Module:
@@ -32,15 +33,8 @@ def controlnet(seed: int = 0) -> torch.nn.Module:
 
 def pipeline(several: bool) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(8,) * 4,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        norm_num_groups=4,
-        latent_channels=4,
-    )
     pipe = diffusers.StableDiffusionControlNetPipeline(
-        vae.eval(),
+        image_autoencoder(),
         None,
         None,
         family("unet").build(),

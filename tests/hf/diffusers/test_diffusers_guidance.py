@@ -18,6 +18,7 @@ from sage_hf import SageAttnProcessor, SageConfig, record
 from sage_hf.config import LayerRule
 from sage_hf.diffusers import attention_layers
 from tests.helpers.families import Family, family, run
+from tests.helpers.tiny_pipelines import image_autoencoder
 
 # family -> the stack of blocks; those whose processors diffusers knows to skip, then those which it does not
 REGISTERED = {
@@ -165,7 +166,15 @@ UNET_INPUTS: dict[str, Any] = {"height": 64, "width": 64, "output_type": "latent
 def pag_stable_diffusion() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
     model = family("unet").build()
     pipe = diffusers.StableDiffusionPAGPipeline(
-        _vae(), None, None, model, _euler(), None, None, requires_safety_checker=False, pag_applied_layers=["mid"]
+        image_autoencoder(),
+        None,
+        None,
+        model,
+        _euler(),
+        None,
+        None,
+        requires_safety_checker=False,
+        pag_applied_layers=["mid"],
     )
     return pipe, model, UNET_INPUTS | _embeds(16)
 
@@ -173,7 +182,9 @@ def pag_stable_diffusion() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
 def pag_sd3() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
     model = family("sd3").build()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipe = diffusers.StableDiffusion3PAGPipeline(model, scheduler, _vae(), *[None] * 6, pag_applied_layers=["blocks.1"])
+    pipe = diffusers.StableDiffusion3PAGPipeline(
+        model, scheduler, image_autoencoder(), *[None] * 6, pag_applied_layers=["blocks.1"]
+    )
     pooled = {"pooled_prompt_embeds": torch.randn(1, 8), "negative_pooled_prompt_embeds": torch.randn(1, 8)}
     return pipe, model, UNET_INPUTS | _embeds(16) | pooled
 
@@ -187,7 +198,7 @@ def pag_sdxl() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
         projection_class_embeddings_input_dim=6 * 8 + 8,
     ).eval()
     pipe = diffusers.StableDiffusionXLPAGPipeline(
-        _vae(), *[None] * 4, model, _euler(), add_watermarker=False, pag_applied_layers=["mid"]
+        image_autoencoder(), *[None] * 4, model, _euler(), add_watermarker=False, pag_applied_layers=["mid"]
     )
     pooled = {"pooled_prompt_embeds": torch.randn(1, 8), "negative_pooled_prompt_embeds": torch.randn(1, 8)}
     return pipe, model, UNET_INPUTS | _embeds(16) | pooled
@@ -207,20 +218,10 @@ def pag_pixart() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
         use_additional_conditions=False,
     ).eval()
     pipe = diffusers.PixArtSigmaPAGPipeline(
-        None, None, _vae(), model, diffusers.DPMSolverMultistepScheduler(), pag_applied_layers=["blocks.1"]
+        None, None, image_autoencoder(), model, diffusers.DPMSolverMultistepScheduler(), pag_applied_layers=["blocks.1"]
     )
     masks = {"prompt_attention_mask": torch.ones(1, 7), "negative_prompt_attention_mask": torch.ones(1, 7)}
     return pipe, model, UNET_INPUTS | _embeds(16) | masks | {"negative_prompt": None, "use_resolution_binning": False}
-
-
-def _vae() -> Any:
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8,) * 4,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        norm_num_groups=4,
-        latent_channels=4,
-    ).eval()
 
 
 def _euler() -> Any:

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import sage_hf  # noqa: F401
-from sage_hf import record
 
 
 @pytest.fixture(autouse=True)
-def fresh_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and once-only messages of other tests forgotten."""
-    record.clear()
+def fresh_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the models that other tests were warned of."""
     monkeypatch.setattr("sage_hf.transformers.registration._warned", set())
 
 

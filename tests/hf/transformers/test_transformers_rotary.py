@@ -72,7 +72,7 @@ def test_a_function_that_rotates_otherwise_stays(served, monkeypatch):
     model = MODELS["llama"].build("sage1_emulate")
     file = sys.modules[type(model).__module__]
     other = rotary._with_kernel(lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None]))
-    monkeypatch.setattr(file, rotary.FUNCTION, other)
+    monkeypatch.setattr(file, rotary.ROTATE, other)
     q, k = torch.randn(2, 1, 2, 3, 8)
     cos, sin = torch.randn(2, 1, 3, 8)
     monkeypatch.setattr(rotary._thread, "layer", model)
@@ -99,10 +99,10 @@ def test_modelling_files_are_as_they_were_once_no_model_runs_a_recipe_of_ours():
     file, layer = sys.modules[type(model).__module__], type(model.model.layers[0].self_attn)
     before = {**vars(file)}, {**vars(layer)}
     handle = sage_hf.apply(model, "sage2")
-    assert getattr(file, rotary.FUNCTION) is not before[0][rotary.FUNCTION]
+    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
     other.set_attn_implementation("sage1")
     handle.restore()
-    assert getattr(file, rotary.FUNCTION) is not before[0][rotary.FUNCTION]
+    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
     other.set_attn_implementation("sdpa")
     assert ({**vars(file)}, {**vars(layer)}) == before
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_transformers_attention import Layer, bool_mask, qkv
 from torch import nn
 from transformers import AttentionMaskInterface, StaticCache, masking_utils
 
@@ -27,6 +26,7 @@ from tests.helpers.tiny_transformers import (
     of_real_tokens,
     run,
 )
+from tests.hf.transformers.test_transformers_attention import Layer, bool_mask, qkv
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 BY_NAME = {"ids": lambda value: getattr(value, "name", value)}

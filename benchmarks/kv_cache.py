@@ -1,0 +1,193 @@
+"""Measure append and decode of one layer from a low-bit KV cache, with exact attention of 16 bits in the same table.
+
+    python benchmarks/kv_cache.py            on a GPU; writes benchmarks/results/<gpu>-kv_cache.json
+    python benchmarks/kv_cache.py --dry      one small shape on a CPU, to see that the program runs; writes nothing
+
+A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
+provider that is not installed or fails is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_hf.bench.results import facts
+from sage_kernels import kv_cache
+from sage_kernels.spec.kv_cache import KVCache, get_format
+
+SHAPES = [(batch, tokens) for batch in (1, 4, 16) for tokens in (4096, 32768, 131072) if batch * tokens <= 2**19]
+HEADS = [(32, 8, 128), (32, 8, 64), (32, 32, 128), (32, 16, 128), (64, 8, 128)]
+COLD_BYTES = 2.2e8
+"""Bytes of the caches that take turns, several times the L2."""
+
+Step = Callable[[], Any]
+
+
+class Shape:
+    """Tensors of one shape: K and V of all tokens, the newest of which is the step's."""
+
+    def __init__(self, batch: int, tokens: int, heads: tuple[int, int, int], device: str) -> None:
+        self.batch, self.tokens, (self.q_heads, self.kv_heads, self.head_dim) = batch, tokens, heads
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int, tokens: int) -> torch.Tensor:
+            size = batch, heads, tokens, self.head_dim
+            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.key = normal(self.kv_heads, tokens) + 3 * normal(self.kv_heads, 1)
+        self.value, self.query = normal(self.kv_heads, tokens), normal(self.q_heads, 1)
+        self.new = self.key[:, :, -1:].clone(), self.value[:, :, -1:].clone()
+
+    def copies(self, size: float) -> int:
+        """Return how many layers of so many bytes are measured."""
+        return max(1, min(48, math.ceil(COLD_BYTES / size)))
+
+
+def quantized_steps(shape: Shape, format: str) -> list[Step]:
+    """Return a step for each layer's cache; each appends the same token again."""
+    caches: list[KVCache] = []
+    while not caches or len(caches) < shape.copies(caches[0].bytes):
+        cache = KVCache(get_format(format), shape.key)
+        cache.reserve(shape.tokens)
+        kv_cache.store(cache, None, shape.key[:, :, :-1], shape.value[:, :, :-1])
+        caches.append(cache)
+    coded, length = caches[0].coded, caches[0].length
+
+    def step_of(cache: KVCache) -> Step:
+        def step() -> tuple[torch.Tensor, str, str]:
+            cache.coded, cache.length = coded, length
+            return kv_cache.decode(cache, shape.query, *shape.new, None, shape.head_dim**-0.5)
+
+        return step
+
+    return [step_of(cache) for cache in caches]
+
+
+def exact_steps(
+    shape: Shape, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], tokens_first: bool = False
+) -> list[Step]:
+    """Return steps that write the newest token in a cache of 16 bits and attend."""
+    number = shape.copies(2 * shape.key.nbytes)
+    axis = 1 if tokens_first else 2
+
+    def arranged(x: torch.Tensor) -> torch.Tensor:
+        return (x.transpose(1, 2) if tokens_first else x).contiguous()
+
+    query, new = arranged(shape.query), [arranged(x) for x in shape.new]
+
+    def step_of(key: torch.Tensor, value: torch.Tensor) -> Step:
+        def step() -> torch.Tensor:
+            for x, one in zip((key, value), new, strict=True):
+                x.narrow(axis, shape.tokens - 1, 1).copy_(one)
+            return attend(query, key, value)
+
+        return step
+
+    return [step_of(arranged(shape.key).clone(), arranged(shape.value).clone()) for _ in range(number)]
+
+
+def sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+    """Return PyTorch's attention by one backend."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    return attend
+
+
+def flash_attention3(shape: Shape) -> list[Step]:
+    """Return steps of FlashAttention 3, which splits the keys as it chooses."""
+    import fa3_fwd._C  # noqa: F401 - it registers the operator
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        options = {"softmax_scale": shape.head_dim**-0.5, "is_causal": False, "num_splits": 0}
+        output: torch.Tensor = torch.ops.fa3_fwd.fwd(query, key, value, **options)[0]
+        return output
+
+    return exact_steps(shape, attend, tokens_first=True)
+
+
+PROVIDERS: dict[tuple[str, str], Callable[[Shape], list[Step]]] = {
+    ("fa3", "bf16"): flash_attention3,
+    ("cudnn", "bf16"): lambda shape: exact_steps(shape, sdpa(SDPBackend.CUDNN_ATTENTION)),
+    ("sdpa_fa2", "bf16"): lambda shape: exact_steps(shape, sdpa(SDPBackend.FLASH_ATTENTION)),
+    ("sage_hf", "int8"): lambda shape: quantized_steps(shape, "int8"),
+    ("sage_hf", "int4"): lambda shape: quantized_steps(shape, "int4"),
+}
+
+
+def milliseconds(steps: list[Step], repeats: int = 5) -> float:
+    """Return the GPU's time of one step, the median of replays of a graph of all."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in steps:
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            step()
+
+    def timed(number: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        begin.record()
+        for _ in range(number):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / number
+
+    timed(2)
+    number = max(2, min(200, int(25 / max(timed(2), 1e-3))))
+    return statistics.median(timed(number) for _ in range(repeats)) / len(steps)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="run one small shape on a CPU")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    if args.dry:
+        steps = quantized_steps(Shape(1, 300, (4, 2, 64), "cpu"), "int4")
+        start = time.perf_counter()
+        print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
+        return
+    rows = []
+    for heads in HEADS:
+        for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
+            shape = Shape(batch, tokens, heads, "cuda")
+            for (provider, format), prepare in PROVIDERS.items():
+                row = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
+                row |= dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
+                try:
+                    steps = prepare(shape)
+                    if provider == "sage_hf":
+                        row["kernel"] = steps[0]()[1]
+                    rows.append({**row, "ms": milliseconds(steps)})
+                    print(rows[-1], flush=True)
+                except Exception as error:
+                    print(f"left out: {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                steps = []
+                torch.cuda.empty_cache()
+    found = facts(torch.device("cuda"))
+    name = found["gpu"].lower().replace(" ", "-")
+    name = next((f"nvidia-{short}" for short in ("h100", "h200") if short in name), name)
+    (args.output / f"{name}-kv_cache.json").write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

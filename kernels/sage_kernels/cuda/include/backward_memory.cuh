@@ -1,0 +1,52 @@
+// Shared memory of the backward kernel: matrices of registers, and sums that the TMA adds to memory. Source of the
+// formats: PTX ISA, sections "stmatrix", "ldmatrix" and "cp.reduce.async.bulk".
+#pragma once
+#include "types.cuh"
+
+// Store a thread's part of a tile of four 8 × 8 matrices in 16 bits; lane l gives the address of row l % 8 of matrix
+// l / 8.
+DEVICE void store_matrices(uint32 at, const uint32* x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+DEVICE void load_matrices_transposed(uint32 (&x)[4], uint32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(at)
+               : "memory");
+}
+
+DEVICE float4 load_shared4(uint32 at) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
+  return x;
+}
+DEVICE float2 load_shared2(uint32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+  return x;
+}
+DEVICE void store_shared4(uint32 at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// Have the TMA add numbers from shared memory to memory, which is not waited for: float32, or int32 if FIXED.
+DEVICE void add_to_memory(float* into, const void* from, int bytes) {
+  if (FIXED)
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;" ::"l"(into),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+  else
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(into),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Wait until all but so many of this thread's additions have read shared memory.
+template <int PENDING>
+DEVICE void wait_additions_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// Wait until this thread's additions are done.
+DEVICE void wait_additions() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -1,0 +1,40 @@
+// Where the backward kernels find tokens: of equal sequences, or of packed ones. A tile has TILE queries, a block has
+// BLOCK keys; operands hold whole blocks of a sequence.
+#pragma once
+#include "numbers.cuh"
+#include "parameters.cuh"
+
+static_assert(CHANNELS == 64 || CHANNELS == 128, "CHANNELS of an operand's row must be 64 or 128");
+ASSERT_FLAG(FLOAT16, "gradients and operands are in float16, or in bfloat16");
+ASSERT_FLAG(FIXED, "dQ is summed in fixed point, or in float32");
+static_assert(TILE == 64, "TILE must be 64 queries: the rows of a warpgroup's products");
+static_assert(BLOCK == 2 * TILE, "BLOCK must be 128 keys: 64 for each of two warpgroups");
+
+constexpr int PARTS = CHANNELS / 64;    // of a tile of dQ, 64 channels each
+constexpr int PART_FLOATS = TILE * 64;  // sums of a part
+constexpr int STATISTICS = 3 * TILE;    // floats of a tile: pairs (scale, LSE), then deltas
+constexpr int STATISTICS_BYTES = STATISTICS * 4;
+constexpr int DELTAS = 2 * TILE;  // the first delta of a tile
+
+// Tokens of a sequence: the first one in the caller's tensors, how many, and the first row in operands.
+struct Range {
+  int start, length, operand_start;
+};
+
+DEVICE Range range_of(const Axis& axis, int sequence) {
+  if (!axis.ranges) return {0, axis.tokens, 0};
+  const int* range = axis.ranges + 3 * sequence;
+  return {range[0], range[1], range[2]};
+}
+
+// Return the first row of a sequence's head in operands (operand batch, heads, rows).
+DEVICE int64 operand_row(const Axis& axis, const Range& range, int sequence, int head, int heads) {
+  if (axis.ranges) return static_cast<int64>(head) * axis.rows + range.operand_start;
+  return (static_cast<int64>(sequence) * heads + head) * axis.rows;
+}
+
+DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
+DEVICE int blocks_of(int tokens) { return (tokens + BLOCK - 1) / BLOCK; }
+
+// Round two numbers to the gradients' dtype; the first is in the lower half.
+DEVICE uint32 pack(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }

@@ -1,0 +1,476 @@
+"""Gradients of INT8 attention on Hopper in one pass, P and dS in 16 bits: `int8_backward.cu`.
+
+dQ is summed in memory, by additions in any order: in float32, or where PyTorch is to be deterministic
+(`torch.use_deterministic_algorithms`) in int32, which repeats to the bit. The sums take 4 bytes for each channel of the
+operands of Q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from ..dispatch.request import Request
+from ..spec.call import BackwardCall
+from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, ceil_div, is_aligned, power_of_two
+from ..spec.operands import KeyPadding, Saved
+from ..spec.recipe import Recipe
+from . import tokens
+from .launch import Kernel, Source, compile_together, launch
+from .padding import read_padding
+from .parameters import (
+    ConstBytes,
+    ConstFloats,
+    ConstHalfWords,
+    ConstInts,
+    Float,
+    Floats,
+    HalfWords,
+    Int,
+    Int64,
+    Map,
+    UInt32,
+)
+from .quantize import signs
+from .tensor_map import tensor_map
+from .tokens import Tokens
+
+TILE = 64  # queries, and the keys of a warpgroup
+PART_CHANNELS = 64  # of dQ, that are summed and rounded together
+LINE_BYTES = 128  # side by side in shared memory, of operands in 16 bits
+THREADS = 384
+PREPARING_THREADS, FINISHING_THREADS = 256, 128
+STAGES = {64: 4, 128: 2}
+"""Tiles of queries in shared memory by channels."""
+BUFFERS = 2  # of dS, and of parts of dQ
+CONTROL_BYTES = 256  # of shared memory, for barriers
+STATISTICS = 3  # of a query: its scale, its LSE, its delta
+HEADS_TOGETHER = 4
+SUMS_BYTES = 24 * 2**20
+"""Bytes of sums of dQ that blocks may add to at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
+
+
+@dataclass(slots=True)
+class Axis:
+    """The tokens of Q, or of K and V.
+
+    Attributes:
+        ranges, tokens, rows: as in `layout.Sequences`.
+    """
+
+    ranges: ConstInts
+    tokens: Int
+    rows: Int
+
+    @classmethod
+    def of(cls, sequences: Sequences) -> Axis:
+        """Describe a token axis."""
+        return cls(sequences.ranges, sequences.tokens, sequences.rows)
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A gradient, (batch, heads, tokens, channels), which is written; as `Tokens`."""
+
+    first: HalfWords
+    batch_stride: Int64
+    head_stride: Int64
+    token_stride: Int64
+
+
+@dataclass(slots=True)
+class Restoring:
+    """Inverse of the transforms of codes: the rotation, its signs a bit for each channel, and the equalizer."""
+
+    equalizer: ConstFloats
+    rotated: Int
+    signs_0: UInt32
+    signs_1: UInt32
+    signs_2: UInt32
+    signs_3: UInt32
+
+
+@dataclass(slots=True)
+class KeyArguments:
+    """Arguments of `prepare_keys`.
+
+    Attributes:
+        codes, key_scale: K of `operands.Saved`.
+        value: V.
+        valid: as in `operands.KeyPadding`, or None.
+        key: K in 16 bits (operand batch, kv_heads, rows, channels), written.
+        value_copy: V likewise, written; None: the caller's is read.
+        bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V, written; None unless dQ is
+            summed in fixed point, for which V is copied.
+    """
+
+    restoring: Restoring
+    value: Tokens
+    keys: Axis
+    codes: ConstBytes
+    key_scale: ConstHalfWords
+    valid: ConstBytes
+    key: HalfWords
+    value_copy: HalfWords
+    bounds: Floats
+    kv_heads: Int
+    v_head_dim: Int
+    valid_stride: Int
+
+
+@dataclass(slots=True)
+class QueryArguments:
+    """Arguments of `prepare_queries`.
+
+    Attributes:
+        codes, query_scale, lse: Q of `operands.Saved`.
+        gradient, output: dO and O.
+        bounds: those of `prepare_keys`, of `key_tiles` tiles, or None.
+        query: Q in 16 bits (operand batch, q_heads, rows, channels), written.
+        gradient_copy: dO likewise, written; None: the caller's is read.
+        statistics: (operand batch, q_heads, rows / TILE, STATISTICS · TILE), written: of each query its scale, times
+            that of the softmax, and its LSE, both for base 2; then of each delta = rowsum(dO∘O).
+        sums: dQ, (operand batch, q_heads, rows, channels) in the order of `int8_backward.cu`, written with 0.
+        fixed_point: (operand batch, q_heads, rows), by what dQ is multiplied to be summed, written; or None.
+        lse_batch, lse_head: strides.
+    """
+
+    restoring: Restoring
+    gradient: Tokens
+    output: Tokens
+    queries: Axis
+    codes: ConstBytes
+    query_scale: ConstFloats
+    lse: ConstFloats
+    bounds: ConstFloats
+    query: HalfWords
+    gradient_copy: HalfWords
+    statistics: Floats
+    sums: Floats
+    fixed_point: Floats
+    lse_batch: Int64
+    lse_head: Int64
+    q_heads: Int
+    group: Int
+    key_tiles: Int
+    v_head_dim: Int
+    softmax_scale: Float
+
+
+@dataclass(slots=True)
+class FinishingArguments:
+    """Arguments of `finish_query_gradient`: dQ, which is written, and its sums."""
+
+    gradient: Gradient
+    queries: Axis
+    sums: ConstFloats
+    fixed_point: ConstFloats
+    q_heads: Int
+    head_dim: Int
+    softmax_scale: Float
+
+
+@dataclass(slots=True)
+class Maps:
+    """Operands (operand batch, heads, rows, channels) of boxes (1, 1, TILE, channels), in 16 bits 64 channels."""
+
+    key_codes: Map
+    key: Map
+    value: Map
+    query_codes: Map
+    query: Map
+    gradient: Map
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The other arguments of `int8_backward`.
+
+    Attributes:
+        key_gradient, value_gradient: dK and dV.
+        key_scale: K's of `operands.Saved`.
+        statistics, sums, fixed_point: those of `prepare_queries`; sums are added to.
+        valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
+        group: heads of Q that share a head of K.
+        heads_together: heads of K whose blocks are taken in turn.
+    """
+
+    key_gradient: Gradient
+    value_gradient: Gradient
+    queries: Axis
+    keys: Axis
+    key_scale: ConstHalfWords
+    statistics: ConstFloats
+    sums: Floats
+    fixed_point: ConstFloats
+    valid: ConstBytes
+    spans: ConstInts
+    valid_stride: Int
+    spans_stride: Int
+    batch: Int
+    kv_heads: Int
+    group: Int
+    heads_together: Int
+    is_causal: Int
+    causal_offset: Int
+    head_dim: Int
+    v_head_dim: Int
+    softmax_scale: Float
+
+
+@dataclass(slots=True)
+class KeyParameters:
+    """Parameters of `prepare_keys`."""
+
+    a: KeyArguments
+
+
+@dataclass(slots=True)
+class QueryParameters:
+    """Parameters of `prepare_queries`."""
+
+    a: QueryArguments
+
+
+@dataclass(slots=True)
+class FinishingParameters:
+    """Parameters of `finish_query_gradient`."""
+
+    a: FinishingArguments
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Parameters of `int8_backward`."""
+
+    maps: Maps
+    arguments: Arguments
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a call, in the order of their launches."""
+
+    prepare_keys: Kernel
+    prepare_queries: Kernel
+    backward: Kernel
+    finish: Kernel
+
+
+@cache
+def kernels(channels: int, dtype: torch.dtype, is_fixed: bool) -> Kernels:
+    """Return the kernels for operands of so many channels; dQ is summed in int32 if `is_fixed`, else in float32."""
+    common = {**tokens.macros(channels, dtype), "FIXED": is_fixed, "TILE": TILE, "BLOCK": BLOCK}
+    shared_bytes = shared_memory(channels)
+    operands = Source(
+        "backward_operands.cu",
+        {
+            "prepare_keys": KeyParameters,
+            "prepare_queries": QueryParameters,
+            "finish_query_gradient": FinishingParameters,
+        },
+        {**common, "THREADS": PREPARING_THREADS},
+    )
+    macros = {**common, "THREADS": THREADS, "STAGES": STAGES[channels], "SHARED_BYTES": shared_bytes}
+    backward = Source("int8_backward.cu", {"int8_backward": Parameters}, macros)
+    return Kernels(
+        Kernel(operands, "prepare_keys", PREPARING_THREADS),
+        Kernel(operands, "prepare_queries", PREPARING_THREADS),
+        Kernel(backward, "int8_backward", THREADS, shared_bytes),
+        Kernel(operands, "finish_query_gradient", FINISHING_THREADS),
+    )
+
+
+def shared_memory(channels: int) -> int:
+    """Return the bytes of a block's keys, tiles of queries with statistics, dS, parts of dQ, and barriers."""
+    codes_and_two_operands = (1 + 2 + 2) * channels
+    of_keys = BLOCK * codes_and_two_operands
+    of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * STATISTICS)
+    return of_keys + of_queries + BUFFERS * (2 * BLOCK * TILE + 4 * TILE * PART_CHANNELS) + CONTROL_BYTES
+
+
+def unavailable(request: Request) -> str:
+    """Return why the kernels of a request that `registration.HopperFusedBackward` serves cannot be had, or ""."""
+    found = kernels(power_of_two(request.head_dim), request.dtype, False)
+    return found.backward.source.why_not() or found.finish.source.why_not()
+
+
+def heads_together(call: BackwardCall) -> int:
+    """Return how many heads of K have their blocks taken in turn.
+
+    Blocks of a causal head differ in length: head after head, the longest blocks of the last one would start when all
+    others end. More heads at once add to more sums, which should stay in the cache.
+    """
+    if not call.is_causal:
+        return 1
+    group = call.output.shape[1] // call.value.shape[1]
+    bytes_of_head = 4 * group * call.channels * call.q_len
+    return max(1, min(HEADS_TOGETHER // group, SUMS_BYTES // bytes_of_head))
+
+
+def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of Q, K and V of a call that `registration.HopperFusedBackward` serves.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
+    gradients = call.new_gradients()
+    if not call.is_empty:
+        output_gradient, value, output = (
+            x if is_aligned(x) and 0 not in x.stride() else at_aligned_address(x.contiguous())
+            for x in (call.output_gradient, call.value, call.output)
+        )
+        saved = Saved(*(x.contiguous() for x in call.saved))
+        _run(replace(call, output_gradient=output_gradient, value=value, output=output, saved=saved), gradients)
+    return gradients
+
+
+def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    saved, channels, device = call.saved, call.channels, call.value.device
+    queries, keys = call.token_axes
+    q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
+    is_fixed = torch.are_deterministic_algorithms_enabled()
+    used = kernels(channels, call.value.dtype, is_fixed)
+    compile_together((used.finish, used.backward), device)
+    padding = None if call.mask.valid is None else read_padding(call.mask.valid)
+
+    key = torch.empty_like(saved.key, dtype=call.value.dtype)
+    query = torch.empty_like(saved.query, dtype=call.value.dtype)
+    # V of keys that do not exist, and dO of rows without a key, must count as 0.
+    copies_value = queries.packed or padding is not None or is_fixed
+    copies_gradient = queries.packed or padding is not None or (call.is_causal and call.kernel_offset < 0)
+    value_copy = torch.empty_like(key) if copies_value else None
+    gradient_copy = torch.empty_like(query) if copies_gradient else None
+    key_tiles, bounds, fixed_point = 2 * keys.blocks, None, None
+    if is_fixed:
+        bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
+        fixed_point = torch.empty_like(saved.query_scale)
+    statistics = saved.lse.new_empty((*saved.query_scale.shape, STATISTICS))
+    sums = saved.lse.new_empty(saved.query.shape)
+
+    restoring = _restoring(call.recipe, saved)
+    valid, spans, valid_stride, spans_stride = _padding(padding)
+    launch(
+        used.prepare_keys,
+        key_tiles * call.batch * kv_heads,
+        KeyParameters(
+            KeyArguments(
+                restoring=restoring,
+                value=Tokens(call.value, *_strides(call.value, keys)),
+                keys=Axis.of(keys),
+                codes=saved.key,
+                key_scale=saved.key_scale,
+                valid=valid,
+                key=key,
+                value_copy=value_copy,
+                bounds=bounds,
+                kv_heads=kv_heads,
+                v_head_dim=call.value.shape[3],
+                valid_stride=valid_stride,
+            )
+        ),
+        device,
+    )
+    lse_batch, lse_head, _ = batch_strides(saved.lse, queries)
+    tiles = ceil_div(queries.tokens, TILE) * call.batch * q_heads
+    launch(
+        used.prepare_queries,
+        tiles,
+        QueryParameters(
+            QueryArguments(
+                restoring=restoring,
+                gradient=Tokens(call.output_gradient, *_strides(call.output_gradient, queries)),
+                output=Tokens(call.output, *_strides(call.output, queries)),
+                queries=Axis.of(queries),
+                codes=saved.query,
+                query_scale=saved.query_scale,
+                lse=saved.lse,
+                bounds=bounds,
+                query=query,
+                gradient_copy=gradient_copy,
+                statistics=statistics,
+                sums=sums,
+                fixed_point=fixed_point,
+                lse_batch=lse_batch,
+                lse_head=lse_head,
+                q_heads=q_heads,
+                group=q_heads // kv_heads,
+                key_tiles=key_tiles,
+                v_head_dim=call.value.shape[3],
+                softmax_scale=call.scale,
+            )
+        ),
+        device,
+    )
+    codes_box, box = (1, 1, TILE, channels), (1, 1, TILE, LINE_BYTES // 2)
+    query_gradient, key_gradient, value_gradient = gradients
+    maps = Maps(
+        key_codes=tensor_map(saved.key, codes_box, channels),
+        key=tensor_map(key, box, LINE_BYTES),
+        value=tensor_map(call.value if value_copy is None else value_copy, box, LINE_BYTES),
+        query_codes=tensor_map(saved.query, codes_box, channels),
+        query=tensor_map(query, box, LINE_BYTES),
+        gradient=tensor_map(call.output_gradient if gradient_copy is None else gradient_copy, box, LINE_BYTES),
+    )
+    arguments = Arguments(
+        key_gradient=Gradient(key_gradient, *_strides(key_gradient, keys)),
+        value_gradient=Gradient(value_gradient, *_strides(value_gradient, keys)),
+        queries=Axis.of(queries),
+        keys=Axis.of(keys),
+        key_scale=saved.key_scale,
+        statistics=statistics,
+        sums=sums,
+        fixed_point=fixed_point,
+        valid=valid,
+        spans=spans,
+        valid_stride=valid_stride,
+        spans_stride=spans_stride,
+        batch=call.batch,
+        kv_heads=kv_heads,
+        group=q_heads // kv_heads,
+        heads_together=heads_together(call),
+        is_causal=call.is_causal,
+        causal_offset=call.kernel_offset,
+        head_dim=call.head_dim,
+        v_head_dim=call.value.shape[3],
+        softmax_scale=call.scale,
+    )
+    launch(used.backward, keys.blocks * call.batch * kv_heads, Parameters(maps, arguments), device)
+    launch(
+        used.finish,
+        tiles * (channels // PART_CHANNELS),
+        FinishingParameters(
+            FinishingArguments(
+                gradient=Gradient(query_gradient, *_strides(query_gradient, queries)),
+                queries=Axis.of(queries),
+                sums=sums,
+                fixed_point=fixed_point,
+                q_heads=q_heads,
+                head_dim=call.head_dim,
+                softmax_scale=call.scale,
+            )
+        ),
+        device,
+    )
+
+
+def _strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, int, int]:
+    """Return the strides of a batch element, of a head and of a token of x, whose channels are contiguous."""
+    batch, head, token, _ = batch_strides(x, sequences)
+    return batch, head, token
+
+
+def _padding(padding: KeyPadding | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    return (None, None, 0, 0) if padding is None else (padding.valid, padding.spans, *padding.strides)
+
+
+def _restoring(recipe: Recipe, saved: Saved) -> Restoring:
+    return Restoring(saved.equalizer if recipe.equalize else None, recipe.rotate, *_signs(saved.query.shape[3]))
+
+
+@cache
+def _signs(channels: int) -> tuple[int, int, int, int]:
+    first, second, third, fourth = signs(channels).values()
+    return first, second, third, fourth

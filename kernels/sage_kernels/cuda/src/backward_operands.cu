@@ -1,0 +1,240 @@
+// What the backward kernel reads and leaves, in memory-bound passes: `prepare_keys` and `prepare_queries` write its
+// operands and the zeros that dQ is summed onto, `finish_query_gradient` rounds those sums.
+//
+// A thread has 8 channels of a token, LANES threads have a token. The host, `int8_backward.py`, gives the parameters'
+// structs and all compile-time constants that are not defined here.
+#include "backward_rows.cuh"
+#include "numbers.cuh"
+#include "parameters.cuh"
+#include "tokens.cuh"
+
+static_assert(THREADS == 256, "THREADS must be 256: the loops over a tile's rows and sums divide by it");
+constexpr int TOKENS_AT_ONCE = THREADS / LANES, LOADS = TILE / TOKENS_AT_ONCE;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845f : 0.125f;  // 1/√CHANNELS
+// Sums in fixed point reach half of an int32's range at the bound of a row's |dQ|, which counts as no smaller than
+// this.
+constexpr float FIXED_RANGE = 1073741824.0f, SMALLEST_BOUND = 8.077935669463161e-28f;
+
+// Undo the rotation of a token's codes, whose sums are exact; the signs are those of the thread's channels, bit by bit.
+DEVICE void unrotate(float (&x)[8], uint32 signs) {
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (!(i & distance)) {
+        const float a = x[i], b = x[i + distance];
+        x[i] = a + b, x[i + distance] = a - b;
+      }
+#pragma unroll
+  for (int lane = 1; lane < LANES; lane *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float other = __shfl_xor_sync(~0u, x[i], lane);
+      x[i] = threadIdx.x & lane ? other - x[i] : x[i] + other;
+    }
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = (signs >> i & 1 ? -x[i] : x[i]) * NORM;
+}
+
+// Return the thread's byte of the rotation's signs.
+DEVICE uint32 signs_of(const Restoring& restoring, int channel) {
+  const uint32 word = channel < 32   ? restoring.signs_0
+                      : channel < 64 ? restoring.signs_1
+                      : channel < 96 ? restoring.signs_2
+                                     : restoring.signs_3;
+  return word >> channel % 32;
+}
+
+// Return the values of a token's codes in 16 bits, as they were before the rotation and the equalizer.
+template <bool OF_QUERY>
+DEVICE uint4 restored(uint2 codes, float scale, const Restoring& restoring, int64 kv_pair, int channel) {
+  float x[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int word = i < 4 ? codes.x : codes.y;
+    x[i] = static_cast<float>(word << (24 - i % 4 * 8) >> 24);
+  }
+  if (restoring.rotated) unrotate(x, signs_of(restoring, channel));
+  if (restoring.equalizer) {
+    const float* factors = restoring.equalizer + kv_pair * CHANNELS + channel;
+#pragma unroll
+    for (int i = 0; i < 8; i++)  // powers of two, by which K was divided and Q multiplied
+      x[i] *= OF_QUERY ? __int_as_float(0x7F000000 - __float_as_int(factors[i])) : factors[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] *= scale;
+  return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+}
+
+DEVICE uint4 words_of(const uint32 (&x)[4]) { return make_uint4(x[0], x[1], x[2], x[3]); }
+
+DEVICE float finite_magnitude(float x) { return is_finite(x) ? fabsf(x) : 0.0f; }
+
+// Return the largest of a block's pairs of numbers, of each of the two.
+DEVICE float2 largest_of_block(float2 x) {
+  __shared__ float2 of_warp[THREADS / 32];
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    x.x = fmaxf(x.x, __shfl_xor_sync(~0u, x.x, distance));
+    x.y = fmaxf(x.y, __shfl_xor_sync(~0u, x.y, distance));
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) x.x = fmaxf(x.x, of_warp[i].x), x.y = fmaxf(x.y, of_warp[i].y);
+  return x;
+}
+
+// K in 16 bits, a copy of V with 0 for keys that do not exist, and their largest magnitudes. A block has 64 keys.
+extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_PARAMETERS) {
+  const int tiles = 2 * blocks_of(a.keys.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+  const int sequence = pair / a.kv_heads, head = pair % a.kv_heads, channel = threadIdx.x % LANES * 8;
+  const Range keys = range_of(a.keys, sequence);
+  float2* bound = reinterpret_cast<float2*>(a.bounds) + blockIdx.x;
+  if (tile / 2 * BLOCK >= keys.length) {  // whole blocks of keys are read
+    if (FIXED && threadIdx.x == 0) *bound = make_float2(0.0f, 0.0f);
+    return;
+  }
+  const int64 first = operand_row(a.keys, keys, sequence, head, a.kv_heads) + tile * TILE;
+  const int own = threadIdx.x / LANES;  // the thread's first token
+  const Reader reader(a.value, sequence, head, keys.start + tile * TILE + own, keys.start + keys.length, channel,
+                      a.v_head_dim);
+  uint2 codes[LOADS];
+  uint32 value[LOADS][4];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int number = i * TOKENS_AT_ONCE, key = tile * TILE + own + number;
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
+    const bool exists =
+        reader.has(number) && (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
+    if (a.value_copy) reader.load<true>(number, exists, value[i]);
+  }
+  float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int64 row = first + own + i * TOKENS_AT_ONCE, at = row * CHANNELS + channel;
+    const float scale = from_bfloat16(a.key_scale[row / 64 * 4 + row % 8 / 2]);
+    const uint4 x = restored<false>(codes[i], scale, a.restoring, pair, channel);
+    *reinterpret_cast<uint4*>(a.key + at) = x;
+    if (a.value_copy) *reinterpret_cast<uint4*>(a.value_copy + at) = words_of(value[i]);
+    if (FIXED) {
+      const uint32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        largest.x = fmaxf(largest.x, finite_magnitude(channel_of(words, c)));
+        largest.y = fmaxf(largest.y, finite_magnitude(channel_of(value[i], c)));
+      }
+    }
+  }
+  if (FIXED) {
+    largest = largest_of_block(largest);
+    if (threadIdx.x == 0) *bound = largest;
+  }
+}
+
+// Q in 16 bits, statistics, a copy of dO with 0 in rows without a key, and dQ = 0. A block has a tile.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE_QUERIES_PARAMETERS) {
+  const int tiles = tiles_of(a.queries.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+  const int sequence = pair / a.q_heads, head = pair % a.q_heads, channel = threadIdx.x % LANES * 8;
+  const Range queries = range_of(a.queries, sequence);
+  if (tile * TILE >= queries.length) return;
+  const int kv_heads = a.q_heads / a.group, kv_pair = sequence * kv_heads + head / a.group;
+  const int64 first = operand_row(a.queries, queries, sequence, head, a.q_heads) + tile * TILE;
+  float4* sums = reinterpret_cast<float4*>(a.sums + first / TILE * (PARTS * PART_FLOATS));
+#pragma unroll
+  for (int i = 0; i < PARTS * PART_FLOATS / 4 / THREADS; i++)
+    sums[i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+  const int own = threadIdx.x / LANES;  // the thread's first token
+  const int token = queries.start + tile * TILE + own, end = queries.start + queries.length;
+  const Reader gradient_reader(a.gradient, sequence, head, token, end, channel, a.v_head_dim);
+  const Reader output_reader(a.output, sequence, head, token, end, channel, a.v_head_dim);
+  uint2 codes[LOADS];
+  uint32 gradient[LOADS][4], output[LOADS][4];
+  float lse[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int number = i * TOKENS_AT_ONCE;
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
+    gradient_reader.load<false>(number, gradient_reader.has(number), gradient[i]);
+    output_reader.load<true>(number, output_reader.has(number), output[i]);
+    lse[i] = token + number < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token + number] : -INFINITE;
+  }
+  float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
+  if (FIXED) {
+    const float2* bounds = reinterpret_cast<const float2*>(a.bounds) + static_cast<int64>(kv_pair) * a.key_tiles;
+    for (int i = threadIdx.x; i < a.key_tiles; i += THREADS)
+      largest = make_float2(fmaxf(largest.x, bounds[i].x), fmaxf(largest.y, bounds[i].y));
+    largest = largest_of_block(largest);
+  }
+  float* statistics = a.statistics + first / TILE * STATISTICS;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int number = own + i * TOKENS_AT_ONCE;
+    const int64 row = first + number, at = row * CHANNELS + channel;
+    const bool has_key = lse[i] != -INFINITE;
+    float delta = 0.0f, magnitude = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 4; c++) gradient[i][c] = has_key ? gradient[i][c] : 0;
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      delta += channel_of(gradient[i], c) * channel_of(output[i], c);
+      magnitude += fabsf(channel_of(gradient[i], c));
+    }
+#pragma unroll
+    for (int lane = 1; lane < LANES; lane *= 2) {
+      delta += __shfl_xor_sync(~0u, delta, lane);
+      if (FIXED) magnitude += __shfl_xor_sync(~0u, magnitude, lane);
+    }
+    if (a.gradient_copy) *reinterpret_cast<uint4*>(a.gradient_copy + at) = words_of(gradient[i]);
+    const float scale = a.query_scale[row];
+    *reinterpret_cast<uint4*>(a.query + at) = restored<true>(codes[i], scale, a.restoring, kv_pair, channel);
+    if (channel == 0) {
+      // With an LSE of infinity P is 0.
+      reinterpret_cast<float2*>(statistics)[number] =
+          make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse[i] * LOG2E : INFINITE);
+      statistics[DELTAS + number] = delta;
+      if (FIXED) {
+        // |dQ| ≤ Σ P·|dP - δ|·|K|, and |dP| ≤ Σ|dO|·max|V|; a bound that is not finite makes dQ NaN.
+        const float bound = (magnitude * largest.y + fabsf(delta)) * largest.x;
+        a.fixed_point[row] = FIXED_RANGE / (bound < SMALLEST_BOUND ? SMALLEST_BOUND : bound);
+      }
+    }
+  }
+}
+
+// Round dQ, whose sums lie as the registers of `int8_backward` do: 64 rows of queries and 64 channels, or with 64
+// channels transposed. A block of 128 threads has a part of a tile.
+extern "C" __global__ void __launch_bounds__(128) finish_query_gradient(FINISH_QUERY_GRADIENT_PARAMETERS) {
+  __shared__ __align__(16) uint16 rounded[TILE][64 + 8];
+  const int tiles = tiles_of(a.queries.tokens), part = blockIdx.x % PARTS, number = blockIdx.x / PARTS;
+  const int tile = number % tiles, pair = number / tiles, sequence = pair / a.q_heads, head = pair % a.q_heads;
+  const Range queries = range_of(a.queries, sequence);
+  if (tile * TILE >= queries.length) return;
+  const int64 first = operand_row(a.queries, queries, sequence, head, a.q_heads) + tile * TILE;
+  const float4* sums = reinterpret_cast<const float4*>(a.sums + (first / TILE * PARTS + part) * PART_FLOATS);
+  const int thread = threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 x = sums[i * 128 + thread];
+    float y[4] = {x.x, x.y, x.z, x.w};
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = i * 8 + thread % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int query = PARTS == 1 ? column + j % 2 : row + j / 2 * 8;
+      const int channel = PARTS == 1 ? row + j / 2 * 8 : column + j % 2;
+      if (FIXED) y[j] = __float_as_int(y[j]) / a.fixed_point[first + query];
+      rounded[query][channel] = pack(y[j] * a.softmax_scale, 0.0f);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int query = i * 16 + thread / 8, channel = part * 64 + thread % 8 * 8, token = tile * TILE + query;
+    if (token < queries.length && channel < a.head_dim)
+      *reinterpret_cast<uint4*>(a.gradient.first + sequence * a.gradient.batch_stride + head * a.gradient.head_stride +
+                                (queries.start + token) * a.gradient.token_stride + channel) =
+          *reinterpret_cast<const uint4*>(&rounded[query][thread % 8 * 8]);
+  }
+}

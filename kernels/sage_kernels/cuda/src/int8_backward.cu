@@ -1,0 +1,454 @@
+// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): S, dP,
+// dV, dK and dQ are five products a tile.
+//
+// A block of the grid has BLOCK keys of a head of K, 64 for each of two warpgroups, and walks over the queries of the
+// heads that share them, a tile at a time. The warpgroups compute transposed scores: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ; P and dS
+// are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
+// the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
+// transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
+// channels of dQ.
+//
+// Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
+// All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
+// all compile-time constants that are not defined here.
+#include "backward_memory.cuh"
+#include "backward_products.cuh"
+#include "backward_rows.cuh"
+#include "barrier.cuh"
+#include "numbers.cuh"
+#include "parameters.cuh"
+
+static_assert(STAGES == (CHANNELS == 64 ? 4 : 2), "STAGES of queries: as many as shared memory holds");
+static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that brings tiles");
+
+constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
+constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
+constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
+constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
+constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
+constexpr int BUFFERS = 2;           // of dS, and of parts of dQ on their way
+constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
+
+struct Barriers {
+  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
+      sums_empty[BUFFERS];
+};
+struct Shared {
+  uint8 key_codes[2][CODE_BYTES], value[2][TILE_BYTES], key[2][TILE_BYTES], stages[STAGES][STAGE_BYTES];
+  uint8 ds[BUFFERS][DS_BYTES], sums[BUFFERS][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
+  Barriers barriers;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
+
+// What a block does: `steps` tiles of queries, `count` for each head of the group, from `begin` on. Blocks of keys of
+// one head begin at different ones, `begin` + `start`, so that they add to different sums.
+struct Item {
+  Range queries, keys;
+  int sequence, head, first_key, begin, start, count, steps;
+
+  DEVICE Item(const Arguments& a, int number) {
+    const int blocks = blocks_of(a.keys.tokens), of_group = blocks * a.heads_together, group = number / of_group;
+    number -= group * of_group;
+    const int together = min(a.heads_together, a.batch * a.kv_heads - group * a.heads_together);
+    const int block = number / together, pair = group * a.heads_together + number % together;
+    sequence = pair / a.kv_heads, head = pair % a.kv_heads, first_key = block * BLOCK;
+    queries = range_of(a.queries, sequence), keys = range_of(a.keys, sequence);
+    bool attended = first_key < keys.length;
+    if (a.spans) {
+      const int* span = a.spans + static_cast<int64>(sequence) * a.spans_stride;
+      attended &= first_key + BLOCK > span[0] && first_key < span[2];
+    }
+    const int tiles = attended ? tiles_of(queries.length) : 0;
+    begin = a.is_causal ? min(max(first_key - a.causal_offset, 0) / TILE, tiles) : 0;
+    count = tiles - begin;
+    steps = count * a.group;
+    start = a.is_causal || !count ? 0 : static_cast<int>(static_cast<int64>(block) * count / blocks);
+  }
+
+  // Return whether a key of the sequence exists.
+  DEVICE bool exists(const Arguments& a, int key) const {
+    if (key >= keys.length) return false;
+    return !a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key];
+  }
+};
+
+// The tiles of an item in the order of its steps: head after head.
+struct Walk {
+  int member, tile;
+
+  DEVICE Walk(const Item& item) : member(0), tile(item.begin + item.start) {}
+  DEVICE void next(const Item& item) {
+    if (++tile == item.begin + item.count) tile = item.begin;
+    if (tile == item.begin + item.start) member++;
+  }
+  // Return the tile's first row in operands of all heads of Q.
+  DEVICE int64 row(const Arguments& a, const Item& item) const {
+    const int q_heads = a.kv_heads * a.group;
+    return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
+  }
+};
+
+// ---- Bringing tiles ----
+
+// Load 64 rows of a head in 16 bits.
+DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int batch, int head, int row) {
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    load_box(map, into + part * CHUNK_BYTES, barrier, batch, head, row, part * 64);
+}
+
+DEVICE void load_keys(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+  uint64& barrier = shared.barriers.held;
+  const int batch = a.keys.ranges ? 0 : item.sequence, row = item.keys.operand_start + item.first_key;
+  arrive_expecting(barrier, 2 * (CODE_BYTES + 2 * TILE_BYTES));
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    load_box(maps.key_codes, shared.key_codes[i], barrier, batch, item.head, row + i * 64, 0);
+    load_tile(maps.value, shared.value[i], barrier, batch, item.head, row + i * 64);
+    load_tile(maps.key, shared.key[i], barrier, batch, item.head, row + i * 64);
+  }
+}
+
+DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item, const Walk& walk, Shared& shared,
+                         int stage) {
+  uint64& barrier = shared.barriers.full[stage];
+  uint8* into = shared.stages[stage];
+  const int batch = a.queries.ranges ? 0 : item.sequence, head = item.head * a.group + walk.member;
+  const int row = item.queries.operand_start + walk.tile * TILE;
+  arrive_expecting(barrier, STAGE_BYTES + STATISTICS_BYTES);
+  load_box(maps.query_codes, into, barrier, batch, head, row, 0);
+  load_tile(maps.gradient, into + CODE_BYTES, barrier, batch, head, row);
+  load_bytes(a.statistics + walk.row(a, item) / TILE * STATISTICS, shared.statistics[stage], barrier, STATISTICS_BYTES);
+  load_tile(maps.query, into + CODE_BYTES + TILE_BYTES, barrier, batch, head, row);
+}
+
+// ---- dQ ----
+
+DEVICE float* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
+  return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_FLOATS;
+}
+
+// Return what is summed of a product: in fixed point if FIXED.
+DEVICE float summand(float x, float fixed_point) { return FIXED ? __int_as_float(__float2int_rn(x * fixed_point)) : x; }
+
+// Put a thread's products in shared memory, in the order in which `finish_query_gradient` reads them. Their factors in
+// fixed point are `fixed_point(i)`.
+template <typename FixedPoint>
+DEVICE void put_products(const float (&x)[32], uint8* into, FixedPoint fixed_point) {
+  const uint32 at = shared_address(into) + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    store_shared4(at + i * 2048, summand(x[4 * i], fixed_point(4 * i)), summand(x[4 * i + 1], fixed_point(4 * i + 1)),
+                  summand(x[4 * i + 2], fixed_point(4 * i + 2)), summand(x[4 * i + 3], fixed_point(4 * i + 3)));
+}
+
+// ---- The warpgroups of the keys ----
+
+// Rows of P, dS and the gradients are 64 keys; a thread has those of `row` and `row` + 8, columns 8j + 2·quad and
+// 8j + 2·quad + 1 of each.
+struct Keys {
+  const Arguments& a;
+  Shared& shared;
+  const int warpgroup, thread = threadIdx.x % 128, lane = thread % 32, quad = lane % 4,
+                       row = thread / 32 * 16 + lane / 4;
+
+  DEVICE Keys(const Arguments& a, Shared& shared, int warpgroup) : a(a), shared(shared), warpgroup(warpgroup) {}
+
+  DEVICE void run(const Item& item) {
+    Barriers& barriers = shared.barriers;
+    float dk[CHANNELS / 2], dv[CHANNELS / 2], dp[32];
+    int s[32];
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 2; i++) dk[i] = dv[i] = 0.0f;
+    const int first_key = item.first_key + warpgroup * 64, key = first_key + row;
+    const int64 scales = operand_row(a.keys, item.keys, item.sequence, item.head, a.kv_heads) / 64 + first_key / 64;
+    const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
+    // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
+    int hidden_below[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int from = a.is_causal ? key + i * 8 - a.causal_offset : -EVERY_TILE;
+      hidden_below[i] = (item.exists(a, key + i * 8) ? from : EVERY_TILE) - quad * 2;
+    }
+    int masked_end = a.is_causal ? tiles_of(max(first_key + 63 - a.causal_offset, 0)) : 0;
+    if (__any_sync(~0u, hidden_below[0] > EVERY_TILE / 2 || hidden_below[1] > EVERY_TILE / 2)) masked_end = EVERY_TILE;
+
+    const uint32 k = descriptor(shared.key_codes[warpgroup]), v = descriptor(shared.value[warpgroup], CHUNK_BYTES);
+    const uint32 stages = descriptor(shared.stages, CHUNK_BYTES);
+    const int matrix = lane / 8, of_matrix = lane % 8;
+    const uint32 ds_at = shared_address(shared.ds) + warpgroup * CHUNK_BYTES +
+                         (thread / 32 * 16 + of_matrix + 8 * (matrix % 2)) * LINE_BYTES +
+                         ((matrix / 2) ^ of_matrix) * 16;
+    const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
+    [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
+    int tile = item.begin + item.start;
+    wait(barriers.held, 0);
+#pragma unroll 1
+    for (int step = 0; step < item.steps; step++) {
+      const int stage = step % STAGES, buffer = step % BUFFERS;
+      const uint32 codes = stages + stage * (STAGE_BYTES / 16), gradient = codes + CODE_BYTES / 16,
+                   query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
+      wait(barriers.full[stage], step / STAGES & 1);
+      fence_products();
+      multiply_int8<false>(s, k, codes);
+#pragma unroll
+      for (int i = 1; i < CHANNELS / 32; i++) multiply_int8<true>(s, k + 2 * i, codes + 2 * i);
+      commit_products();
+      multiply_shared<false, false>(dp, v, gradient);
+#pragma unroll
+      for (int i = 1; i < CHANNELS / 16; i++) {
+        const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
+        multiply_shared<false, true>(dp, v + at, gradient + at);
+      }
+      commit_products();
+      wait_products<1>();
+      pin(s);
+
+      auto hide = [&](float (&x)[32]) {
+        if (tile >= masked_end) return;
+        const int low = hidden_below[0] - tile * TILE, high = hidden_below[1] - tile * TILE;
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+          if ((i / 2 % 2 ? high : low) > i / 4 * 8 + i % 2) x[i] = 0.0f;
+      };
+      float p[32];
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const float4 x = load_shared4(statistics + j * 64);  // scale and LSE of two queries
+        const float scale[2] = {x.x * key_scale, x.z * key_scale}, lse[2] = {x.y, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          p[4 * j + i] = exp2_approximate(__fmaf_rn(static_cast<float>(s[4 * j + i]), scale[i % 2], -lse[i % 2]));
+      }
+      hide(p);
+      uint32 weights[16], ds[16];
+      auto pack_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      };
+      auto add_to_value_gradient = [&] {
+#pragma unroll
+        for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      };
+      if (APART) {
+        pack_weights();
+        fence_products();
+        add_to_value_gradient();
+        commit_products();
+        wait_products<1>();
+      } else {
+        wait_products<0>();
+      }
+      pin(dp);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const float2 delta = load_shared2(statistics - quad * 8 + DELTAS * 4 + j * 32);
+#pragma unroll
+        for (int i = 0; i < 4; i++) dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+      }
+      hide(dp);
+      if (!APART) pack_weights();
+#pragma unroll
+      for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
+      if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
+#pragma unroll
+      for (int i = 0; i < 4; i++) store_matrices((ds_at + buffer * DS_BYTES) ^ (i * 32), ds + 4 * i);
+      fence_shared();
+      __syncwarp();
+      if (APART) arrive_as_warp(barriers.ds_full[buffer]);
+
+      fence_products();
+      [[maybe_unused]] float dq[32];
+      if (!APART) {
+        add_to_value_gradient();
+        commit_products();
+        sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
+        const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
+                     right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
+        multiply_shared<true, false>(dq, left, right);
+#pragma unroll
+        for (int i = 1; i < 8; i++)
+          multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
+        commit_products();
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
+      commit_products();
+      if (!APART) {
+        wait_products<1>();
+        pin(dq);
+        pin(dv);
+        wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
+        float factors[2] = {};
+        if (FIXED) {
+          const float* fixed_point = a.fixed_point + walk.row(a, item) + row;
+          factors[0] = fixed_point[0], factors[1] = fixed_point[8];
+          walk.next(item);
+        }
+        put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
+        fence_shared();
+        __syncwarp();
+        arrive_as_warp(barriers.sums_full[warpgroup]);
+      }
+      wait_products<0>();
+      pin(dv);
+      pin(dk);
+      keep(weights);
+      keep(ds);
+      arrive_as_warp(barriers.empty[stage]);
+      if (++tile == item.begin + item.count) tile = item.begin;
+    }
+    store(dk, dv);
+  }
+
+  DEVICE void store(const float (&dk)[CHANNELS / 2], const float (&dv)[CHANNELS / 2]) const {
+    // Read again, so that the loop keeps no registers for what only the end needs.
+    int block, number;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+    const Item item(a, block);
+    const int channel = number % 4 * 2;
+    auto rows_of = [&](const Gradient& x, int key) {
+      return x.first + item.sequence * x.batch_stride + item.head * x.head_stride +
+             (item.keys.start + key) * x.token_stride;
+    };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int key = item.first_key + number / 32 * 16 + number % 32 / 4 + half * 8;
+      if (key >= item.keys.length) continue;
+      // A dO that is not finite, times weights of 0, must not count.
+      const bool counts = item.exists(a, key) && !(a.is_causal && key >= item.queries.length + a.causal_offset);
+      uint16 *key_row = rows_of(a.key_gradient, key), *value_row = rows_of(a.value_gradient, key);
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 8; i++) {
+        const int at = i * 8 + channel, first = 4 * i + 2 * half;
+        const uint32 of_key = pack(dk[first] * a.softmax_scale, dk[first + 1] * a.softmax_scale);
+        const uint32 of_value = pack(dv[first], dv[first + 1]);
+        if (at < a.head_dim) *reinterpret_cast<uint32*>(key_row + at) = counts ? of_key : 0;
+        if (at < a.v_head_dim) *reinterpret_cast<uint32*>(value_row + at) = counts ? of_value : 0;
+      }
+    }
+  }
+};
+
+// ---- The third warpgroup ----
+
+constexpr int LOADER = 96;  // the thread that brings tiles
+
+// Bring the keys, and the first tiles.
+DEVICE void begin_loads(const Maps& maps, const Arguments& a, const Item& item, Walk& ahead, Shared& shared) {
+  load_keys(maps, a, item, shared);
+  for (int step = 0; step < STAGES && step < item.steps; step++, ahead.next(item))
+    load_queries(maps, a, item, ahead, shared, step);
+}
+
+// With 128 channels: bring tiles, and have the products of dQ added that the others put in shared memory.
+DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+  Barriers& barriers = shared.barriers;
+  const int thread = threadIdx.x % 128;
+  if (thread == LOADER) {
+    Walk ahead(item);
+    begin_loads(maps, a, item, ahead, shared);
+#pragma unroll 1
+    for (int step = STAGES; step < item.steps; step++, ahead.next(item)) {
+      wait(barriers.empty[step % STAGES], step / STAGES & 1 ^ 1);
+      load_queries(maps, a, item, ahead, shared, step % STAGES);
+    }
+  }
+  if (thread == 0) {
+    Walk walk(item);
+#pragma unroll 1
+    for (int step = 0; step < item.steps; step++, walk.next(item)) {
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        wait(barriers.sums_full[part], step & 1);
+        add_to_memory(sums_of(a, item, walk, part), shared.sums[part], PART_BYTES);
+      }
+      wait_additions_read<1>();
+      arrive(barriers.sums_empty[0]);
+      wait_additions_read<0>();
+      arrive(barriers.sums_empty[1]);
+    }
+    wait_additions();
+  }
+}
+
+// With 64 channels: bring tiles, multiply dQᵀ = Kᵀ·dSᵀ, and have it added. A thread has channels `row` and `row` + 8.
+DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+  Barriers& barriers = shared.barriers;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  Walk ahead(item), walk(item);
+  if (thread == LOADER) begin_loads(maps, a, item, ahead, shared);
+  __syncwarp();
+  wait(barriers.held, 0);
+  uint32 k[8][4];  // Kᵀ: 64 channels × 128 keys
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int matrix = lane / 8, of_matrix = lane % 8, key = i % 4 * 16 + of_matrix + matrix / 2 * 8;
+    load_matrices_transposed(
+        k[i], shared_address(shared.key[i / 4]) + key * LINE_BYTES + ((warp * 2 + matrix % 2) ^ of_matrix) * 16);
+  }
+#pragma unroll 1
+  for (int step = 0; step < item.steps; step++, walk.next(item)) {
+    const int buffer = step % BUFFERS;
+    float2 factors[8] = {};
+    if (FIXED) {
+      const float2* fixed_point = reinterpret_cast<const float2*>(a.fixed_point + walk.row(a, item)) + lane % 4;
+#pragma unroll
+      for (int j = 0; j < 8; j++) factors[j] = fixed_point[j * 4];
+    }
+    float dq[32];
+    wait(barriers.ds_full[buffer], step / BUFFERS & 1);
+    const uint32 ds = descriptor(shared.ds[buffer], CHUNK_BYTES);
+    fence_products();
+    multiply_registers<false>(dq, k[0], ds);
+#pragma unroll
+    for (int i = 1; i < 8; i++) multiply_registers<true>(dq, k[i], ds + i * 128);
+    commit_products();
+    wait_products<0>();
+    pin(dq);
+    arrive_as_warp(barriers.ds_empty[buffer]);
+    if (thread == 0) wait_additions_read<BUFFERS - 1>();
+    sync_threads(1, 128);
+    put_products(dq, shared.sums[buffer], [&](int i) { return i % 2 ? factors[i / 4].y : factors[i / 4].x; });
+    fence_shared();
+    sync_threads(1, 128);
+    if (thread == 0) add_to_memory(sums_of(a, item, walk, 0), shared.sums[buffer], PART_BYTES);
+    if (thread == LOADER && step + STAGES < item.steps) {
+      wait(barriers.empty[step % STAGES], step / STAGES & 1);
+      load_queries(maps, a, item, ahead, shared, step % STAGES);
+      ahead.next(item);
+    }
+    __syncwarp();
+  }
+  if (thread == 0) wait_additions();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACKWARD_PARAMETERS) {
+  extern __shared__ __align__(1024) uint8 memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Barriers& barriers = shared.barriers;
+  if (threadIdx.x == 0) {
+    init(barriers.held, 1);
+    for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
+    for (int i = 0; i < BUFFERS; i++) {
+      init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
+      init(barriers.sums_full[i], 4 * WARP_ARRIVALS), init(barriers.sums_empty[i], 1);
+    }
+    fence_shared();
+  }
+  __syncthreads();
+  const Item item(arguments, blockIdx.x);
+  if (item.first_key >= item.keys.length) return;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup < 2) {
+    take_registers<KEY_REGISTERS>();
+    Keys(arguments, shared, warpgroup).run(item);
+  } else {
+    give_registers<OTHER_REGISTERS>();
+    if (APART)
+      load_and_multiply(maps, arguments, item, shared);
+    else
+      load_and_add(maps, arguments, item, shared);
+  }
+}

@@ -1,0 +1,118 @@
+"""Protocols of kernels: each computes one phase of attention, or exact attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..spec.call import BackwardCall, Call
+from ..spec.operands import KeyPadding, Saved
+from ..spec.recipe import Recipe
+from .request import Request
+
+
+class Kernel(Protocol):
+    """Implementation of one phase of attention, for some formats and transforms, on some machines."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that `explain` shows."""
+
+    @property
+    def native(self) -> bool:
+        """Return whether it runs on the hardware its recipes were made for; otherwise it reproduces their numerics."""
+
+    def serves(self, recipe: Recipe) -> bool:
+        """Return whether it computes every format and transform that the recipe asks for."""
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it cannot serve a request of a recipe that it serves; "" if it can.
+
+        A reason names the kernel's limits, not the request's sizes, so that reasons of the same kind compare equal.
+        """
+
+
+class Quantizer(Kernel, Protocol):
+    """Kernel that makes operands of Q, K and V."""
+
+    @property
+    def makes(self) -> type:
+        """Return the class of the operands it makes, one in `operands`."""
+
+    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
+        """Transform and quantise Q, K and V as `reference.quantize_operands` does.
+
+        Args:
+            call: a call that is not empty.
+            valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
+            spans: those of `read_padding`, which may have left it to this to write them; None: no padding.
+        """
+
+    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
+        """Return which keys exist, `valid` being bool (batch or 1, kv_len), False where one does not.
+
+        The spans may be written by `quantize` only, when it gets both.
+        """
+
+
+class Forward(Kernel, Protocol):
+    """Kernel that computes attention."""
+
+    @property
+    def takes(self) -> type | None:
+        """Return the class of operands that it reads; None if it quantises by itself."""
+
+    @property
+    def packs(self) -> bool:
+        """Return whether it takes packed sequences; otherwise it is called once for each sequence."""
+
+    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output, lse) as documented for `ops.attention`; lse may be None if it is not wanted."""
+
+
+@runtime_checkable
+class TrainingForward(Forward, Protocol):
+    """Kernel that computes attention and keeps what its gradients need."""
+
+    def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
+        """Return the output, and what `Backward.backward` needs from the forward pass."""
+
+
+class Backward(Kernel, Protocol):
+    """Kernel that computes gradients."""
+
+    def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return dQ, dK and dV, laid out as by `BackwardCall.new_gradients`.
+
+        A row that attends to nothing has dQ 0 and contributes nothing to dK and dV; a key that does not exist has dK
+        and dV 0.
+        """
+
+
+class Exact(Protocol):
+    """Kernel of exact attention beside PyTorch's own."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that `explain` and tables of costs show."""
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether its host code only allocates, takes views and launches, so that calls can be traced."""
+
+    def unsupported(self, request: Request) -> str:
+        """Return why it cannot serve a request; "" if it can."""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Return the output as documented for `ops.attention`; no LSE is wanted."""
+
+
+AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
+
+`kv_lengths`, int32 (batch,), has the number of keys of those elements, and 0 for the others, whose output must not be
+written. Which they are is also said by `q_lengths`, int32 (batch,), q_len or 0, or by `plan`; the other one is None. A
+plan is int32, three parts of as many numbers as there are elements, rounded up to a multiple of 4, and a counter: into
+how many the keys of each are divided (1); how many blocks of rows it has, or 0; its number; and 0."""

@@ -1,0 +1,59 @@
+"""Registry of the kernels of a low-bit KV cache (`spec.kv_cache`), and the choice of the one that serves a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..spec.kv_cache import KVCache
+
+
+class KVKernel(Protocol):
+    """Implementation of a cache's two operations. All give the same stored bits."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+    @property
+    def native(self) -> bool:
+        """Return whether it attends to codes as they are, and dequantises nothing to memory."""
+
+    def unsupported(self, cache: KVCache, query: torch.Tensor | None) -> str:
+        """Return why it cannot append (query None), or append and attend; "" if it can."""
+
+    def append(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store tokens (batch, kv_heads, tokens, head_dim) and count them."""
+
+    def decode(
+        self,
+        cache: KVCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Append tokens and attend with them, causally; see `reference.kv_cache.attend`."""
+
+
+_kernels: dict[str, KVKernel] = {}
+
+
+def register_kv_kernel(kernel: KVKernel) -> None:
+    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    if kernel.name in _kernels:
+        raise ValueError(f"kernel {kernel.name!r} is registered already")
+    _kernels[kernel.name] = kernel
+
+
+def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
+    """Return the kernel that serves a call, and why those before it do not: the reference serves all."""
+    reasons: list[str] = []
+    for kernel in _kernels.values():
+        reason = kernel.unsupported(cache, query)
+        if not reason:
+            return kernel, "; ".join(reasons)
+        reasons.append(f"{kernel.name}: {reason}")
+    raise LookupError("no kernel of the KV cache is registered")

@@ -1,0 +1,196 @@
+"""Choice of the kernels that serve a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from ..spec.options import Fallback, check_fallback
+from ..spec.recipe import get_recipe
+from . import cost_model, registry
+from .kernels import Forward, Kernel, TrainingForward
+from .plan import KernelUnavailableError, Plan, exact_plan
+from .request import Request
+
+# Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
+SUBSTITUTES: dict[str, tuple[str, ...]] = {
+    "sage3": ("sage2", "sage1"),
+    "sage3_paper": ("sage2", "sage1"),
+    "sage2": ("sage1",),
+}
+
+# Below these lengths launching costs more than arithmetic: fewer query rows than one matrix instruction takes
+# (decoding), fewer keys than one tile. A call with gradients is low-bit at any length, because training must not change
+# its numerics from one batch to the next.
+MIN_QUERY_LEN = 16
+MIN_KV_LEN = 64
+
+# With fewer keys, a GPU gains nothing from low bits where there is an attention bias: exact attention reads it once, a
+# low-bit kernel twice, and its first call waits for a compiler.
+MIN_MASKED_KV_LEN = 1024
+
+# Recipes are defined and tested for these head dimensions; for others attention is exact.
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+def set_routing(enabled: bool) -> None:
+    """Set whether `select` takes exact attention where low bits would be slower; SAGE_KERNELS_ROUTING=0 starts without.
+
+    Without routing a kernel runs whatever it supports, at any cost: to judge a recipe's quality, or to measure kernels.
+    """
+    global _routing
+    _routing = enabled
+    registry.forget_choices()
+
+
+def routing() -> bool:
+    """Return whether `select` takes exact attention where low bits would be slower."""
+    return _routing
+
+
+_routing = os.environ.get("SAGE_KERNELS_ROUTING") != "0"
+
+
+def _why_too_short(request: Request) -> str:
+    """Return why a call is too short to gain from low bits; "" if it is not, or if gradients are wanted."""
+    if request.grad:
+        return ""
+    if request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN:
+        return f"fewer than {MIN_QUERY_LEN} queries or {MIN_KV_LEN} keys: too short to gain from low-bit attention"
+    # On a CPU the recipe is emulated to show its effect, at any length.
+    if request.device_type == "cuda" and request.mask in ("bool", "additive") and request.kv_len < MIN_MASKED_KV_LEN:
+        keys = f"fewer than {MIN_MASKED_KV_LEN} keys together with an attention bias"
+        return f"{keys}: too short to gain from low-bit attention"
+    return ""
+
+
+def _why_slower(plan: Plan) -> str:
+    """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
+    if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
+        return ""
+    runner = cost_model.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer)
+    return cost_model.why_slower(plan.request, runner, registry.exact_kernels(plan.request))
+
+
+def _exact_kernel(request: Request) -> str:
+    """Return the name of the exact kernel for a call that falls back to it."""
+    sizes = request.batch, request.q_heads, request.kv_heads, request.q_len, request.kv_len
+    if not _routing or request.grad or request.device_type != "cuda" or 0 in sizes:
+        return "sdpa"
+    return cost_model.fastest_exact(request, registry.exact_kernels(request))
+
+
+@lru_cache(maxsize=4096)
+def select(request: Request, fallback: Fallback = "native") -> Plan:
+    """Choose the kernels for a request.
+
+    Args:
+        request: the facts of the call.
+        fallback: "native": the recipe natively, else the best recipe that this device runs natively, else exact
+            attention; on a CPU the recipe's emulation; calls without gradients run exact attention where they are very
+            short, or where `costs` expects low bits to be slower. "emulate": the recipe's own numerics, natively or
+            emulated, else exact attention. "error": the recipe natively, or an error. A head_dim outside
+            MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
+
+    Raises:
+        ValueError: recipe or fallback is unknown.
+        KernelUnavailableError: fallback is "error", and no native kernel serves the request.
+    """
+    get_recipe(request.recipe)
+    check_fallback(fallback)
+    if request.recipe == "exact":
+        return exact_plan(request)
+    too_short = _why_too_short(request) if fallback == "native" else ""
+    if too_short:
+        return exact_plan(request, ("", too_short), kernel=_exact_kernel(request))
+    emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
+    recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
+    passed_over: list[tuple[str, str]] = []
+    if request.grad and get_recipe(request.recipe).backward is None:
+        recipes = ()
+        passed_over.append(("", f"{request.recipe} is forward only and gradients are wanted"))
+    if not all(MIN_HEAD_DIM <= size <= MAX_HEAD_DIM for size in (request.head_dim, request.v_head_dim)):
+        recipes = ()
+        passed_over.append(("", f"head_dim outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"))
+    for recipe in recipes:
+        candidate = replace(request, recipe=recipe)
+        for kernel in sorted(registry.forwards.values(), key=lambda kernel: not kernel.native):
+            if not kernel.serves(get_recipe(recipe)):
+                continue
+            phases = _choose_phases(kernel, candidate)
+            if not phases.reason and (kernel.native or emulation):
+                numerics: Literal["native", "emulated"] = "native" if kernel.native else "emulated"
+                others = (phases.quantizer, phases.backward, phases.passed_over)
+                chosen = Plan(request, kernel.name, recipe, numerics, tuple(passed_over), *others)
+                slower = _why_slower(chosen) if fallback == "native" else ""
+                if not slower:
+                    return chosen
+                passed_over.append((f"{recipe} by {kernel.name}", slower))
+                return exact_plan(request, *passed_over, kernel=_exact_kernel(request))
+            if kernel.native or phases.reason:
+                passed_over.append((f"{recipe} by {kernel.name}", phases.reason))
+            else:
+                passed_over.append((recipe, 'not native here; fallback="emulate" gives its numerics'))
+    plan = exact_plan(request, *passed_over, kernel=_exact_kernel(request))
+    if fallback == "error":
+        raise KernelUnavailableError(
+            f"no native kernel for recipe {request.recipe!r} on this {request.device_type} device ({plan.reason}); "
+            'use fallback="native" for the best this device has, or fallback="emulate" for the recipe\'s numerics'
+        )
+    return plan
+
+
+registry.forgetters.append(select.cache_clear)
+select.cache_clear = registry.forget_choices  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """Kernels of the other phases that a forward kernel needs, or the reason why it cannot run."""
+
+    quantizer: str = ""
+    backward: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+
+def _choose_phases(kernel: Forward, request: Request) -> _Phases:
+    if reason := registry.why_unsupported(kernel, request):
+        return _Phases(reason=reason)
+    quantizer = backward = ""
+    passed_over: list[tuple[str, str]] = []
+    if kernel.takes is not None:
+        fitting = [one for one in registry.quantizers.values() if issubclass(one.makes, kernel.takes)]
+        quantizer, others = _choose_first(fitting, request)
+        if not quantizer:
+            return _Phases(reason=_join_reasons("nothing makes its operands", others))
+        passed_over += others
+    if request.grad:
+        if not isinstance(kernel, TrainingForward):
+            return _Phases(reason="forward only")
+        alike = [one for one in registry.backwards.values() if one.native == kernel.native]
+        backward, others = _choose_first(alike, request)
+        if not backward:
+            return _Phases(reason=_join_reasons("no kernel computes its gradients", others))
+        passed_over += others
+    return _Phases(quantizer, backward, tuple(passed_over))
+
+
+def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name of the first kernel that serves the request, or "", and those passed over before it."""
+    passed_over: list[tuple[str, str]] = []
+    recipe = get_recipe(request.recipe)
+    for kernel in kernels:
+        reason = registry.why_unsupported(kernel, request) if kernel.serves(recipe) else "other formats or transforms"
+        if not reason:
+            return kernel.name, passed_over
+        passed_over.append((kernel.name, reason))
+    return "", passed_over
+
+
+def _join_reasons(summary: str, passed_over: list[tuple[str, str]]) -> str:
+    reasons = [f"{name}: {reason}" for name, reason in passed_over]
+    return f"{summary} ({', '.join(reasons)})" if reasons else summary

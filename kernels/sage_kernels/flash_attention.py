@@ -1,0 +1,208 @@
+"""The doors of a Hub kernel: FlashAttention's functions and transformers' attention function, in few bits.
+
+transformers loads a Hub kernel by these names. It calls `flash_attn_func` and `flash_attn_varlen_func` from its own
+FlashAttention wrapper, or `flash_attn_forward` with the masks of `sdpa`. Parameters of FlashAttention that are missing
+here (softcap) are not supported: transformers looks at the signatures and refuses them itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .attend import attend
+from .packed import attend_packed
+from .spec.derivatives import wants_gradient
+from .spec.layout import Lengths, sequence_slices
+from .spec.options import Options
+
+RECIPE = "sage2"
+TRAINING_RECIPE = "sage_bwd"
+EVERYWHERE = (-1, -1)
+
+supports_flash_attn = True
+
+HARMLESS = frozenset(
+    {
+        "sliding_window",  # contained in the mask
+        "position_ids",  # packing is in the mask, and the rotary embedding has been applied
+        "seq_idx",
+        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch already says
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "deterministic",
+        "cache_position",
+        "use_cache",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+    }
+)
+"""Keywords of models that do not change what `sdpa` and `eager` compute."""
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = EVERYWHERE,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention with the arguments of FlashAttention's function of this name.
+
+    Args:
+        q: (batch, q_len, q_heads, head_dim).
+        k, v: (batch, kv_len, kv_heads, head_dim), (batch, kv_len, kv_heads, v_head_dim); q_heads is a multiple of
+            kv_heads.
+        dropout_p: probability of dropping a weight; exact attention runs unless it is 0.
+        softmax_scale: factor of the scores; None: head_dim ** -0.5.
+        causal: query i attends to keys 0…i + kv_len - q_len (lower right).
+        window_size: number of keys to the left and to the right of query i's own, i + kv_len - q_len, that it attends
+            to; -1: all.
+        s_aux: (q_heads,) logits of attention sinks, without a gradient.
+
+    Returns:
+        (batch, q_len, q_heads, v_head_dim) in q's dtype; 0 for a query that attends to no key.
+
+    Raises:
+        NotImplementedError: there are sinks and gradients are wanted.
+        ValueError, TypeError: see `sage_hf.sage_attention`.
+    """
+    options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
+    offset = k.shape[1] - q.shape[1]
+    mask = _window(q, k.shape[1], offset, window_size)
+    options = options._replace(tokens_first=True, causal_offset=offset if causal else 0)
+    output, lse = attend(q, k, v, mask, None, options)
+    return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(1, 2), s_aux)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = EVERYWHERE,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `flash_attn_func` within each of the sequences that are packed one after another.
+
+    Sequences whose causality differs in its offset, and windows, are calls of their own; the host reads the lengths.
+
+    Args:
+        q: (total queries, q_heads, head_dim).
+        k, v: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
+        cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), from 0 to the total.
+        max_seqlen_q, max_seqlen_k: upper bound on the length of a sequence.
+        dropout_p, softmax_scale, causal, window_size, s_aux: as in `flash_attn_func`.
+
+    Returns:
+        (total queries, q_heads, v_head_dim) in q's dtype.
+
+    Raises:
+        NotImplementedError, ValueError, TypeError: see `flash_attn_func`; also if lengths do not fit.
+    """
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    aligned = not causal or cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k)
+    if tuple(window_size) == EVERYWHERE and aligned:
+        options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
+        output, lse = attend_packed(q, k, v, lengths, options)
+        return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(0, 1), s_aux)
+    named = (dropout_p, softmax_scale, causal, window_size, s_aux)
+    return torch.cat(
+        [
+            flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *named)[0]
+            for queries, keys in sequence_slices(lengths)
+        ]
+    )
+
+
+def flash_attn_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' attention interface asks for it, with the masks of `sdpa`.
+
+    Args:
+        module: the calling layer, whose `is_causal` counts where the call says nothing.
+        query: (batch, q_heads, q_len, head_dim).
+        key, value: (batch, kv_heads, kv_len, head_dim), not repeated.
+        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); a
+            mask wins over causality.
+        dropout: probability of dropping a weight.
+        scaling: factor of the scores; None: head_dim ** -0.5.
+        is_causal: query i attends to keys 0…i (upper left), if there are several queries and no mask.
+        kwargs: `s_aux`, as in `flash_attn_func`, and keywords that change nothing (`HARMLESS`, or empty).
+
+    Returns:
+        The output (batch, q_len, q_heads, v_head_dim), contiguous; and None for the weights.
+
+    Raises:
+        TypeError: a keyword may change the result, such as softcap.
+        NotImplementedError, ValueError: see `flash_attn_func`.
+    """
+    sinks = kwargs.pop("s_aux", None)
+    for name, given in kwargs.items():
+        if name not in HARMLESS and given is not None and given is not False:
+            raise TypeError(
+                f"{type(module).__name__} hands {name}= to its attention, which this kernel does not support: use "
+                'attn_implementation="eager", or install sage-hf and use attn_implementation="sage2"'
+            )
+    s_aux = sinks if isinstance(sinks, torch.Tensor) else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(query.shape[2] > 1 and attention_mask is None and causal)
+    if causal:  # an empty rest of a static cache
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    options = _options((query, key, value), dropout, scaling, causal, s_aux)
+    output, lse = attend(query, key, value, attention_mask, None, options)
+    if s_aux is not None and lse is not None:
+        output = _with_sinks(output.transpose(1, 2), lse.transpose(1, 2), s_aux).transpose(1, 2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _options(
+    tensors: tuple[torch.Tensor, ...], dropout_p: float, scale: float | None, causal: bool, s_aux: torch.Tensor | None
+) -> Options:
+    grad = wants_gradient(*tensors, s_aux)
+    if grad and s_aux is not None:
+        raise NotImplementedError('attention sinks have no gradient here: train with attn_implementation="eager"')
+    recipe = TRAINING_RECIPE if grad else RECIPE
+    return Options(bool(causal), 0, scale, True, dropout_p, recipe, return_lse=s_aux is not None)
+
+
+def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, int]) -> torch.Tensor | None:
+    """Return the bool mask (q_len, kv_len) of a window around key i + offset of query i; None for an endless one."""
+    left, right = window_size
+    if left < 0 and right < 0:
+        return None
+    own = torch.arange(q.shape[1], device=q.device)[:, None] + offset
+    keys = torch.arange(kv_len, device=q.device)
+    mask = torch.ones(q.shape[1], kv_len, dtype=torch.bool, device=q.device)
+    if left >= 0:
+        mask &= keys >= own - left
+    if right >= 0:
+        mask &= keys <= own + right
+    return mask
+
+
+def _with_sinks(output: torch.Tensor, lse: torch.Tensor, s_aux: torch.Tensor) -> torch.Tensor:
+    """Scale (…, heads, channels) by the weight that sinks (heads,) leave: each adds exp(sink) to the row's exp(lse)."""
+    return (output * torch.sigmoid(lse - s_aux.to(lse.dtype)).unsqueeze(-1)).to(output.dtype)

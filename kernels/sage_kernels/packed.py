@@ -1,0 +1,87 @@
+"""The door of packed sequences: any recipe, any head_dim, with gradients, as `attend` for batches of one length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import ops, training
+from .attend import Result, attend
+from .dispatch import exact_choice
+from .spec import checks
+from .spec.call import NO_MASK
+from .spec.derivatives import has_tangent, wants_gradient
+from .spec.layout import Lengths, sequence_slices
+from .spec.options import Options
+
+
+def attend_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
+) -> Result:
+    """Compute attention within each of the sequences that are packed one after another; differentiable.
+
+    A kernel for packed sequences runs where one serves the call. Otherwise each sequence is a call of its own: it runs
+    as `attend` decides, and the host reads the lengths.
+
+    Args:
+        query: (total queries, q_heads, head_dim).
+        key, value: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
+        lengths: the sequences; int32 or int64.
+        options: of each sequence's call; `tokens_first` does not count.
+
+    Returns:
+        (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
+        float32, which counts with `return_lse` only.
+
+    Raises:
+        ValueError, TypeError, KernelUnavailableError: see `sage_hf.sage_attention`; also if lengths do not fit.
+    """
+    checks.check_causal(options.is_causal)
+    checks.check_kinds(query, key, value, None, options.scale)
+    lengths = lengths._replace(
+        cu_seqlens_q=lengths.cu_seqlens_q.int(),
+        cu_seqlens_k=lengths.cu_seqlens_k.int(),
+        max_seqlen_q=int(lengths.max_seqlen_q),
+        max_seqlen_k=int(lengths.max_seqlen_k),
+    )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    checks.check_tensors(q, k, v, None, options.enable_gqa)
+    checks.check_lengths(q, k, lengths)
+    if not _is_served(q, k, v, options):
+        return _attend_one_by_one(q, k, v, lengths, options)
+    named: dict[str, Any] = lengths._asdict()
+    for name in ("is_causal", "causal_offset", "scale", "recipe", "fallback"):
+        named[name] = getattr(options, name)
+    if wants_gradient(query, key, value):
+        return training.packed_attention(query, key, value, **named), None
+    return ops.packed_attention(query, key, value, **named, return_lse=options.return_lse)
+
+
+def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> bool:
+    """Return whether the operators for packed sequences take a call of (1, heads, tokens, channels)."""
+    derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
+    if not derivative:
+        return not options.dropout_p
+    exactly = options.recipe == "exact" or exact_choice.why_exact(query, key, value, NO_MASK, options, derivative)
+    return not exactly and not options.return_lse
+
+
+def _attend_one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
+) -> Result:
+    """Attend within each sequence of (1, heads, tokens, channels); tokens of no sequence have output 0 and lse -inf."""
+    options = options._replace(tokens_first=False)
+    outputs, lses = [], []
+    end = 0
+    for queries, keys in sequence_slices(lengths):
+        output, lse = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], None, None, options)
+        outputs.append(output[0])
+        lses.append(lse)
+        end = queries.stop
+    outputs.append(query.new_zeros(query.shape[1], query.shape[2] - end, value.shape[3]))
+    output = torch.cat(outputs, 1).transpose(0, 1)
+    if not options.return_lse:
+        return output, None
+    lses.append(query.new_full((1, query.shape[1], query.shape[2] - end), -torch.inf, dtype=torch.float32))
+    return output, torch.cat([lse for lse in lses if lse is not None], 2)[0]

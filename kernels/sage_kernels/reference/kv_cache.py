@@ -1,0 +1,197 @@
+"""The low-bit KV cache in plain PyTorch: the specification of what its kernels store, bit by bit, and compute.
+
+K: (k - mean) / equalizer, rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: so the first and
+the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the equalizer and
+rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by the unit. All
+of it is exact in real arithmetic. Mean, equalizer and unit are those of the first tokens that a cache gets.
+
+A token in INT8 or INT4 is x = low + scale · code, with its smallest element and (largest - smallest) / (2^bits - 1) in
+float16 (asymmetric, arXiv 2405.04532, section 4.2); in NVFP4 as `formats.nvfp4` without a tensor scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..formats import nvfp4
+from ..spec import transforms
+from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
+
+FLOAT16_MAX = 65504.0
+FROZEN_TOKENS = 4096
+"""Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
+FEWEST_TOKENS = 64
+"""Tokens from which an equalizer is decided; fewer say too little about each channel."""
+
+
+def freeze(
+    cache: KVCache,
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None = None,
+) -> None:
+    """Decide the transforms from the first tokens, and where sequences start.
+
+    Args:
+        cache: an empty cache.
+        query: (batch, q_heads, tokens, head_dim); None: unknown, and the equalizer is 1.
+        key, value: (batch, kv_heads, tokens, head_dim).
+        valid: bool (batch, tokens), False for padding; None: no padding.
+    """
+    tokens = key.shape[2]
+    if valid is not None:
+        cache.start.copy_(valid.int().argmax(1))
+        valid = valid[:, None, :, None]
+    step = -(-tokens // FROZEN_TOKENS)
+    some_key, some_value = _padded(cache, key[:, :, ::step]), _padded(cache, value[:, :, ::step])
+    some_valid = None if valid is None else valid[:, :, ::step]
+    quiet = transforms.quiet_keys(some_key, some_valid)
+    cache.key_mean.copy_(transforms.mean_of_tokens(some_key, quiet)[:, :, 0])
+    if query is not None and tokens >= FEWEST_TOKENS:
+        rows = -(-tokens // transforms.EQUALIZER_QUERIES)
+        valid_rows = None if valid is None else valid[:, :, ::rows]
+        some_query = _padded(cache, query[:, :, ::rows])
+        cache.equalizer.copy_(transforms.equalize(some_query, some_key, quiet, valid_rows)[:, :, 0])
+    square = transforms.mean_of_tokens(some_value.square(), some_valid).mean((2, 3))
+    _, exponent = torch.frexp(square)
+    cache.value_unit.copy_(torch.where(square > 0, torch.exp2((exponent >> 1).float()), 1.0))
+    cache.is_frozen = True
+
+
+def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store tokens behind the others, and quantise those that leave the window.
+
+    Args:
+        cache: with its transforms frozen.
+        key, value: (batch, kv_heads, tokens, head_dim).
+    """
+    tokens, first = key.shape[2], cache.length
+    end, coded = first + tokens, cache.coded_after(tokens)
+    cache.reserve(end)
+    columns = torch.arange(first, end, device=cache.device)
+    before = torch.arange(cache.coded, min(coded, first), device=cache.device)
+    places = cache.start.long()[:, None] + torch.arange(SINKS, device=cache.device)
+    is_new = ((places >= first) & (places < end))[:, None, :, None]
+    places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
+    for which, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
+        recent = getattr(cache, f"recent_{which}")
+        _store_codes(cache, which, before, recent[:, :, SINKS + before % RING])
+        _store_codes(cache, which, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
+        recent[:, :, :SINKS] = torch.where(is_new, x.gather(2, places), recent[:, :, :SINKS])
+        newest = columns[-RING:]
+        recent[:, :, SINKS + newest % RING] = x[:, :, -RING:]
+    cache.advance(tokens)
+
+
+def transform_key(cache: KVCache, key: torch.Tensor) -> torch.Tensor:
+    """Return K as it is kept in 16 bits, float16 (batch, kv_heads, tokens, channels)."""
+    x = (_padded(cache, key) - cache.key_mean[:, :, None]) / cache.equalizer[:, :, None]
+    return transforms.rotate(x).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+
+
+def transform_value(cache: KVCache, value: torch.Tensor) -> torch.Tensor:
+    """Return V as it is kept in 16 bits, float16 (batch, kv_heads, tokens, channels)."""
+    x = _padded(cache, value) / cache.value_unit[:, :, None, None]
+    return transforms.rotate(x).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+
+
+def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V as the cache holds them, (batch, kv_heads, length, head_dim).
+
+    Args:
+        cache: of any length.
+        dtype: of the result, float64 for tests; default that of the caller's K.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    column = torch.arange(cache.length, device=cache.device)
+    slot = (SINKS + column % RING).expand(cache.batch, -1)
+    from_start = column - cache.start.long()[:, None]
+    is_first = (from_start >= 0) & (from_start < SINKS)
+    slot = torch.where(is_first, from_start, slot)
+    in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
+    index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
+    found = []
+    for which in ("key", "value"):
+        recent = getattr(cache, f"recent_{which}").gather(2, index).to(wide)
+        x = torch.where(in_16_bits, recent, _load_codes(cache, which).to(wide))
+        found.append(transforms.unrotate(x)[..., : cache.head_dim])
+    key = found[0] * cache.equalizer[:, :, None, : cache.head_dim] + cache.key_mean[:, :, None, : cache.head_dim]
+    value = found[1] * cache.value_unit[:, :, None, None]
+    return key.to(dtype or cache.dtype), value.to(dtype or cache.dtype)
+
+
+def attend(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attend with the newest tokens to the cache, causally.
+
+    Args:
+        cache: with the queries' own tokens.
+        query: (batch, q_heads, q_len, head_dim).
+        valid: bool (batch or 1, length), which columns exist; None: all.
+        scale: factor of the scores.
+
+    Returns:
+        (batch, q_heads, q_len, head_dim) in query's dtype, 0 in rows without a key.
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // cache.kv_heads
+    key, value = (x.repeat_interleave(group, 1) for x in whole(cache, wide))
+    column = torch.arange(cache.length, device=cache.device)
+    allowed = (column <= column[cache.length - query.shape[2] :, None])[None, None]
+    if valid is not None:
+        allowed = allowed & valid[:, None, None]
+    scores = (scale * query.to(wide) @ key.mT).masked_fill(~allowed, -torch.inf)
+    weights = torch.where(allowed.any(-1, keepdim=True), scores.softmax(-1), 0.0)
+    return (weights @ value).to(query.dtype)
+
+
+def quantize(x: torch.Tensor, format: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise float16 tokens (…, channels) to words, int16 (…, W), and scales, as `KVCache` describes them."""
+    x = x.float()
+    if format.group:
+        elements, scale = nvfp4.round_groups(x)
+        magnitudes = torch.tensor(nvfp4.E2M1_VALUES, device=x.device)
+        code = torch.searchsorted(magnitudes, elements.flatten(-2).abs()) + 8 * (elements.flatten(-2) < 0)
+        scales = scale.squeeze(-1).to(torch.float8_e4m3fn)
+    else:
+        levels = 2**format.bits - 1
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        scale = ((high - low) * (1 / levels)).half().float()
+        inverse = torch.where(scale == 0, 0.0, 1 / torch.where(scale == 0, 1.0, scale))
+        code = ((x - low) * inverse + 0.5).floor().clamp(0, levels)
+        scales = torch.cat((scale, low), -1).half()
+    parts = code.to(torch.int32).unflatten(-1, (16 // format.bits, -1))
+    shift = torch.arange(0, 16, format.bits, device=x.device, dtype=torch.int32)[:, None]
+    return (parts << shift).sum(-2).to(torch.int16), scales
+
+
+def dequantize(words: torch.Tensor, scales: torch.Tensor, format: KVFormat) -> torch.Tensor:
+    """Return the values of words and scales, float32 (…, channels)."""
+    shift = torch.arange(0, 16, format.bits, device=words.device, dtype=torch.int32)[:, None]
+    code = (words.to(torch.int32).unsqueeze(-2) >> shift & (2**format.bits - 1)).flatten(-2)
+    if not format.group:
+        return scales[..., 1:].float() + scales[..., :1].float() * code
+    magnitudes = torch.tensor(nvfp4.E2M1_VALUES, device=words.device)
+    elements = torch.cat((magnitudes, -magnitudes))[code].unflatten(-1, (-1, format.group))
+    return (elements * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def _store_codes(cache: KVCache, which: str, columns: torch.Tensor, x: torch.Tensor) -> None:
+    words, scales = quantize(x, cache.format)
+    getattr(cache, f"{which}_scales")[:, :, columns] = scales
+    if which == "key":
+        cache.key_codes[:, :, columns] = words
+    else:
+        cache.value_codes[:, :, columns // PAGE, :, columns % PAGE] = words.permute(2, 0, 1, 3)
+
+
+def _load_codes(cache: KVCache, which: str) -> torch.Tensor:
+    """Dequantise the codes of all columns, (batch, kv_heads, length, channels); those in 16 bits have none."""
+    words = cache.key_codes if which == "key" else cache.value_codes.transpose(3, 4).flatten(2, 3)
+    scales = getattr(cache, f"{which}_scales")
+    return dequantize(words[:, :, : cache.length], scales[:, :, : cache.length], cache.format)
+
+
+def _padded(cache: KVCache, x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x.float(), (0, cache.channels - cache.head_dim))

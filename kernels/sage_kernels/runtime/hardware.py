@@ -1,0 +1,21 @@
+"""Facts of the GPUs at hand."""
+
+from __future__ import annotations
+
+import torch
+
+Capability = tuple[int, int]
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """Return the compute capability of a GPU; None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def device_of(capability: Capability | None) -> torch.device:
+    """Return the current GPU if it has that capability, else the first that has; the CPU where none has."""
+    if capability is None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
+    found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
+    return torch.device("cuda", next(found, indices[0]))

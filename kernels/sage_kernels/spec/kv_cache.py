@@ -1,0 +1,173 @@
+"""The data of a low-bit cache of keys and values: its formats, and the tensors of one attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+SINKS = 64
+"""First tokens of a sequence, which stay in 16 bits."""
+WINDOW = 64
+"""Newest tokens, in 16 bits too; a token is quantised when it leaves the window."""
+RING = 128
+"""Slots of the newest tokens: the window, and room for what one step adds or a crop gives back."""
+PAGE = 128
+"""Tokens whose words of V lie together."""
+MAX_QUERIES = 16
+"""Most tokens that one step of decoding appends and attends with."""
+MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 128
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A format of stored K and V.
+
+    Attributes:
+        name: "int8", "int4" or "nvfp4".
+        bits: of a code.
+        group: channels that share a scale; 0: a token's channels, with a scale and a lowest value in float16 each.
+    """
+
+    name: str
+    bits: int
+    group: int = 0
+
+    def words(self, channels: int) -> int:
+        """Return the number of 16-bit words of a token's codes."""
+        return channels * self.bits // 16
+
+
+FORMATS = {one.name: one for one in (KVFormat("int8", 8), KVFormat("int4", 4), KVFormat("nvfp4", 4, group=16))}
+
+
+def get_format(name: str) -> KVFormat:
+    """Return a format by its name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"KV cache: {name!r} is not one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+class KVCache:
+    """Keys and values of one attention layer, of sequences of equal length.
+
+    Columns are tokens, those of padding included. Column c of sequence b is in 16 bits if it is one of the sequence's
+    SINKS first tokens, `start[b]`…, or of the newest ones, from `coded` on. The others are in few bits.
+
+    Word w of a token's codes (int16, W words) holds channels w, w + W, w + 2 W …, the first in the lowest bits.
+
+    Attributes:
+        format: of the codes.
+        length: number of columns.
+        coded: first column of the window.
+        highest: largest length so far: the ring holds columns from `highest` - RING on.
+        is_frozen: the transforms are decided.
+        head_dim, dtype: of K and V.
+        channels: head_dim padded with zeros to 64 or 128.
+        key_codes: int16 (batch, kv_heads, capacity, W).
+        value_codes: int16 (batch, kv_heads, capacity / PAGE, W, PAGE).
+        key_scales, value_scales: (batch, kv_heads, capacity, 2) float16, scale and lowest value; of NVFP4 (…,
+            channels / 16) float8_e4m3fn.
+        recent_key, recent_value: float16 (batch, kv_heads, SINKS + RING, channels), transformed: the first tokens, then
+            column c in slot SINKS + c modulo RING.
+        key_mean: float32 (batch, kv_heads, channels), subtracted from K.
+        equalizer: float32 as key_mean, powers of two by which K is divided.
+        value_unit: float32 (batch, kv_heads), powers of two by which V is divided.
+        start: int32 (batch,), first column that is no padding.
+    """
+
+    PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
+    PER_SEQUENCE = ("recent_key", "recent_value", "key_mean", "equalizer", "value_unit", "start")
+
+    def __init__(self, format: KVFormat, key: torch.Tensor) -> None:
+        """Make an empty cache for keys like `key`, (batch, kv_heads, tokens, head_dim).
+
+        Raises:
+            ValueError: head_dim is outside 64…128.
+        """
+        batch, heads, _, self.head_dim = key.shape
+        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"KV cache: head_dim {self.head_dim} is not supported ({MIN_HEAD_DIM}…{MAX_HEAD_DIM})")
+        self.format, self.dtype, self.device = format, key.dtype, key.device
+        self.channels = MIN_HEAD_DIM if self.head_dim == MIN_HEAD_DIM else MAX_HEAD_DIM
+        self.length = self.coded = self.highest = self.capacity = 0
+        self.is_frozen = False
+        words = format.words(self.channels)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(batch, heads, *size, dtype=dtype, device=self.device)
+
+        self.key_codes = zeros(0, words, dtype=torch.int16)
+        self.value_codes = zeros(0, words, PAGE, dtype=torch.int16)
+        if format.group:
+            scales = zeros(0, self.channels // format.group, dtype=torch.float8_e4m3fn)
+        else:
+            scales = zeros(0, 2, dtype=torch.float16)
+        self.key_scales, self.value_scales = scales, scales.clone()
+        self.recent_key = zeros(SINKS + RING, self.channels, dtype=torch.float16)
+        self.recent_value = zeros(SINKS + RING, self.channels, dtype=torch.float16)
+        self.key_mean, self.equalizer = zeros(self.channels), zeros(self.channels) + 1
+        self.value_unit = zeros() + 1
+        self.start = torch.zeros(batch, dtype=torch.int32, device=self.device)
+
+    @property
+    def batch(self) -> int:
+        """Return the number of sequences."""
+        return self.start.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the number of heads of K and V."""
+        return self.recent_key.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(getattr(self, name).nbytes for name in (*self.PER_TOKEN, *self.PER_SEQUENCE))
+
+    @cached_property
+    def bytes_of_column(self) -> float:
+        """Return the bytes that one more column of one sequence takes, when it is in few bits."""
+        scales = self.channels // self.format.group if self.format.group else 4
+        return 2 * self.kv_heads * (2 * self.format.words(self.channels) + scales)
+
+    def reserve(self, length: int) -> None:
+        """Make room for so many columns, and for an eighth more where the tensors grow."""
+        if length <= self.capacity:
+            return
+        pages = -(-max(length, self.capacity + self.capacity // 8) // PAGE)
+        for name in self.PER_TOKEN:
+            old = getattr(self, name)
+            size = (*old.shape[:2], pages if name == "value_codes" else pages * PAGE, *old.shape[3:])
+            new = torch.zeros(size, dtype=old.dtype, device=self.device)
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+        self.capacity = pages * PAGE
+
+    def coded_after(self, tokens: int) -> int:
+        """Return the window's first column once so many tokens have been appended."""
+        return max(self.coded, self.length + tokens - WINDOW)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that have been appended."""
+        self.coded = self.coded_after(tokens)
+        self.length += tokens
+        self.highest = max(self.highest, self.length)
+
+    def crop(self, length: int) -> None:
+        """Keep the first columns. Tokens that are in the window again are in 16 bits again if the ring has them."""
+        self.coded = max(min(self.coded, max(length - WINDOW, self.highest - RING), length), 0)
+        self.length = length
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Replace the sequences by those of these numbers, int64 (new batch,)."""
+        sequences = sequences.to(self.device)
+        for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):
+            x = getattr(self, name)
+            as_bytes = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+            setattr(self, name, as_bytes.index_select(0, sequences).view(x.dtype))

@@ -1,0 +1,191 @@
+"""Plans for context parallelism of models that diffusers has no plan for: how their tokens are split among processes.
+
+The video or the image is split once it is embedded, and put together behind the output projection. The text is on every
+process: it is short, its length need not divide, and its mask and its place in the sequence stay as in one process.
+diffusers' processors for these models attend to the tokens that they are given, so a plan needs processors of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sage_hf.attributes import SPLIT
+from sage_hf.changes import inner
+from sage_hf.identity import name_in_diffusers
+
+from .bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
+from .errors import UnsupportedAttentionError
+from .parallel import NO_SHARDS
+from .processor import attention_layers, bind, exchange_processor, sage_of
+from .shards import SplitTokens, split_of
+
+RESIDUALS = "block_controlnet_hidden_states"
+"""Argument of SD 3's forward pass: what a ControlNet adds to the image tokens behind each block."""
+
+
+class SharedTextPlan(dict[str, Any]):
+    """Plan of ours, by which all processes have the text."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Models of one class.
+
+    Attributes:
+        plan: makes the plan for a model.
+        blocks: the modules inside of which tokens are split.
+        text_first: whether attention has [text, video] or [video, text].
+    """
+
+    plan: Callable[[Any], dict[str, Any]]
+    blocks: tuple[str, ...]
+    text_first: bool = False
+
+
+def _split_at_first_block() -> dict[str, Any]:
+    return {"transformer_blocks.0": {"hidden_states": split_tokens(1, 3)}}
+
+
+def _split_rope(dims: int) -> dict[str, Any]:
+    return {"rope": {i: split_tokens(0, dims, output=True) for i in range(2)}}
+
+
+def _cogvideox(model: Any) -> dict[str, Any]:
+    rotates = model.config.use_rotary_positional_embeddings
+    rope = {"": {"image_rotary_emb": [split_tokens(0, 2), split_tokens(0, 2)]}} if rotates else {}
+    return rope | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+
+
+def _hunyuan_video(model: Any) -> dict[str, Any]:
+    if model.config.image_condition_type == "token_replace":
+        raise UnsupportedAttentionError(
+            "HunyuanVideo with image_condition_type='token_replace' treats the tokens of the first frame apart, which "
+            "are all on one process in context parallelism: run this model without enable_parallelism()"
+        )
+    return _split_rope(2) | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+
+
+def _mochi(model: Any) -> dict[str, Any]:
+    return _split_rope(3) | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+
+
+def _sd3(model: Any) -> dict[str, Any]:
+    # A guider may skip the first block.
+    return {"pos_embed": {0: split_tokens(1, 3, output=True)}, "proj_out": gathered_tokens(1, 3)}
+
+
+FAMILIES = {
+    "CogVideoXTransformer3DModel": _Family(_cogvideox, ("transformer_blocks",), text_first=True),
+    "HunyuanVideoTransformer3DModel": _Family(_hunyuan_video, ("transformer_blocks", "single_transformer_blocks")),
+    "MochiTransformer3DModel": _Family(_mochi, ("transformer_blocks",)),
+    "SD3Transformer2DModel": _Family(_sd3, ("transformer_blocks",)),
+}
+"""Class name in diffusers -> how its tokens are split."""
+
+
+def context_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the plan by which `model.enable_parallelism(config=..., cp_plan=...)` splits the tokens of a model.
+
+    After `sage_hf.apply(model, ...)` the plan is found without being passed. Passed for a model without our processors,
+    ours sets some that attend as diffusers does, in the recipe "exact", across processes.
+
+    Returns:
+        diffusers' own plan where it has one; else ours.
+
+    Raises:
+        UnsupportedAttentionError: neither diffusers nor sage_hf has a plan for this model.
+
+    Example:
+        >>> plan = sage_hf.context_parallel_plan(pipe.transformer)
+        >>> pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=plan)
+    """
+    model = inner(model)
+    if (plan := parallel_plan_of(model)) is not None:
+        return plan
+    if (family := _family_of(model)) is None:
+        raise UnsupportedAttentionError(
+            f"neither diffusers nor sage_hf has a plan for context parallelism of {type(model).__name__}: pass "
+            "cp_plan=..., or run this model without enable_parallelism()"
+        )
+    return SharedTextPlan(family.plan(model))
+
+
+def _family_of(model: torch.nn.Module) -> _Family | None:
+    return FAMILIES.get(name_in_diffusers(type(model), "forward"))
+
+
+def _split_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the attention modules whose tokens a plan of ours splits, by dotted name."""
+    family = _family_of(model)
+    blocks = () if family is None else family.blocks
+    return {name: layer for name, layer in attention_layers(model).items() if name.split(".")[0] in blocks}
+
+
+def check_split(model: torch.nn.Module, config: Any) -> None:
+    """Raise UnsupportedAttentionError if attention cannot be split as a plan of ours does; nothing is changed.
+
+    Args:
+        model: the model that the plan was made for.
+        config: diffusers' ParallelConfig or ContextParallelConfig.
+    """
+    degree = Shards.of(getattr(config, "context_parallel_config", None) or config).ulysses
+    layers = _split_layers(model)
+    if not layers:
+        raise UnsupportedAttentionError(f"the plan was made for another model than {type(model).__name__}")
+    for name, layer in layers.items():
+        if layer.heads < degree:
+            raise UnsupportedAttentionError(
+                f"ulysses_degree {degree} is more than the {layer.heads} heads of {name}: use ring_degree as well"
+            )
+        sage = sage_of(layer)
+        if sage is None:
+            _bind_exact(name, layer)
+        elif sage.sparse is not None:
+            raise UnsupportedAttentionError(f"{name}: {NO_SHARDS}")
+
+
+def split_attention(model: torch.nn.Module) -> None:
+    """Let the layers of a model attend across processes, once `enable_parallelism` split its tokens by a plan of ours.
+
+    Layers without a processor of ours get one that computes the recipe "exact": now, and before each forward pass, as
+    when `restore` put diffusers' processors back.
+    """
+    config = parallel_config_of(model).context_parallel_config
+    split = SplitTokens(Shards.of(config), FAMILIES[name_in_diffusers(type(model), "forward")].text_first)
+    for module in (model, *_split_layers(model).values()):
+        setattr(module, SPLIT, split)
+    _attend_across_processes(model)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Set processors of ours where others came in, and split what a ControlNet adds to the tokens."""
+    if not torch.compiler.is_compiling():
+        _attend_across_processes(model)
+    split, residuals = split_of(model), kwargs.get(RESIDUALS)
+    if split is not None and residuals is not None:
+        shards = split.shards
+        kwargs[RESIDUALS] = [x.tensor_split(shards.ring * shards.ulysses, dim=1)[shards.part] for x in residuals]
+    return args, kwargs
+
+
+def _attend_across_processes(model: torch.nn.Module) -> None:
+    for name, layer in _split_layers(model).items():
+        if sage_of(layer) is None:
+            exchange_processor(layer, _bind_exact(name, layer))
+
+
+def _bind_exact(name: str, layer: torch.nn.Module) -> Any:
+    """Return a processor that computes what a layer's processor of diffusers does.
+
+    Raises:
+        UnsupportedAttentionError: that processor is not known; the message names the layer.
+    """
+    try:
+        return bind(layer, "exact")
+    except UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(f"{name}: {error}") from None

@@ -1,0 +1,40 @@
+"""The record of low-bit KV caches: which layers have one, what it holds, and which kernel decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+
+@dataclass
+class KVNote:
+    """Facts about a model's cache, which outlive it.
+
+    Attributes:
+        format: of the layers in few bits.
+        kept: reason why layers stay in 16 bits -> their numbers.
+        tokens: in the cache.
+        bytes: number of a layer in few bits -> bytes of its tensors.
+        kernels: kernel that decoded, or "whole K and V" -> why no better one did; "" if it is the best.
+    """
+
+    format: str
+    kept: dict[str, list[int]] = field(default_factory=dict)
+    tokens: int = 0
+    bytes: dict[int, int] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"KV cache: {self.format} in {len(self.bytes)} layers, {self.tokens:,} tokens, "
+        text += f"{sum(self.bytes.values()):,} bytes"
+        for kernel, reason in self.kernels.items():
+            text += f"; decoded by {kernel}" + (f" ({reason})" if reason else "")
+        for reason, layers in self.kept.items():
+            text += f"; 16 bits in layers {', '.join(map(str, layers))} ({reason})"
+        return text
+
+
+notes: WeakKeyDictionary[nn.Module, KVNote] = WeakKeyDictionary()
+"""The cache with which an attention layer ran last."""

@@ -1,0 +1,232 @@
+"""Stand-in for SageAttention's package: its documented functions, computed by sage-hf.
+
+`sage_hf.drop_in()` puts this module where `import sageattention` finds it. All functions take masks, any head_dim and
+tensors that want gradients. Masks and gradients run by `sage_hf.sage_attention`'s rules. Keywords that choose how the
+original quantises (`ORIGINAL_NUMERICS`) have no effect: a recipe of sage-hf has numerics of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_hf.attention import attend, chosen_fallback
+from sage_kernels.packed import attend_packed
+from sage_kernels.spec.derivatives import wants_gradient
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
+
+__version__ = "2.2.0"
+
+ORIGINAL_NUMERICS = frozenset({"smooth_k", "smooth_v", "qk_quant_gran", "pv_accum_dtype", "quantization_backend"})
+LAYOUTS = ("HND", "NHD")
+
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def sageattn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> Output:
+    """Compute attention by the best of the recipes `sage2` and `sage1` on this device, with gradients by `sage_bwd`.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim) in the layout "HND", (batch, q_len, q_heads, head_dim) in "NHD"; dtypes as
+            for `sage_hf.sage_attention`.
+        k, v: likewise, with kv_heads, of which q_heads is a multiple, and kv_len; v may have another head_dim.
+        tensor_layout: "HND" or "NHD".
+        is_causal: query i attends to keys 0…i, aligned upper left where lengths differ.
+        sm_scale: factor of the scores; None: head_dim ** -0.5.
+        return_lse: also return the log-sum-exp of each row's scores.
+        attn_mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); with
+            `is_causal`, a query attends to what both allow.
+        kwargs: keywords of the original's siblings (`ORIGINAL_NUMERICS`), without effect; and those of PyTorch's
+            attention that this function has under another name or always does: `scale`, `enable_gqa`, `dropout_p`.
+
+    Returns:
+        The output, in q's layout and dtype; with return_lse also lse (batch, q_heads, q_len) float32. lse carries no
+        gradient.
+
+    Raises:
+        ValueError: the layout is unknown, both sm_scale and scale are given, or `sage_hf.sage_attention` refuses.
+        TypeError: a keyword is unknown.
+    """
+    return _attend(q, k, v, "sage2", tensor_layout, is_causal, sm_scale, return_lse, attn_mask, kwargs)
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> Output:
+    """Compute attention by the recipe `sage1`; otherwise as `sageattn`."""
+    return _attend(q, k, v, "sage1", tensor_layout, is_causal, sm_scale, return_lse, attn_mask, kwargs)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> Output:
+    """Compute attention by the recipe `sage1`; otherwise as `sageattn`."""
+    return _attend(q, k, v, "sage1", tensor_layout, is_causal, sm_scale, return_lse, attn_mask, kwargs)
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> Output:
+    """Compute attention by the recipe `sage2`; otherwise as `sageattn`."""
+    return _attend(q, k, v, "sage2", tensor_layout, is_causal, sm_scale, return_lse, attn_mask, kwargs)
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    **kwargs: object,
+) -> Output:
+    """Compute attention by the recipe `sage2`; otherwise as `sageattn`."""
+    return _attend(q, k, v, "sage2", tensor_layout, is_causal, sm_scale, return_lse, attn_mask, kwargs)
+
+
+def sageattn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    **kwargs: object,
+) -> torch.Tensor:
+    """Compute attention within each of the sequences that are packed one after another; otherwise as `sageattn`.
+
+    Args:
+        q: (total queries, q_heads, head_dim).
+        k, v: (total keys, kv_heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), from 0 to the total: sequence i consists of the
+            tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        max_seqlen_q, max_seqlen_k: upper bound on the length of a sequence.
+        is_causal, sm_scale: as in `sageattn`, for each sequence.
+        smooth_k: without effect, as `ORIGINAL_NUMERICS`.
+        kwargs: as in `sageattn`; and `tensor_layout="NHD"`, which is the only layout of packed sequences.
+
+    Returns:
+        (total queries, q_heads, head_dim) in q's dtype.
+
+    Raises:
+        ValueError, TypeError: see `sageattn`; also if lengths do not fit.
+    """
+    if (layout := kwargs.pop("tensor_layout", "NHD")) != "NHD":
+        raise ValueError(f"tensor_layout={layout!r} is not supported: packed sequences are (tokens, heads, head_dim)")
+    output, _ = attend_packed(
+        q,
+        k,
+        v,
+        Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        _options("sage2", (q, k, v), is_causal, sm_scale, kwargs),
+    )
+    return output
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: str,
+    tensor_layout: str,
+    is_causal: bool,
+    sm_scale: float | None,
+    return_lse: bool,
+    attn_mask: torch.Tensor | None,
+    kwargs: dict[str, object],
+) -> Output:
+    if tensor_layout not in LAYOUTS:
+        raise ValueError(
+            f"tensor_layout must be one of {LAYOUTS}; got {tensor_layout!r:.40}: pass a mask by name, attn_mask=mask"
+        )
+    options = _options(recipe, (q, k, v), is_causal, sm_scale, kwargs)
+    options = options._replace(tokens_first=tensor_layout == "NHD", return_lse=return_lse)
+    output, lse = attend(q, k, v, attn_mask, options)
+    return output if lse is None or not return_lse else (output, lse)
+
+
+def _options(
+    recipe: str,
+    tensors: tuple[torch.Tensor, ...],
+    is_causal: bool,
+    sm_scale: float | None,
+    kwargs: dict[str, object],
+) -> Options:
+    """Return the options of a call, with a recipe that has gradients where they are wanted.
+
+    Raises:
+        TypeError: a keyword is unknown.
+        ValueError: both sm_scale and scale are given.
+    """
+    others = {name: value for name, value in kwargs.items() if name not in ORIGINAL_NUMERICS}
+    scale, dropout_p = others.pop("scale", None), others.pop("dropout_p", 0.0)
+    others.pop("enable_gqa", None)
+    if others:
+        raise TypeError(f"sage-hf's stand-in for sageattention does not know the keyword {next(iter(others))!r}")
+    if sm_scale is not None and scale is not None:
+        raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
+    return Options(
+        is_causal=is_causal,
+        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # the door checks it
+        dropout_p=dropout_p,  # type: ignore[arg-type]
+        recipe="sage_bwd" if wants_gradient(*tensors) else recipe,
+        fallback=chosen_fallback(None),
+    )

@@ -1,0 +1,124 @@
+"""Names of transformers that are private or depend on its version: every use of one is here.
+
+A name that a version lacks costs speed, or keeps a model on its own attention; it never changes a result.
+Importing this file imports neither transformers nor torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""Name of the global through which every modelling file looks up the attention function."""
+EAGER = "eager_attention_forward"
+"""Name of a modelling file's own eager attention."""
+ROTATE = "apply_rotary_pos_emb"
+"""Name of a modelling file's own rotation: (query, key, cosine, sine) -> both rotated.
+
+Query and key are (batch, heads, tokens, head_dim), cosine and sine (batch, tokens, head_dim)."""
+EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"})
+"""Modules whose methods every model has."""
+
+
+# Models and their configs
+
+
+def is_pretrained_model(module: object) -> bool:
+    """Check whether a module is a model of transformers, or of a class derived from its models."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def implementation_of(layer_or_config: Any) -> str | None:
+    """Return the `attn_implementation` of a config, or of a layer's config; None if there is none."""
+    config = getattr(layer_or_config, "config", layer_or_config)
+    implementation: str | None = getattr(config, "_attn_implementation", None)
+    return implementation
+
+
+def keep_implementation(config: Any) -> Callable[[], None]:
+    """Return a function that gives a config the `attn_implementation` that it has now, without a check of the name."""
+    names = "_attn_implementation_internal", "_attn_implementation"
+    name = next(name for name in names if hasattr(config, name))
+    return partial(setattr, config, name, getattr(config, name))
+
+
+def configs_of(model: torch.nn.Module) -> list[Any]:
+    """Return the configs of a model and of the models inside it, with the configs nested in them."""
+    found: dict[int, Any] = {}
+    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            pending += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    return list(found.values())
+
+
+def asks_for_implementation(names: tuple[str, ...]) -> bool:
+    """Check whether the names that code reads include that of a config's implementation."""
+    return "_attn_implementation" in names
+
+
+def runs_sdpa(model_class: Any) -> bool:
+    """Check whether a class of models runs PyTorch's attention, so that its code knows boolean masks."""
+    return bool(getattr(model_class, "_supports_sdpa", False))
+
+
+def runs_flash_attention(model_class: Any) -> bool:
+    """Check whether a class of models runs flash attention, so that its code hands a mask of padding on."""
+    return bool(getattr(model_class, "_supports_flash_attn", False))
+
+
+def runs_other_attention(model_class: Any) -> bool:
+    """Check whether a class of models runs any attention but its own."""
+    return runs_sdpa(model_class) or bool(getattr(model_class, "_supports_attention_backend", False))
+
+
+# Masks
+
+
+def cuts_masks() -> bool:
+    """Check whether masks may be longer than the keys, to which attention cuts them: before transformers 5."""
+    return metadata.version("transformers").startswith("4.")
+
+
+def is_causal_mask(mask_function: object) -> bool:
+    """Check whether a mask function says causality and nothing else; False if this version's is not known."""
+    from transformers import masking_utils
+
+    return mask_function is not None and mask_function is getattr(masking_utils, "causal_mask_function", None)
+
+
+def is_full_mask(mask_function: object) -> bool:
+    """Check whether a mask function lets every query attend to every key; False if this version's is not known."""
+    from transformers import masking_utils
+
+    return mask_function is not None and mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
+
+
+def queries_of(arguments: dict[str, Any]) -> int | None:
+    """Return the number of queries of a mask function's arguments; None if they say it in no known way.
+
+    Before transformers 5 a tensor on the device has the queries' positions.
+    """
+    if "q_length" in arguments:
+        q_length: int = arguments["q_length"]
+        return q_length
+    positions = arguments.get("cache_position")
+    return None if positions is None else positions.shape[0]
+
+
+def first_query_of(arguments: dict[str, Any]) -> int | None:
+    """Return the position of the first query of a mask function's arguments; None if they say it in no known way."""
+    if "q_offset" in arguments:
+        return int(arguments["q_offset"])
+    positions = arguments.get("cache_position")
+    return None if positions is None else int(positions[0])

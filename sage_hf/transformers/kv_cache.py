@@ -1,0 +1,385 @@
+"""transformers' cache with keys and values in few bits, and the attention function that decodes from it.
+
+A cache layer puts itself into the keywords of the attention function of the same call, and returns the new tokens only.
+An attention that is not ours does not know the keyword: for it, and for models that do not hand keywords on, the layer
+returns whole K and V, dequantised.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from huggingface_hub.utils import logging
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from sage_hf import kv_notes
+from sage_hf.attributes import CAUSALITY
+from sage_hf.names import NAMES
+from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.bridge import implementation_of
+from sage_hf.transformers.keywords import sort_keywords
+from sage_kernels import kv_cache
+from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
+
+logger = logging.get_logger(__name__)
+
+HANDLE = "sage_kv_layer"
+"""Keyword by which a cache layer reaches the attention function."""
+WHOLE = "whole K and V"
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_warned: set[str] = set()
+
+
+class QuantizedKVCache(Cache):
+    """Cache of keys and values in few bits for `generate`, and for a model's `forward`.
+
+    With attention of ours (`attn_implementation="sage2"` and its siblings, or `sage_hf.apply`), decoding reads the
+    codes; with another one K and V are dequantised at each step, said once. Layers with a sliding window or with
+    another state than K and V keep transformers' own layers; so do layers whose head_dim is outside 64…128, or whose V
+    has another one. A prompt is attended to in the 16 bits it comes in.
+
+    Args:
+        config: of the model: `model.config`.
+        format: "int8", "int4" or "nvfp4" (numerics of Blackwell, emulated).
+        offloading: not supported.
+
+    Raises:
+        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, its layers share
+            keys and values, or no layer has full attention.
+
+    Example:
+        >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
+        >>> model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
+    """
+
+    def __init__(self, config: Any, format: str = "int4", *, offloading: bool = False) -> None:
+        get_format(format)
+        if offloading:
+            raise ValueError("a quantised KV cache is not offloaded: it is kept small so that it fits on the GPU")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{type(config).__name__}: the KV cache of an encoder-decoder model is not quantised")
+        config = config.get_text_config(decoder=True)
+        shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+        if shared or getattr(config, "num_kv_shared_layers", None):
+            raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
+        self.note = kv_notes.KVNote(format)
+        layers: list[Any] = list(DynamicCache(config=config).layers)
+        for number, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[number] = QuantizedLayer(config, self.note, number)
+            else:
+                self.note.kept.setdefault(_kind_of(layer), []).append(number)
+        if not any(isinstance(layer, QuantizedLayer) for layer in layers):
+            raise ValueError(f"{type(config).__name__}: no layer has a cache of keys and values of full attention")
+        super().__init__(layers=layers)
+        for reason, numbers in self.note.kept.items():
+            _warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
+
+
+class QuantizedLayer(DynamicLayer):
+    """Cache layer in few bits, or in 16 bits where K and V cannot be quantised."""
+
+    supports_early_init = False  # the first K and V decide
+
+    def __init__(self, config: Any, note: kv_notes.KVNote, number: int) -> None:
+        super().__init__()
+        self.config, self.note, self.number = config, note, number
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens and the transforms."""
+        self.keys = self.values = None
+        self.is_initialized = self.is_decided = False
+        self.cache: KVCache | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.is_handed_on = True
+
+    def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Decide by the first K and V whether the layer is quantised."""
+        head_dim, v_head_dim = key.shape[-1], value.shape[-1]
+        reason = ""
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+            reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
+        elif head_dim != v_head_dim:
+            reason = f"V has head_dim {v_head_dim}, K {head_dim}"
+        elif key.dtype not in DTYPES:
+            reason = f"{key.dtype}"
+        self.is_decided = True
+        if reason:
+            self.note.kept.setdefault(reason, []).append(self.number)
+            _warn_once(f"KV cache: layers stay in 16 bits: {reason}")
+        else:
+            self.cache = KVCache(get_format(self.note.format), key)
+            self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
+
+    @torch.compiler.disable
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens, (batch, kv_heads, tokens, head_dim).
+
+        Args:
+            key_states, value_states: the new tokens.
+            args: what transformers passes before 5.24; not used.
+            kwargs: the keywords of the attention function that is called next.
+            others: not used.
+
+        Returns:
+            The new tokens if our attention comes next; else whole K and V.
+
+        Raises:
+            ValueError: gradients are wanted.
+            RuntimeError: the attention of an earlier step did not take the cache.
+        """
+        self._settle()
+        if not self.is_decided:
+            self._decide(key_states, value_states)
+        if self.cache is None:
+            return super().update(key_states, value_states)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
+        implementation = implementation_of(self.config)
+        if kwargs is not None and self.is_handed_on and implementation in NAMES:
+            self.pending = key_states, value_states
+            kwargs[HANDLE] = self
+            return key_states, value_states
+        self._note_whole(
+            "the installed transformers does not hand the cache to attention"
+            if kwargs is None
+            else f"attention {implementation!r} reads no codes"
+            if implementation not in NAMES
+            else "the model does not hand the cache to attention"
+        )
+        whole = self._with_past(key_states, value_states)
+        self._store(None, key_states, value_states, None)
+        return whole
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        forward: Forward,
+        keywords: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with the tokens of the latest `update` to the cache, and store them.
+
+        Args:
+            module: the calling attention layer.
+            query: (batch, q_heads, q_len, head_dim).
+            mask, scaling: as of `sage_attention_forward`.
+            forward: that function, with its recipe.
+            keywords: its other keywords.
+
+        Returns:
+            As `sage_attention_forward`.
+        """
+        if self.cache is None or self.pending is None:
+            raise RuntimeError("the KV cache has no new tokens for this attention: update it once before each call")
+        (key, value), self.pending = self.pending, None
+        kv_notes.notes[module] = self.note
+        past = self.cache.length
+        if past and not (reason := self._limit(module, query, key, mask, scaling, keywords)):
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            valid = _keys_of(mask, query.shape[2], past)
+            output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
+            self._note(kernel, why)
+            return output.transpose(1, 2).contiguous(), None
+        if past:
+            self._note(WHOLE, reason)
+        result = forward(module, query, *self._with_past(key, value), mask, scaling=scaling, **keywords)
+        valid = None if past or mask is None else mask if mask.dim() == 2 else _keys_of(mask, query.shape[2], past)
+        self._store(query, key, value, valid)
+        return result
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Return the number of tokens."""
+        if self.cache is None:
+            return super().get_seq_length()
+        return self.cache.length + (0 if self.pending is None else self.pending[0].shape[2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many of the newest tokens, given as a negative number; keep so many if it is positive."""
+        self._settle()
+        if self.cache is None:
+            super().crop(tokens_to_remove)
+        elif tokens_to_remove:
+            length = self.cache.length
+            kept = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
+            self.cache.crop(max(0, min(length, kept)))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replace the sequences by those of these numbers, (batch,)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.cache is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of these numbers, in their order; or those that a mask marks True."""
+        self._settle()
+        if self.cache is None:
+            if self.is_initialized:
+                super().batch_select_indices(indices)
+        else:
+            self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        """Raise ValueError: a quantised cache is not offloaded."""
+        raise ValueError("a quantised KV cache is not offloaded: it is kept small so that it fits on the GPU")
+
+    prefetch = offload
+
+    def _limit(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        keywords: dict[str, Any],
+    ) -> str:
+        """Name why a step cannot be decoded from the codes; or ""."""
+        assert self.cache is not None
+        q_len, past = query.shape[2], self.cache.length
+        named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
+        given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
+        given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
+        if given:
+            return f"{', '.join(given)} given by the model"
+        if query.shape[0] != key.shape[0] or query.dtype != key.dtype:
+            return "Q and K differ in batch or dtype"
+        if scaling is not None and scaling <= 0:
+            return f"scaling {scaling}"
+        if q_len > MAX_QUERIES:
+            return f"more than {MAX_QUERIES} new tokens"
+        if (mask is None and q_len > 1) or (mask is not None and _keys_of(mask, q_len, past) is mask):
+            return "a mask that is not causality and padding"
+        return ""
+
+    def _with_past(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all tokens: the past ones dequantised, the new ones as they are."""
+        assert self.cache is not None
+        if not self.cache.length:
+            return key, value
+        past_key, past_value = kv_cache.whole(self.cache)
+        return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+
+    def _store(
+        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        assert self.cache is not None
+        kv_cache.store(self.cache, query, key, value, valid)
+        self._note_size()
+
+    def _settle(self) -> None:
+        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is."""
+        if self.pending is None or self.cache is None:
+            return
+        (key, value), self.pending = self.pending, None
+        if self.cache.length:
+            raise RuntimeError(
+                "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "
+                "ended that step, or the attention function was exchanged; reset() the cache, or make a new one"
+            )
+        self.is_handed_on = False
+        self._store(None, key, value, None)
+
+    def _note(self, kernel: str, reason: str) -> None:
+        self.note.kernels[kernel] = reason
+        self._note_size()
+
+    def _note_size(self) -> None:
+        assert self.cache is not None
+        self.note.tokens, self.note.bytes[self.number] = self.cache.length, self.cache.bytes
+
+    def _note_whole(self, reason: str) -> None:
+        self.note.kernels[WHOLE] = reason
+        _warn_once(f"KV cache: K and V are dequantised at every step, which is slow: {reason}")
+
+
+def attention_with_cache(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    recipe: str,
+    fallback: str | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `sage_attention_forward`, from a cache of ours where the call's keywords hold a layer of one."""
+    layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
+    forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
+    if layer is None:
+        return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
+    return layer.attend(module, query, attention_mask, scaling, forward, kwargs)
+
+
+class GenerateWithCache:
+    """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind."""
+
+    def __init__(self, model: Any, format: str) -> None:
+        QuantizedKVCache(model.config, format)
+        self.model, self.format = model, format
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate; arguments as of the model's class."""
+        model = self.model
+        config = kwargs.get("generation_config") or model.generation_config
+        name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        chosen = kwargs.get("cache_implementation") or config.cache_implementation
+        if chosen is not None and "offloaded" in chosen:
+            raise ValueError(f"cache_implementation={chosen!r}: a quantised KV cache is not offloaded")
+        own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
+        if not own and chosen is None and kwargs.get("use_cache", config.use_cache) is not False:
+            kwargs[name] = QuantizedKVCache(model.config, self.format)
+        return type(model).generate(model, *args, **kwargs)
+
+
+def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor | None:
+    """Return the keys of a mask that is nothing but causality and padding, bool (batch or 1, past + q_len).
+
+    None: all keys. The mask itself: it is another one.
+    """
+    if mask is None:
+        return None
+    length = past + q_len
+    if q_len == 1 and mask.dtype == torch.bool and mask.shape[1:] == (1, 1, length):
+        return mask[:, 0, 0]
+    offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
+    if offset != past or mask.is_inference() or version != mask._version or mask.shape[2:] != (q_len, length):
+        return mask
+    found: torch.Tensor | None = keys
+    return found
+
+
+def _kind_of(layer: Any) -> str:
+    return "sliding window" if getattr(layer, "is_sliding", False) else f"{type(layer).__name__} of transformers"
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)

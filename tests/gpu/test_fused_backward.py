@@ -1,0 +1,189 @@
+"""The fused backward kernel of Hopper: in every call that it serves, gradients are as near to exact attention's as the
+reference's; where PyTorch is to be deterministic they repeat to the bit."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sage_kernels.cuda import int8_backward
+from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
+from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch.registry import get_backward
+from sage_kernels.dispatch.select import select
+from sage_kernels.reference import backward as reference_backward
+from tests.helpers.judge_training import Draw, TrainingCall, assert_equal, judge_training
+from tests.helpers.layouts import LAYOUTS, lay_out
+from tests.helpers.pairwise import pairwise
+from tests.helpers.random_training_calls import GROUPS, KINDS, run
+
+FUSED = HopperFusedBackward.name
+# Of Q and of K. Tiles have 64 queries, blocks 128 keys.
+LENGTHS = ((300, 300), (1, 1), (1, 300), (300, 1), (63, 65), (64, 64), (65, 129), (129, 63), (128, 128), (127, 257))
+DIMS = ((128,), (64,), (80,), (40,), (72, 128), (56, 48))
+SUMS = ("float32", "int32")
+
+
+@pytest.fixture(autouse=True)
+def served(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
+    with fused_backward_measured():
+        if reason := get_backward(FUSED).unsupported(request):
+            pytest.skip(reason)
+        yield
+
+
+@contextmanager
+def deterministic(sums: str):
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(sums == "int32", warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def gradients(call: TrainingCall, sums: str = "int32", kept=None) -> tuple[torch.Tensor, ...]:
+    output, saved = kept or dispatch.attend_and_save(call.forward, "error")
+    with deterministic(sums):
+        return get_backward(FUSED).backward(call.backward(output, saved))
+
+
+def judge(call: TrainingCall, sums: str = "float32") -> None:
+    with deterministic(sums):
+        judge_training(call, FUSED)
+
+
+def test_a_call_that_the_kernel_serves_runs_it_when_it_was_measured_to_be_faster(device):
+    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
+    assert select(request).backward == FUSED
+    with fused_backward_measured(False):
+        assert select(request).backward != FUSED
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_gradients_are_near_the_references(head_dim, is_causal, dtype, sums, device):
+    judge(Draw(device, dtype=dtype).call("sage_bwd", 2, 4, 2, 700, 650, head_dim, is_causal=is_causal), sums)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("lengths", "dims", "is_causal", "sums"), pairwise(LENGTHS, DIMS, [False, True], SUMS), ids=str
+)
+def test_gradients_are_near_the_references_at_every_length(lengths, dims, is_causal, sums, monkeypatch, device):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: sums == "int32")
+    judge_training(Draw(device).call("sage_bwd", 2, 4, 2, *lengths, *dims, is_causal=is_causal), FUSED)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), pairwise(range(1, 9), [64, 128]))
+def test_queries_that_share_keys_are_summed(group, head_dim, device):
+    judge(Draw(device).call("sage_bwd", 1, 2 * group, 2, 200, 333, head_dim, is_causal=True, causal_offset=133))
+
+
+@pytest.mark.parametrize("causal_offset", [1, 64, 167, 500, -64, -200, -333, 10**9, -(10**9)])
+def test_causality_may_have_an_offset(causal_offset, device):
+    judge(Draw(device).call("sage_bwd", 1, 4, 2, 333, 500, 128, is_causal=True, causal_offset=causal_offset))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [GROUPS[0], GROUPS[1]], ids=str)
+def test_random_calls_with_padding_and_packed_sequences(group, kind, device):
+    for index in range(4):
+        run(group, kind, index, 3, device, FUSED)
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_and_keys_that_attend_to_nothing_have_gradient_0(head_dim, sums, device):
+    call = Draw(device).call("sage_bwd", 3, 4, 2, 200, 300, head_dim)
+    valid = torch.ones(3, 300, dtype=torch.bool, device=device)
+    valid[0], valid[1, 100:250], valid[2, :131] = False, False, False
+    call = replace(call, valid=valid)
+    judge(call, sums)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    expected = gradients(call, kept=kept)
+    call.value.transpose(1, 2)[~valid] = torch.nan  # that such keys hold must not count
+    query, key, value = found = gradients(call, kept=kept)
+    assert_equal(found, expected)
+    assert not query[0].any()
+    for x in (key, value):
+        assert not x.transpose(1, 2)[~valid].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "padded"), pairwise([(64, 256, 320), (128, 320, 200), (128, 200, 320)], LAYOUTS, [False, True])
+)
+def test_gradients_do_not_depend_on_how_tensors_lie_in_memory(sizes, layout, padded, device):
+    head_dim, q_len, kv_len = sizes
+    call = Draw(device).call("sage_bwd", 2, 4, 2, q_len, kv_len, head_dim, is_causal=padded)
+    if padded:
+        call = replace(call, valid=Draw(device).uniform(2, kv_len) < 0.7)
+    names = ("value", "output_gradient")
+    laid_out = replace(call, **{name: lay_out(getattr(call, name), layout) for name in names})
+    plain = replace(call, **{name: getattr(laid_out, name).contiguous() for name in names})
+    kept = dispatch.attend_and_save(plain.forward, "error")
+    assert_equal(gradients(laid_out, kept=kept), gradients(plain, kept=kept))
+
+
+@pytest.mark.parametrize(("head_dim", "is_causal"), pairwise([64, 128], [False, True]))
+def test_reruns_are_equal_to_the_bit_where_pytorch_is_deterministic(head_dim, is_causal, device):
+    """DK and dV are so always."""
+    call = Draw(device).call("sage_bwd", 2, 8, 4, 2000, 2000, head_dim, is_causal=is_causal)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    fixed, floating = gradients(call, "int32", kept), gradients(call, "float32", kept)
+    for _ in range(20):
+        assert_equal(gradients(call, "int32", kept), fixed)
+        assert_equal(gradients(call, "float32", kept)[1:], floating[1:])
+    assert_equal(floating[1:], fixed[1:])
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 2.0**40])
+def test_sums_in_fixed_point_fit_gradients_of_any_size(magnitude, device):
+    call = Draw(device).call("sage_bwd", 1, 2, 1, 300, 400, 128)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    expected = gradients(call, kept=kept)
+    found = gradients(replace(call, output_gradient=call.output_gradient * magnitude), kept=kept)
+    assert_equal(found, tuple(x * magnitude for x in expected))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("head_dim", "is_causal", "causal_offset"), [(128, False, 0), (64, True, 0), (128, True, -70)])
+def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is_causal, causal_offset, device):
+    """Its query and K of the keys that its row sees; V's channel of those, and of others in tiles of 64."""
+    call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, head_dim, is_causal=is_causal, causal_offset=causal_offset)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    clean = gradients(call, kept=kept)
+    call.output_gradient[0, 1, 140, 7] = bad
+    found, expected = gradients(call, kept=kept), reference_backward.backward(call.backward(*kept))
+    for x, y, of_reference in zip(found[:2], clean[:2], expected[:2], strict=True):
+        spoiled = ~of_reference.isfinite().all(-1)
+        assert torch.equal(~x.isfinite().all(-1), spoiled)
+        assert torch.equal(x[~spoiled], y[~spoiled])
+    may_be_spoiled = torch.zeros_like(clean[2], dtype=torch.bool)
+    may_be_spoiled[0, 0, : 256 if is_causal else 500, 7] = True
+    assert torch.equal(found[2][~may_be_spoiled], clean[2][~may_be_spoiled])
+    floating = gradients(call, "float32", kept)
+    for x, y in zip(found, floating, strict=True):
+        assert torch.equal(x.isfinite(), y.isfinite())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(monkeypatch, head_dim, device):
+    call = Draw(device).call("sage_bwd", 3, 6, 2, 700, 600, head_dim, is_causal=True)
+    kept = dispatch.attend_and_save(call.forward, "error")
+    expected = gradients(call, kept=kept)
+    for heads in (1, 4, 5, 100):
+        monkeypatch.setattr(int8_backward, "heads_together", lambda call, heads=heads: heads)
+        assert_equal(gradients(call, kept=kept), expected)
+
+
+@pytest.mark.parametrize(("head_dim", "is_causal"), pairwise([128, 64], [False, True]))
+def test_long_sequences_are_as_near_to_exact_attention_as_the_reference(head_dim, is_causal, device):
+    call = Draw(device).call("sage_bwd", 1, 4, 2, 4113, 4113, head_dim, is_causal=is_causal)
+    judge_training(call, FUSED).assert_as_small_as_the_references()

@@ -1,0 +1,89 @@
+"""Plans of ours for context parallelism, by which all processes have the text: processes agree with one, or refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import sage_hf
+from sage_hf import SageConfig, Sparse
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans
+from tests.helpers.families import family
+
+pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.audit)])
+def test_processes_agree_with_one(processes: int, tmp_path: Path):
+    from tests.helpers.shared_text import FAMILIES, run_processes  # an older diffusers has nothing to import
+
+    found = run_processes(tmp_path, processes, 180)
+    assert len(found) > 2 * len(FAMILIES)
+    assert not {case: what for case, what in found.items() if what}
+
+
+def enable(model: Any, **degrees: int) -> None:
+    config = diffusers.ContextParallelConfig(**degrees)
+    model.enable_parallelism(config=config, cp_plan=sage_hf.context_parallel_plan(model))
+
+
+def refused(model: Any, match: str, **degrees: int) -> None:
+    """Check that nothing is changed by a plan that is refused."""
+    processors = [layer.processor for layer in attention_layers(model).values()]
+    with pytest.raises(UnsupportedAttentionError, match=match):
+        enable(model, **degrees)
+    assert model._parallel_config is None
+    assert [layer.processor for layer in attention_layers(model).values()] == processors
+
+
+def test_more_processes_than_heads_are_refused():
+    refused(family("mochi").build(), r"ulysses_degree 4 .* 2 heads of transformer_blocks\.0\.attn1", ulysses_degree=4)
+
+
+def test_sparse_attention_is_refused():
+    model = family("cogvideox").build()
+    sage_hf.apply(model, SageConfig("sage2", sparse=Sparse(keep=0.5)))
+    refused(model, r"transformer_blocks\.0\.attn1.*tiles", ulysses_degree=2)
+
+
+def test_a_processor_that_is_not_known_is_refused():
+    class OfAUser:
+        def __call__(self, attn: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    model = family("sd3").build()
+    model.transformer_blocks[0].attn.set_processor(OfAUser())
+    refused(model, r"transformer_blocks\.0\.attn: .*OfAUser", ring_degree=2)
+
+
+def test_a_first_frame_with_a_modulation_of_its_own_is_refused():
+    case = family("hunyuan-video")
+    case = replace(case, config=case.config | {"image_condition_type": "token_replace"})
+    refused(case.build(), "token_replace", ulysses_degree=2)
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = sage_hf.context_parallel_plan(family("mochi").build())
+    with pytest.raises(UnsupportedAttentionError, match="another model than WanTransformer3DModel"):
+        family("wan-t2v").build().enable_parallelism(
+            config=diffusers.ContextParallelConfig(ulysses_degree=2), cp_plan=plan
+        )
+
+
+def test_diffusers_plan_is_taken_where_it_has_one():
+    model = family("wan-t2v").build()
+    assert sage_hf.context_parallel_plan(model) is type(model)._cp_plan
+
+
+def test_a_subclass_whose_forward_pass_is_not_diffusers_has_no_plan():
+    class Other(diffusers.MochiTransformer3DModel):
+        pass
+
+    assert set(plans.FAMILIES) <= set(dir(diffusers))
+    with pytest.raises(UnsupportedAttentionError, match="Other"):
+        sage_hf.context_parallel_plan(Other(**family("mochi").config))

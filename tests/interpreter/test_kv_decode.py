@@ -1,0 +1,127 @@
+"""The kernels of the low-bit KV cache: the reference's bits are stored, and float64 attention to them is computed."""
+
+import copy
+
+import pytest
+import torch
+
+from sage_kernels.reference import kv_cache as reference
+from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.triton import kv_append, kv_decode
+
+CASES = [
+    # format, head_dim, group, prompt, steps of tokens, padding
+    ("int4", 64, 4, 300, (1, 1, 1), True),
+    ("int4", 128, 4, 200, (1, 5), False),
+    ("int8", 128, 1, 200, (1, 1), False),
+    ("int8", 96, 2, 260, (1, 16), True),
+    ("int4", 64, 8, 3, (1, 4, 1), False),
+    ("int4", 64, 1, 100, (16, 16, 16), True),
+]
+
+
+def draw(head_dim: int, group: int, tokens: int):
+    torch.manual_seed(tokens + head_dim)
+    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
+    query = torch.randn(2, 2 * group, tokens, head_dim) / loud.sqrt()
+    key = torch.randn(2, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
+    return [x.half() for x in (query, key, torch.randn(2, 2, tokens, head_dim) * 40)]
+
+
+def assert_same(one: KVCache, two: KVCache) -> None:
+    assert (one.length, one.coded, one.capacity) == (two.length, two.coded, two.capacity)
+    codes = [x.transpose(3, 4).flatten(2, 3)[:, :, : one.coded] for x in (one.value_codes, two.value_codes)]
+    assert torch.equal(*codes)
+    for name in ("key_codes", "key_scales", "value_scales"):
+        assert torch.equal(getattr(one, name)[:, :, : one.coded], getattr(two, name)[:, :, : one.coded]), name
+    for name in ("recent_key", "recent_value"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+
+
+def bounds(cache: KVCache, query, valid, scale: float):
+    """Return float64 attention, and how far the kernel may be from it.
+
+    Q's rows are rounded to float16 relative to their maximum, 2^-12 of which an element may be off at most (and 2^-20
+    where a quarter of it becomes subnormal after the division by 16), so a score is off by `delta`: that times the sum
+    of |K|, and sums in float32 of terms up to 1264. P in float16 is off by 2^-11 of itself, or 2^-25 of the largest,
+    times codes that are up to the range of V. The reference's 16-bit keys have no bias and the same bound.
+    """
+    group = query.shape[1] // cache.kv_heads
+    key, value = (x.repeat_interleave(group, 1) for x in reference.whole(cache, torch.float64))
+    expected = reference.attend(cache, query.double(), valid, scale)
+    q = query.double() * cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
+    # Norms are the rotated vectors' too; a maximum is at most the norm.
+    centred = (key - cache.key_mean.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)) / (
+        cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
+    )
+    sums = centred.norm(dim=-1).amax(-1)[..., None, None] * cache.channels**0.5
+    largest = q.norm(dim=-1, keepdim=True)
+    delta = scale * largest * sums * (2.0**-12 + 2.0**-20 + cache.channels * 1264 * 2.0**-24 / 16)
+    spread = value.norm(dim=-1).amax(-1)[..., None, None]
+    assert delta.max() < 0.3
+    return expected, ((2 * delta).expm1() + 2.0**-9) * spread + expected.abs() * 2.0**-10
+
+
+@pytest.mark.parametrize(("format", "head_dim", "group", "prompt", "steps", "padded"), CASES)
+def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_dim, group, prompt, steps, padded):
+    query, key, value = draw(head_dim, group, prompt + sum(steps))
+    valid = None
+    if padded:
+        valid = torch.ones(2, prompt + sum(steps), dtype=torch.bool)
+        valid[0, :19] = valid[1, prompt // 2 : prompt // 2 + 9] = False
+    one, two = (KVCache(get_format(format), key) for _ in "ab")
+    first = [x[:, :, :prompt] for x in (query, key, value)]
+    for cache in (one, two):
+        reference.freeze(cache, *first, None if valid is None else valid[:, :prompt])
+    kv_append.append(one, *first[1:])
+    reference.append(two, *first[1:])
+    assert_same(one, two)
+    length = prompt
+    for step in steps:
+        part = slice(length, length + step)
+        length += step
+        seen = None if valid is None else valid[:, :length]
+        output = kv_decode.decode(one, *(x[:, :, part] for x in (query, key, value)), seen, head_dim**-0.5)
+        reference.append(two, key[:, :, part], value[:, :, part])
+        assert_same(one, two)
+        expected, bound = bounds(two, query[:, :, part], seen, head_dim**-0.5)
+        assert ((output.double() - expected).abs() <= bound).all()
+        assert (output.double() - expected).norm() <= 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [70, 200])
+def test_a_chunk_as_long_as_the_ring_pushes_the_window_out_first(tokens):
+    query, key, value = draw(64, 1, 150 + tokens)
+    one = KVCache(get_format("int4"), key)
+    reference.freeze(one, *(x[:, :, :150] for x in (query, key, value)))
+    two = copy.deepcopy(one)
+    for part in (slice(0, 150), slice(150, 150 + tokens)):
+        kv_append.append(one, key[:, :, part], value[:, :, part])
+        reference.append(two, key[:, :, part], value[:, :, part])
+        assert_same(one, two)
+
+
+def test_after_a_crop_the_kernels_go_on_as_the_reference_does():
+    query, key, value = draw(64, 2, 260)
+    one = KVCache(get_format("int4"), key)
+    reference.freeze(one, query, key, value)
+    kv_append.append(one, key, value)
+    for length in (230, 130):
+        one.crop(length)
+        two = copy.deepcopy(one)
+        part = slice(length, length + 3)
+        output = kv_decode.decode(one, *(x[:, :, part] for x in (query, key, value)), None, 0.125)
+        reference.append(two, key[:, :, part], value[:, :, part])
+        assert_same(one, two)
+        expected = reference.attend(two, query[:, :, part].double(), None, 0.125)
+        assert (output.double() - expected).norm() <= 0.01 * expected.norm()
+
+
+def test_rows_without_a_key_are_zero():
+    query, key, value = draw(64, 1, 200)
+    cache = KVCache(get_format("int8"), key)
+    reference.freeze(cache, query, key, value)
+    kv_append.append(cache, key[:, :, :199], value[:, :, :199])
+    hidden = torch.zeros(2, 200, dtype=torch.bool)
+    output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), hidden, 0.125)
+    assert (output == 0).all()

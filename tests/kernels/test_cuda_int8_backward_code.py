@@ -1,0 +1,149 @@
+"""What int8_backward.cu compiles to, and which calls the fused backward kernel serves. Needs no GPU."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+
+from sage_kernels.cuda import compiler, int8_backward
+from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, fused_backward_measured
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.request import Request
+from sage_kernels.replay import trace
+from sage_kernels.spec.call import BackwardCall, Call, Mask
+from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.recipe import RECIPES
+from sage_kernels.spec.saved import empty_saved
+from sage_kernels.testing.aot import machine_code
+from tests.helpers import fake_gpu
+
+MOST_SHARED_BYTES = 232448  # that a block of Hopper can have
+VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), (False, True)))
+# Of a tile for each warpgroup: S, dP, dV and dK of the keys' two, and dQ.
+PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8}
+
+
+@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.parametrize(("channels", "dtype", "is_fixed"), VARIANTS, ids=str)
+def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, is_fixed):
+    """The compiler says by a warning that it waits; the loops have the products of a tile, and no other."""
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    kernels = int8_backward.kernels(channels, dtype, is_fixed)
+    assert kernels.backward.shared_bytes <= MOST_SHARED_BYTES
+    for kernel in (kernels.backward, kernels.finish):
+        log = kernel.source.compile().log
+        assert "warning" not in log.lower() and "C75" not in log, log
+        assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}, log
+    code = machine_code(kernels.backward.source.compile().image)
+    opcodes = code.instructions.counts
+    assert opcodes["IGMMA"] == channels // 32
+    assert opcodes["IGMMA"] + opcodes["HGMMA"] == PRODUCTS[channels]
+    assert code.registers == 168  # of each of 384 threads; warpgroups exchange them
+
+
+@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
+def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
+    """Of the keys' warpgroups, where nothing is masked."""
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    code = machine_code(int8_backward.kernels(channels, torch.bfloat16, False).backward.source.compile().image)
+    assert code.main_loop.least <= limit
+
+
+@pytest.fixture
+def can_compile(monkeypatch):
+    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+
+
+def request(**changes) -> Request:
+    facts = {
+        "recipe": "sage_bwd",
+        "device_type": "cuda",
+        "capability": (9, 0),
+        "dtype": torch.bfloat16,
+        "batch": 2,
+        "q_heads": 8,
+        "kv_heads": 4,
+        "q_len": 1000,
+        "kv_len": 1100,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "mask": "none",
+        "is_causal": False,
+        "return_lse": False,
+        "grad": True,
+    }
+    return Request(**(facts | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"head_dim": 40, "v_head_dim": 64, "dtype": torch.float16}, ""),
+        ({"mask": "keys"}, ""),
+        ({"packed": True, "is_causal": True}, ""),
+        ({"capability": (8, 0)}, "9.0"),
+        ({"capability": (12, 0)}, "9.0"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"mask": "blocks"}, "no masks"),
+        ({"head_dim": 32, "v_head_dim": 32}, "both"),
+        ({"head_dim": 64}, "both"),
+        ({"v_head_dim": 100}, "multiples of 8"),
+        ({"batch": 2**18}, "rows"),
+    ],
+    ids=str,
+)
+def test_serves_what_it_can_read(can_compile, changes, reason):
+    with fused_backward_measured():
+        found = HopperFusedBackward().unsupported(request(**changes))
+    assert reason in found and bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize("missing", ["int8_backward.cu", "backward_operands.cu"])
+def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
+    monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
+    assert HopperFusedBackward().unsupported(request()) == f"no {missing}"
+
+
+@pytest.mark.parametrize(("ours", "chosen"), [(None, False), (50.0, True), (200.0, False)])
+def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monkeypatch, ours, chosen):
+    """The other one takes 100 µs."""
+    times = {"int8_backward_hopper": 100.0, "int8_backward_fused": ours}
+
+    class Curve:
+        def __init__(self, fixed):
+            self.us = lambda sizes: fixed
+
+    class Table:
+        def curve(self, runner, *kind):
+            name = runner.removesuffix(cost_model.TRAINING).split(", ")[-1]
+            return None if times[name] is None else Curve(times[name])
+
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table())
+    assert HopperFusedBackward().unsupported(request()) == ("" if chosen else NOT_FASTER)
+
+
+def test_serves_the_recipes_with_gradients_in_16_bit():
+    served = [name for name, recipe in RECIPES.items() if HopperFusedBackward().serves(recipe)]
+    assert served == ["sage_bwd"]
+
+
+@pytest.mark.parametrize(("is_fixed", "padded", "is_causal"), product((False, True), repeat=3))
+def test_all_kernels_are_compiled_beforehand_and_the_call_only_allocates_and_launches(
+    monkeypatch, is_fixed, padded, is_causal
+):
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_fixed)
+    x = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    recipe = RECIPES["sage_bwd"]
+    tensors = [x, x, x, *empty_saved(Call(x, x, x, recipe), torch.empty(1, 2, 192))]
+    for compiles_only in (True, False):
+        with trace.tracing(compiles_only=compiles_only) as traced:
+            valid = traced.stand_in(torch.arange(192)[None] < 150) if padded else None
+            gradient, value, output, *saved = map(traced.stand_in, tensors)
+            call = BackwardCall(gradient, value, output, Saved(*saved), 64, recipe, Mask.of_keys(valid), is_causal)
+            int8_backward.backward(call)
+        launched = traced.compilations if compiles_only else traced.steps
+        assert len(launched) == 4 + padded

@@ -1,0 +1,132 @@
+"""The low-bit KV cache's specification: what it stores, how far from K and V, and what it attends to."""
+
+import pytest
+import torch
+
+from sage_kernels import kv_cache
+from sage_kernels.reference import kv_cache as reference
+from sage_kernels.spec.kv_cache import FORMATS, SINKS, WINDOW, KVCache, get_format
+
+
+def draw(tokens: int = 300, head_dim: int = 64, batch: int = 2):
+    torch.manual_seed(tokens + head_dim)
+    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
+    query = torch.randn(batch, 4, tokens, head_dim) / loud.sqrt()
+    key = torch.randn(batch, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
+    return query, key, torch.randn(batch, 2, tokens, head_dim) * 40
+
+
+def fill(format: str, query, key, value, valid=None, step: int | None = None) -> KVCache:
+    cache = KVCache(get_format(format), key)
+    step = key.shape[2] if step is None else step
+    for start in range(0, key.shape[2], step):
+        part = slice(start, start + step)
+        kv_cache.store(cache, query[:, :, part], key[:, :, part], value[:, :, part], valid)
+        valid = None
+    return cache
+
+
+def exact(query, key, value, valid=None):
+    """Attention of the last queries, causal, in float64."""
+    key, value = (x.double().repeat_interleave(2, 1) for x in (key, value))
+    column = torch.arange(key.shape[2])
+    allowed = column <= column[-query.shape[2] :, None]
+    if valid is not None:
+        allowed = allowed & valid[:, None, None]
+    scores = (query.double() @ key.mT * query.shape[3] ** -0.5).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("format", FORMATS)
+def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_step(format, head_dim):
+    query, key, value = draw(head_dim=head_dim)
+    cache = fill(format, query, key, value)
+    for which, found, x in zip(("key", "value"), reference.whole(cache, torch.float64), (key, value), strict=True):
+        rows = reference.transform_key(cache, x) if which == "key" else reference.transform_value(cache, x)
+        error = (found - x.double()).norm(dim=-1)
+        factor = cache.equalizer.amax(-1) if which == "key" else cache.value_unit
+        largest = rows.abs().amax(-1).double() * factor[:, :, None]
+        in_16_bits = [*range(SINKS), *range(300 - WINDOW, 300)]
+        few = [*range(SINKS, 300 - WINDOW)]
+        # A rotation keeps norms: each of the channels is off by half a unit in the last of 11 bits of the largest, ...
+        assert (error[..., in_16_bits] <= largest[..., in_16_bits] * 2**-11 * cache.channels**0.5).all()
+        # ... or by half a step: of 2^bits - 1 from -largest to largest; e2m1's largest step is a third of its range.
+        step = 1 / 3 if format == "nvfp4" else 2 / (2 ** FORMATS[format].bits - 1)
+        bound = (step / 2 * 1.07 + 2**-10) * cache.channels**0.5  # 1.07: a scale in e4m3 has 4 bits
+        assert (error[..., few] <= largest[..., few] * bound).all()
+        assert (error[..., few] > 0).any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
+    query, key, value = draw()
+    cache = fill(format, query[:, :, :100], key[:, :, :100], value[:, :, :100])
+    other = fill(format, query[:, :, :100], key[:, :, :100], value[:, :, :100])
+    for start in range(100, 300):
+        kv_cache.store(cache, None, key[:, :, start : start + 1], value[:, :, start : start + 1])
+    kv_cache.store(other, None, key[:, :, 100:], value[:, :, 100:])
+    assert (cache.length, cache.coded) == (other.length, other.coded) == (300, 236)
+    for one, two in zip(reference.whole(cache), reference.whole(other), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
+    query, key, value = draw()
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    valid[0, :17] = valid[1, 120:130] = False
+    cache = fill(format, query[:, :, :290], key[:, :, :290], value[:, :, :290], valid[:, :290])
+    last = [x[:, :, 290:] for x in (query, key, value)]
+    output, kernel, _ = kv_cache.decode(cache, *last, valid, 64**-0.5)
+    assert kernel == "reference (emulated)"
+    assert cache.start.tolist() == [17, 0]
+    expected = exact(last[0], *reference.whole(cache, torch.float64), valid)
+    assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4 * value.abs().max().item())
+
+
+def test_rows_without_a_key_are_zero():
+    query, key, value = draw(70)
+    cache = fill("int4", query[:, :, :69], key[:, :, :69], value[:, :, :69])
+    output, _, _ = kv_cache.decode(
+        cache, *(x[:, :, 69:] for x in (query, key, value)), torch.zeros(2, 70, dtype=torch.bool), 0.125
+    )
+    assert (output == 0).all()
+
+
+@pytest.mark.parametrize("removed", [1, 40, 64, 150, 299])
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
+    query, key, value = draw(300)
+    cache = fill("int8", query, key, value, step=50)
+    cache.crop(300 - removed)
+    kept = 300 - removed
+    again = [x[:, :, kept : kept + 1] for x in (key, value)]
+    kv_cache.store(cache, None, *again)
+    for found, x in zip(reference.whole(cache), (key, value), strict=True):
+        error = (found - x[:, :, : kept + 1]).norm(dim=-1) / x[:, :, : kept + 1].norm(dim=-1)
+        assert error.max() < 0.02
+        assert error[..., -1].max() < 0.002  # in 16 bits
+    assert cache.coded >= kept + 1 - WINDOW or removed <= WINDOW
+
+
+def test_sequences_are_selected_repeated_and_dropped():
+    query, key, value = draw(200)
+    cache = fill("nvfp4", query, key, value)
+    before = reference.whole(cache)
+    cache.select(torch.tensor([1, 1, 0]))
+    for one, two in zip(before, reference.whole(cache), strict=True):
+        assert torch.equal(one[[1, 1, 0]], two)
+
+
+def test_few_bits_take_few_bytes():
+    query, key, value = draw(4096, head_dim=128, batch=1)
+    sixteen = 2 * 2 * key.numel()
+    for format, ratio in (("int8", 1.7), ("int4", 3.0), ("nvfp4", 2.9)):
+        assert fill(format, query, key, value).bytes * ratio < sixteen
+
+
+def test_what_is_not_supported_is_refused_with_its_value():
+    with pytest.raises(ValueError, match="'int3' is not one of int8, int4, nvfp4"):
+        get_format("int3")
+    with pytest.raises(ValueError, match=r"head_dim 256 is not supported \(64…128\)"):
+        KVCache(get_format("int4"), torch.zeros(1, 1, 1, 256))
