@@ -71,7 +71,7 @@ def attend_recent_keys(
         exists = (row < q_len) & (column >= FIRST) & (column < kv_len)
         source = column
         if LATE > 0:
-            source = FIRST + tail_source(tl.maximum(column - FIRST, 0), late, FIRST, LATE)
+            source = FIRST + tail_source(tl.maximum(column - FIRST, 0), late, 0, FIRST, LATE)
         key_token = (kv_start + source).to(tl.int64)[:, None]
         x = -mean_score
         for first in tl.range(0, CHANNELS, WIDTH, num_stages=1):

@@ -5,14 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
-def tail_source(token, chosen, FIRST: tl.constexpr, PLACES: tl.constexpr):
+def tail_source(token, chosen, pair, FIRST: tl.constexpr, PLACES: tl.constexpr):
     """Return where tokens of the tail lie, which is behind FIRST tokens and counts from there.
 
     In place of a token that is heavy the tail has the one that gave way to it: of the FIRST tokens the last PLACES may.
-    `chosen` points to the heavy tokens of the (batch, kv head), one for each place.
+    `chosen` points to the heavy tokens of all (batch, kv head) pairs, one for each place.
     """
-    place = token % PLACES
-    return tl.where(tl.load(chosen + place) == token + FIRST, place - PLACES, token)
+    if PLACES > 0:
+        chosen += tl.cast(pair, tl.int64) * PLACES
+        place = token % PLACES
+        return tl.where(tl.load(chosen + place) == token + FIRST, place - PLACES, token)
+    else:
+        return token
 
 
 @triton.jit

@@ -166,16 +166,11 @@ def smooth_q_scores_of_means(
     position = tl.arange(0, BLOCK_N)
     token = position // 32 * 32 + position % 32 // 8 * 2 + position % 8 // 2 * 8 + position % 2
     delta += (pair.to(tl.int64) * blocks + block)[:, None] * columns + position[None, :]
-    if PLACES > 0:
-        chosen += (batch * kv_heads + kv_head) * PLACES
     for tile in tl.range(0, tiles):
         column = first_column + tile * BLOCK_N
-        source = column + token
-        if PLACES > 0:
-            source = tail_source(column + token, chosen, FIRST, PLACES)
         k, counts = load_tokens(
             key, valid, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
-            source=source,
+            source=tail_source(column + token, chosen, batch * kv_heads + kv_head, FIRST, PLACES),
         )  # fmt: skip
         if SPLIT:
             keys = tl.trans(k.to(key.dtype.element_ty))

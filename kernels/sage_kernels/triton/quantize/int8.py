@@ -311,12 +311,9 @@ def quantize_key_int8(
             mean = tl.reshape(rotate((mean * inverse_factor)[None, :], CHANNELS, SIGN_BITS), (CHANNELS,))
         for tile in range(count):
             token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-            source = token
-            if PLACES > 0:
-                source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
             x, counts = load_tokens(
                 base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID,
-                source=source,
+                source=tail_source(token, chosen, pair, FIRST, PLACES),
             )  # fmt: skip
             if matrix is not None:
                 x = tl.dot(x.to(rotation.dtype), rotation) * CHANNELS**-0.5

@@ -379,12 +379,9 @@ def quantize_tokens_nvfp4(
     if HAS_VALID:
         valid += batch * valid_stride
     token_of_sequence = block * BLOCK_ROWS + token
-    source = token_of_sequence
-    if PLACES > 0:
-        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
     tile, counts = load_tokens(
         x, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
-        source=source,
+        source=tail_source(token_of_sequence, chosen, pair, FIRST, PLACES),
     )  # fmt: skip
     kv_pair = batch * (heads // group) + head // group
     key_mean += kv_pair * key_mean_channels + channel
@@ -474,12 +471,9 @@ def quantize_value_nvfp4(
     if HAS_VALID:
         valid += batch * valid_stride
     token_of_sequence = block * BLOCK_ROWS + token
-    source = token_of_sequence
-    if PLACES > 0:
-        source = tail_source(token_of_sequence, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
     tile, counts = load_tokens(
         value, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
-        source=source,
+        source=tail_source(token_of_sequence, chosen, pair, FIRST, PLACES),
     )  # fmt: skip
     head_index = batch * kv_heads + head
     if SMOOTH:

@@ -61,17 +61,14 @@ def quantize_value(
     shape = (sequences.rows, channels) if pv == "fp16" else (channels, sequences.rows)
     values = value.new_empty((operand_batch, kv_heads, *shape), dtype=VALUE_DTYPES[pv])
     scale = value.new_empty((batch, kv_heads, channels), dtype=torch.float32)
-    kernel, amax = quantize_value_8bit, statistics.value_amax
-    if pv == "fp16":
-        kernel, amax = quantize_value_fp16, statistics.value_tensor_amax
     launch(
-        kernel,
+        quantize_value_block,
         (sequences.blocks * batch * kv_heads, ceil_div(channels, CHUNK)),
         value=value,
         values=values,
         scale=scale,
         value_mean=statistics.value_mean,
-        value_amax=amax,
+        value_amax=statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
         chosen=statistics.chosen,
         valid=valid,
         ranges=sequences.ranges,
@@ -95,7 +92,7 @@ def quantize_value(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def quantize_value_8bit(
+def quantize_value_block(
     value,
     values,
     scale,
@@ -122,40 +119,45 @@ def quantize_value_8bit(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Quantise 128 tokens and CHUNK channels of one (batch, kv head) to 8 bits."""
+    """Quantise 128 tokens and CHUNK channels of one (batch, kv head)."""
+    IN_8_BITS: tl.constexpr = values.dtype.element_ty != tl.float16
     block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     channel_index = pair.to(tl.int64) * CHANNELS + channel
-    channel_scale = tl.load(value_amax + channel_index) * (
-        ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH
-    )
+    if IN_8_BITS:
+        channel_scale = tl.load(value_amax + channel_index) * (
+            ONE_127TH if values.dtype.element_ty == tl.int8 else ONE_448TH
+        )
+    else:
+        exponent = headroom_exponent(tl.load(value_amax + pair))
+        channel_scale = tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent)
     if block == 0:
         tl.store(scale + channel_index, channel_scale)
     if block * BLOCK_ROWS < length:
         position = tl.arange(0, BLOCK_ROWS)
-        token = block * BLOCK_ROWS + operand_token(position)
+        token = block * BLOCK_ROWS + (operand_token(position) if IN_8_BITS else position)
         base = value + batch * stride_batch + head * stride_head
         if HAS_VALID:
             valid += batch * valid_stride
-        source = token
-        if PLACES > 0:
-            source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
         x, counts = load_tokens(
             base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
-            source=source,
+            source=tail_source(token, chosen, pair, FIRST, PLACES),
         )  # fmt: skip
         x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
-        inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
-        x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
-        row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
-        first = tl.multiple_of(operand_start, BLOCK_ROWS) + block * BLOCK_ROWS
-        into = values + row[:, None] * rows + (first + position)[None, :]
-        if values.dtype.element_ty == tl.int8:
-            tl.store(into, tl.trans(round_to_int8(x)))
+        if IN_8_BITS:
+            inverse = tl.div_rn(tl.full(channel_scale.shape, 1.0, tl.float32), channel_scale)
+            x = x * tl.where(channel_scale < SMALLEST_SCALE, 0.0, inverse)[None, :]
+            row = operand_row(batch, head, kv_heads, CHANNELS, 0, PACKED) + channel
+            first = tl.multiple_of(operand_start, BLOCK_ROWS) + block * BLOCK_ROWS
+            into = values + row[:, None] * rows + (first + position)[None, :]
+            codes = round_to_int8(x) if values.dtype.element_ty == tl.int8 else round_keeping_sums(x)
+            tl.store(into, tl.trans(codes))
         else:
-            tl.store(into, tl.trans(round_keeping_sums(x)))
+            row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
+            into = values + row[:, None] * CHANNELS + channel[None, :]
+            tl.store(into, (x * exp2_of_integer(-exponent)).to(tl.float16))
 
 
 @triton.jit
@@ -166,61 +168,6 @@ def round_keeping_sums(x):
     move = tl.minimum(tl.abs(total) * ONE_128TH, tl.abs(x) * MAX_MOVE)
     # Multiply instead of negating: Triton 3.6 negates by subtracting from 0, which loses the sign of a zero.
     return (x + move * tl.where(total < 0, -1.0, 1.0)).to(tl.float8e4nv)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def quantize_value_fp16(
-    value,
-    values,
-    scale,
-    value_mean,
-    value_amax,
-    chosen,
-    valid,
-    ranges,
-    tokens,
-    blocks,
-    kv_heads,
-    v_head_dim,
-    rows,
-    stride_batch,
-    stride_head,
-    stride_token,
-    stride_channel,
-    valid_stride,
-    CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FIRST: tl.constexpr,
-    PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
-    PACKED: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Quantise 128 tokens and CHUNK channels of one (batch, kv head) to float16."""
-    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
-    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    channel_index = pair.to(tl.int64) * CHANNELS + channel
-    exponent = headroom_exponent(tl.load(value_amax + pair))
-    if block == 0:
-        tl.store(scale + channel_index, tl.zeros(channel.shape, tl.float32) + exp2_of_integer(exponent))
-    if block * BLOCK_ROWS < length:
-        token = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        base = value + batch * stride_batch + head * stride_head
-        if HAS_VALID:
-            valid += batch * valid_stride
-        source = token
-        if PLACES > 0:
-            source = tail_source(token, chosen + pair.to(tl.int64) * PLACES, FIRST, PLACES)
-        x, counts = load_tokens(
-            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
-            source=source,
-        )  # fmt: skip
-        x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)
-        row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
-        into = values + row[:, None] * CHANNELS + channel[None, :]
-        tl.store(into, (x * exp2_of_integer(-exponent)).to(tl.float16))
 
 
 @triton.jit
