@@ -166,7 +166,10 @@ def main() -> None:
         start = time.perf_counter()
         print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
         return
-    rows = []
+    found = facts(torch.device("cuda"))
+    name = found["gpu"].lower().replace(" ", "-")
+    name = next((f"nvidia-{short}" for short in ("h100", "h200") if short in name), name)
+    path, rows = args.output / f"{name}-kv_cache.json", []
     for heads in HEADS:
         for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
             shape = Shape(batch, tokens, heads, "cuda")
@@ -178,15 +181,12 @@ def main() -> None:
                     if provider == "sage_hf":
                         row["kernel"] = steps[0]()[1]
                     rows.append({**row, "ms": milliseconds(steps)})
+                    path.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
                     print(rows[-1], flush=True)
                 except Exception as error:
                     print(f"left out: {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 steps = []
                 torch.cuda.empty_cache()
-    found = facts(torch.device("cuda"))
-    name = found["gpu"].lower().replace(" ", "-")
-    name = next((f"nvidia-{short}" for short in ("h100", "h200") if short in name), name)
-    (args.output / f"{name}-kv_cache.json").write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
