@@ -12,7 +12,7 @@ from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the 
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, registry, run
 from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Schedule, Weights
+from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import routing, select, set_routing
@@ -132,6 +132,16 @@ def test_a_head_dim_has_the_narrowest_curve_that_is_for_it_and_none_beyond_those
     table = Table("a GPU", H200, {}, (wide, narrow))
     found = [table.curve("flash", "none", False, head_dim) for head_dim in (32, 40, 72, 128, 136, 264)]
     assert found == [None, wide, narrow, narrow, wide, None]
+
+
+@pytest.mark.parametrize("order", ["waves", "queue", "split"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_without_queries_or_keys_have_a_cost(order, causal):
+    schedule = Schedule(rows=128, keys=64, slots=132, order=order, packs=False, widths=(128,))
+    weights = Weights(launch=1.0, tile=1.0)
+    for sizes in itertools.product((0, 63), repeat=2):
+        us = Curve(RUNNER, "none", causal, (1, 128), schedule, weights).us(Sizes(2, 4, 2, *sizes, 64))
+        assert 1.0 <= us < 10.0
 
 
 def test_a_table_reads_back_as_written(tmp_path):

@@ -98,7 +98,8 @@ def work(sizes: Sizes, causal: bool, schedule: Schedule) -> Weights:
     rounds = float(math.ceil(load)) if schedule.order == "waves" else max(1.0, load)
     if causal:
         # A row sees half of the last q_len keys and all before them; the longest rows are worked through first.
-        seen -= (min(sizes.q_len, sizes.kv_len) - min(schedule.rows / group, sizes.q_len)) / (2.0 * sizes.kv_len)
+        unseen = (min(sizes.q_len, sizes.kv_len) - min(schedule.rows / group, sizes.q_len)) / 2.0
+        seen -= unseen / max(sizes.kv_len, 1)
     if schedule.order == "split":
         worked = max(1.0, load * tiles * seen)
     else:
