@@ -1,0 +1,70 @@
+"""Tables of what low-bit attention changes in trained language models (`trained_models`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sage_hf.bench.providers import PROVIDERS
+from sage_hf.text import markdown_table
+
+LABELS = {one.name: one.label for one in PROVIDERS if not one.ours} | {
+    "exact": "exact",
+    "sdpa_fa2": "exact, by FA2",
+    "cudnn": "exact, by cuDNN",
+}
+"""Names of attentions that are no recipes."""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the tables of a result: perplexity, and what is found and answered."""
+    return "\n\n".join((perplexity_markdown(result["rows"]), found_markdown(result["needles"], result["answers"])))
+
+
+def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the changes of predictions, a line for each model, length and attention that could be measured.
+
+    The error behind ± is the standard error over tokens.
+    """
+    lines = [
+        [
+            row["model"],
+            f"{row['tokens']:,}",
+            str(row["samples"]),
+            _label(row["recipe"]),
+            f"{_percent(row['ppl_change'], '+')} ± {_percent(row['standard_error'])}",
+            f"{row['kl']:.4f}",
+            f"{row['same_top']:.3f}",
+        ]
+        for row in rows
+        if "unavailable" not in row
+    ]
+    return markdown_table(["model", "tokens", "texts", "attention", "perplexity", "KL", "same top token"], lines)
+
+
+def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the facts that are found at all depths, and of the answers' tokens that stay.
+
+    Of an answer, the tokens before the first that differs from the answer with exact attention are those that stay.
+    """
+    lengths = sorted({row["tokens"] for row in needles})
+    lines = []
+    for model, recipe in dict.fromkeys((row["model"], row["recipe"]) for row in (*needles, *answers)):
+        cells = []
+        for tokens in lengths:
+            found = [row for row in needles if (row["model"], row["recipe"], row["tokens"]) == (model, recipe, tokens)]
+            counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in found]
+            cells += [f"{one} of {every}" for one, every in counts] or ["–"]
+        given = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
+        kept = f"{sum(row['same_beginning'] for row in given)} of {sum(row['tokens'] for row in given)}"
+        lines.append([model, _label(recipe), *cells, kept if given else "–"])
+    header = ["model", "attention", *(f"facts found in {tokens:,} tokens" for tokens in lengths), "greedy tokens kept"]
+    return markdown_table(header, lines)
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, f"`{name}`")
+
+
+def _percent(fraction: float, sign: str = "") -> str:
+    return f"{100 * fraction:{sign}.2f} %"
