@@ -65,7 +65,7 @@ class RoundedLayer(DynamicLayer):
 
 
 def smoothing_factor(key: Tensor) -> Tensor:
-    """Return what SmoothAttention divides K's channels by: (batch, kv_heads, 1, head_dim).
+    """Return the divisor of K in SmoothAttention, (batch, kv_heads, 1, head_dim).
 
     A channel and that half of head_dim from it, which the rotary embedding mixes, have the same.
     """

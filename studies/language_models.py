@@ -56,7 +56,13 @@ def check_head(model: Any) -> None:
 
 @torch.no_grad()
 def hidden_states(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    """Return what the output head reads, (tokens, hidden size), of ids (1, tokens) or of embeddings without a cache."""
+    """Return the input of the output head, (tokens, hidden size), for ids (1, tokens).
+
+    Args:
+        model: the model.
+        ids: int64.
+        options: keywords for the model; it uses no cache unless these say so.
+    """
     return model.base_model(ids, **({"use_cache": False} | options)).last_hidden_state[0]
 
 

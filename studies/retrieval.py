@@ -54,7 +54,7 @@ class Haystack:
         results = {}
         for depth, start, stop in self.answers:
             predicted = head(hidden[start - 1 : stop - 1]).argmax(-1)
-            results[depth] = bool((predicted == self.ids[0, start:stop]).all())
+            results[depth] = predicted.tolist() == self.ids[0, start:stop].tolist()
         return dict(sorted(results.items()))
 
 

@@ -14,6 +14,8 @@ LABELS = {one.name: one.label for one in PROVIDERS if not one.ours} | {
     "cudnn": "exact, by cuDNN",
 }
 """Names of attentions that are no recipes."""
+PREDICTIONS = ("change of perplexity", "KL", "same top token")
+"""Columns of `language_models.Differences`."""
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -32,14 +34,12 @@ def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['tokens']:,}",
             str(row["samples"]),
             _label(row["recipe"]),
-            f"{_percent(row['ppl_change'], '+')} ± {_percent(row['standard_error'])}",
-            f"{row['kl']:.4f}",
-            f"{row['same_top']:.3f}",
+            *_predictions(row),
         ]
         for row in rows
         if "unavailable" not in row
     ]
-    return markdown_table(["model", "tokens", "texts", "attention", "perplexity", "KL", "same top token"], lines)
+    return markdown_table(["model", "tokens", "texts", "attention", *PREDICTIONS], lines)
 
 
 def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> str:
@@ -56,10 +56,40 @@ def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str
             counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in found]
             cells += [f"{one} of {every}" for one, every in counts] or ["–"]
         given = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
-        kept = f"{sum(row['same_beginning'] for row in given)} of {sum(row['tokens'] for row in given)}"
-        lines.append([model, _label(recipe), *cells, kept if given else "–"])
+        lines.append([model, _label(recipe), *cells, _kept(given)])
     header = ["model", "attention", *(f"facts found in {tokens:,} tokens" for tokens in lengths), "greedy tokens kept"]
     return markdown_table(header, lines)
+
+
+def cache_markdown(result: dict[str, Any]) -> str:
+    """Return a table of predictions through each KV cache: of a text, and of facts and greedy answers."""
+    lines = []
+    for row in result["rows"]:
+        found, given = (
+            [one for one in result[table] if all(one.get(key, row[key]) == row[key] for key in keys)]
+            for table, keys in (("needles", ("model", "tokens", "format")), ("answers", ("model", "format")))
+        )
+        lines.append(
+            [
+                row["model"],
+                f"{row['tokens']:,}",
+                row["format"],
+                *_predictions(row),
+                ", ".join(f"{sum(one['found'].values())} of {one['of'] * len(one['found'])}" for one in found),
+                _kept(given),
+            ]
+        )
+    return markdown_table(["model", "tokens", "cache", *PREDICTIONS, "facts found", "greedy tokens kept"], lines)
+
+
+def _predictions(row: dict[str, Any]) -> list[str]:
+    change = f"{_percent(row['ppl_change'], '+')} ± {_percent(row['standard_error'])}"
+    return [change, f"{row['kl']:.4f}", f"{row['same_top']:.3f}"]
+
+
+def _kept(answers: Sequence[dict[str, Any]]) -> str:
+    kept = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
+    return kept if answers else "–"
 
 
 def _label(name: str) -> str:
