@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sage_hf import record
+from sage_hf.explain import explain
+
 HEAD_TOKENS = 512
 """Tokens whose logits are in memory at once."""
 
@@ -52,6 +55,19 @@ def check_head(model: Any) -> None:
     logits = model(ids, use_cache=False).logits[0].float()
     if not torch.allclose(Head(model)(hidden_states(model, ids)), logits, rtol=2**-6, atol=2**-6 * logits.std().item()):
         raise ValueError(f"{type(model).__name__}: its logits are no linear function of its hidden states")
+
+
+def use_recipe(model: Any, name: str) -> None:
+    """Let a model run a recipe in its own numerics, native or emulated; "exact" is transformers' own attention."""
+    record.clear()
+    model.set_attn_implementation("sdpa" if name == "exact" else f"{name}_emulate")
+
+
+def check_recipe(model: Any, name: str) -> None:
+    """Raise RuntimeError if the model has run something else since `use_recipe`."""
+    ran = {row.recipe for row in explain(model).rows if row.calls}
+    if name != "exact" and ran != {name}:
+        raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran)) or 'nothing of ours'} ran")
 
 
 @torch.no_grad()

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from greedy_answers import answer, prompts, same_beginning
-from language_models import Differences, Head, hidden_states, read_model, read_tokens
+from kept_results import Results
+from language_models import Differences, Head, check_recipe, hidden_states, read_model, read_tokens, use_recipe
 from retrieval import FACTS, hide
 from torch import Tensor, nn
 from trained_models_table import markdown
@@ -36,7 +37,7 @@ from sage_hf import record
 from sage_hf.app.peaks import find_peaks
 from sage_hf.bench import cases, results
 from sage_hf.bench.providers import PROVIDERS, Provider
-from sage_hf.explain import explain
+from sage_kernels.dispatch.select import set_routing
 
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
 EXACT = "exact"
@@ -50,40 +51,12 @@ TURNS = 2
 TABLES = ("rows", "needles", "answers", "sinks")
 
 
-class Results:
-    """The tables of a JSON file, and the keys of the rows that need not be measured again."""
-
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        """Keep the tables of a run with the same facts but the date."""
-        before = results.read(path) or {}
-        same = all(before.get(name) == value for name, value in facts.items() if name != "date")
-        self.path = path
-        self.result = facts | {name: before.get(name, []) if same else [] for name in TABLES}
-
-    def has(self, table: str, **key: Any) -> bool:
-        """Return whether a table has a row with this key."""
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.result[table])
-
-    def add(self, table: str, *rows: dict[str, Any]) -> None:
-        """Add rows, write the file, and print the rows."""
-        self.result[table] += rows
-        results.write(self.path, self.result)
-        for row in rows:
-            print(table, row, flush=True)
-
-
 def use(model: Any, name: str) -> None:
     """Let a model run exact attention, a recipe in its own numerics, or another provider's kernel."""
-    record.clear()
-    ours = "sdpa" if name == EXACT else f"{name}_emulate"
-    model.set_attn_implementation(register(OTHERS[name]) if name in OTHERS else ours)
-
-
-def check_recipe(model: Any, name: str) -> None:
-    """Raise RuntimeError if a recipe was asked for, and something else ran."""
-    ran = {row.recipe for row in explain(model).rows if row.calls}
-    if name in RECIPES and ran != {name}:
-        raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran))} ran")
+    if name in OTHERS:
+        model.set_attn_implementation(register(OTHERS[name]))
+    else:
+        use_recipe(model, name)
 
 
 def register(provider: Provider) -> str:
@@ -150,7 +123,8 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
         for part, truth in zip(parts, exact, strict=True):
             found = hidden_states(model, part)
             differences.add(head, truth[:-1], found[:-1], part[0, 1:])
-        check_recipe(model, name)
+        if name not in OTHERS:
+            check_recipe(model, name)
     except Exception as error:  # Another provider may fail in any way: its row says how.
         if name not in OTHERS:
             raise
@@ -266,11 +240,12 @@ def main() -> None:
     start = time.monotonic()
     if args.threads:
         torch.set_num_threads(args.threads)
+    set_routing(False)  # exact attention would take the place of recipes where it is faster
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = args.attention or [EXACT, *RECIPES, *(OTHERS if device.type == "cuda" else ())]
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)
-    stored = Results(results.path_of(args.output, facts, "trained_models"), facts)
+    stored = Results(results.path_of(args.output, facts, "trained_models"), facts, TABLES)
     longest = model.config.get_text_config().max_position_embeddings
     lengths = [tokens for tokens in sorted(args.tokens) if tokens <= longest]
     text = read_tokens(tokenizer, args.texts).to(device)

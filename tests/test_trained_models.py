@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import finetune_then_fp4
 import kv_cache_perplexity
 import pages
 import pytest
@@ -15,7 +17,8 @@ import retrieval
 import torch
 import trained_models
 import trained_models_table
-from language_models import Differences, Head, check_head
+from kept_results import Results
+from language_models import Differences, Head, check_head, check_recipe, use_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +106,7 @@ def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch):
     text = torch.randint(0, 200, (600,), generator=torch.Generator().manual_seed(0))
 
     def steps(facts):
-        stored = trained_models.Results(path, facts)
+        stored = Results(path, facts, trained_models.TABLES)
         run = trained_models.Run("tiny", model, Words(), text, stored)
         return list(run.steps([150], 2, ["exact", "sage2", "sdpa_fa2"]))
 
@@ -120,10 +123,15 @@ def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch):
 
 
 def test_something_else_than_the_recipe_is_no_result(model):
-    trained_models.use(model, "exact")
+    use_recipe(model, "sage2")
     model(torch.arange(1, 150)[None])
-    with pytest.raises(RuntimeError, match="asked for sage2"):
-        trained_models.check_recipe(model, "sage2")
+    check_recipe(model, "sage2")
+    with pytest.raises(RuntimeError, match="asked for sage3, but sage2 ran"):
+        check_recipe(model, "sage3")
+    use_recipe(model, "exact")
+    model(torch.arange(1, 150)[None])
+    with pytest.raises(RuntimeError, match="nothing of ours"):
+        check_recipe(model, "sage2")
 
 
 def test_kept_tokens_of_an_answer_end_at_the_first_other_one():
@@ -147,6 +155,21 @@ def test_other_4_bit_caches_round_as_described():
         others = [channel for channel in range(64) if channel not in (3, 35)]
         errors[smooth] = (whole - key)[..., others].square().mean().item()
     assert 0 < errors[True] < 0.5 * errors[False]
+
+
+def test_answers_are_right_if_all_of_their_tokens_are_predicted():
+    """Not those that begin among the first tokens, nor one that the end of the text cuts."""
+    ids, labels = finetune_then_fp4.texts(Words(), random.Random(0), 3)
+    assert ids.shape == labels.shape == (3, finetune_then_fp4.TOKENS)
+    answers = labels != finetune_then_fp4.IGNORED
+    assert torch.equal(ids[answers], labels[answers]) and 0.02 < answers.float().mean() < 0.2
+    assert finetune_then_fp4.share_right(ids, labels) == 1
+    places = answers[0].nonzero()[:, 0].tolist()
+    scored = [place for place in places if finetune_then_fp4.UNSCORED <= place < finetune_then_fp4.TOKENS - 1]
+    wrong = ids.clone()
+    wrong[0, [places[0], scored[0]]] += 1
+    total = sum(int(row[finetune_then_fp4.UNSCORED : -1].sum()) for row in answers)
+    assert finetune_then_fp4.share_right(wrong, labels) == 1 - 1 / total
 
 
 @pytest.mark.parametrize("path", sorted(pages.RESULTS.glob("*-trained_models.json")), ids=lambda path: path.stem)
