@@ -83,6 +83,7 @@ import output_errors  # noqa: E402
 import peaked_errors as peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import sparse_quality_table  # noqa: E402
+import trained_models_table  # noqa: E402
 import training_report  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -362,6 +363,25 @@ def peaked_models_errors() -> str:
     )
 
 
+def language_models() -> str:
+    """Return tables of the predictions of trained language models, on each device that measured them."""
+    paths = sorted(RESULTS.glob("*-trained_models.json"))
+    parts = []
+    for result in map(read_result, (path.stem for path in paths)):
+        where = "On a CPU, in float32, all recipes emulated:"
+        if result["capability"]:
+            where = f"On one {result['gpu']}, in bfloat16:"
+        parts += [where, trained_models_table.markdown(result)]
+    return "\n\n".join((*parts, sources(*(path.stem for path in paths))))
+
+
+def kv_accuracy() -> str:
+    """Return tables of the predictions of trained language models through a low-bit KV cache, likewise."""
+    paths = sorted(RESULTS.glob("*-kv_cache_perplexity.json"))
+    tables_of_devices = [trained_models_table.cache_markdown(read_result(path.stem)) for path in paths]
+    return "\n\n".join((*tables_of_devices, sources(*(path.stem for path in paths))))
+
+
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
     return gradients.summary(read_result("cpu-gradient_table")["rows"])
@@ -428,6 +448,8 @@ python studies/output_errors.py --video examples/tiny_video     # the output's; 
 python studies/gradient_errors.py --video examples/tiny_video   # the gradients'; likewise
 python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
 python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
+python studies/trained_models.py MODEL TEXT --output {BENCHMARKS}/results           # language models' predictions
+python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results      # through a low-bit KV cache
 ```"""
 
 
@@ -468,6 +490,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
+    "language-models": language_models,
+    "kv-accuracy": kv_accuracy,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,
