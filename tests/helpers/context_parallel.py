@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import diffusers
 import torch
@@ -25,8 +23,6 @@ from diffusers import ContextParallelConfig
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
-from sage_kernels.dispatch.select import select
-from sage_kernels.spec.recipe import RECIPES as ALL_RECIPES
 from tests.helpers.families import FAMILIES, Family, Inputs, family, run
 
 ROOT = Path(__file__).parents[2]
@@ -104,12 +100,10 @@ def _build(case: Family, device: torch.device) -> torch.nn.Module:
 
 
 def _inputs(case: Family, degrees: dict[str, Any], device: torch.device) -> Inputs:
-    """Inputs that `degrees` can share: even numbers of tokens, and no mask on a ring."""
+    """Inputs that `degrees` can share: even numbers of tokens."""
     anything = any(name.endswith("anything") for name in degrees)
 
     def shared(name: str, value: Any) -> Any:
-        if "mask" in name and "ring_degree" in degrees:
-            return None
         if isinstance(value, int) and value in ODD_LENGTHS and not anything:
             return value - 1
         if not isinstance(value, torch.Tensor):
@@ -140,11 +134,9 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device)
     model = _build(case, device)
     recipes = RECIPES + MORE_RECIPES.get(case.name, ())
     alone = {}
-    # Each process of a ring has its own first keys: of these small models so few that none are heavy.
-    with without_heavy_keys() if "ring_degree" in degrees else nullcontext():
-        for recipe in recipes:
-            model.set_attention_backend(_backend(recipe))
-            alone[recipe] = _distance(run(model, inputs), reference)
+    for recipe in recipes:
+        model.set_attention_backend(_backend(recipe))
+        alone[recipe] = _distance(run(model, inputs), reference)
     model.enable_parallelism(config=ContextParallelConfig(**degrees))
     wrong = []
     for recipe in recipes:
@@ -155,16 +147,6 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device)
         if not alone[recipe] / 1.5 <= together <= 1.5 * alone[recipe] + rounding:
             wrong.append(f"{recipe}: error {together:.2e}, of one process {alone[recipe]:.2e}")
     return "; ".join(wrong)
-
-
-@contextmanager
-def without_heavy_keys() -> Iterator[None]:
-    """Compute all recipes without heavy keys."""
-    changed = {name: replace(recipe, heavy_keys=0) for name, recipe in ALL_RECIPES.items()}
-    select.cache_clear()
-    with patch.dict(ALL_RECIPES, changed):
-        yield
-    select.cache_clear()
 
 
 def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
