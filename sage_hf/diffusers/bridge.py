@@ -313,7 +313,7 @@ class Shards:
     @property
     def part(self) -> int:
         """Return this process's place among all, by which diffusers splits tokens."""
-        part: int = self._config._flattened_mesh.get_local_rank()
+        part: int = self._config._ring_local_rank * self.ulysses + self.rank
         return part
 
 

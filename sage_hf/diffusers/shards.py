@@ -12,6 +12,7 @@ whatever their number, and every process computes the same for them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -95,46 +96,44 @@ class SplitTokens:
             raise ValueError(f"ulysses_degree {shards.ulysses} is more than the {heads} heads of this attention")
         if key.shape[1] != heads:
             raise ValueError(f"attention across processes has {key.shape[1]} heads of keys: it needs all {heads}")
-        rows = [x.permute(2, 0, 1, 3) for x in (query, key, value)]  # (tokens, batch, heads, head_dim)
-        shared, split = map(list, zip(*(self._cut(x, self._split(x)) for x in rows), strict=True))
-        queries, keys = self._lengths(len(split[0]), len(split[1]), query.device)
-        every_query, every_key = len(shared[0]) + sum(queries), len(shared[1]) + sum(keys)
-        attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, (heads, every_query, every_key), keys)
-        near = shards.near
+        given: Sequence[torch.Tensor] = (query, key, value)
+        cut = [self._cut(x, self.number) for x in given]
+        shared: Sequence[torch.Tensor] = [x for x, _ in cut]
+        split: Sequence[torch.Tensor] = [x for _, x in cut]
+        of_text = [x.shape[2] for x in shared]
+        queries, keys = self._lengths(split[0].shape[2], split[1].shape[2], query.device)
+        every = heads, of_text[0] + sum(queries), of_text[1] + sum(keys)
+        attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, every, keys)
         if shards.ulysses > 1:
             own = _parts(heads, shards.ulysses)[shards.rank]
-            shared = [x[:, :, own] for x in shared]
+            shared = [x[:, own] for x in shared]
             if attn_mask is not None and attn_mask.shape[1] > 1:
                 attn_mask = attn_mask[:, own]
-            beside = shared if shards.ring == 1 else [x[:0] for x in shared]
-            if queries == keys and len(shared[0]) == len(shared[1]):
-                rows = self._exchange(beside, split, queries[near])
+            beside = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
+            if queries == keys and of_text[0] == of_text[1]:
+                given = self._exchange(beside, split, queries[shards.near])
             else:
-                rows = self._exchange(beside[:1], split[:1], queries[near])
-                rows += self._exchange(beside[1:], split[1:], keys[near])
+                query_of_all = self._exchange(beside[:1], split[:1], queries[shards.near])
+                given = *query_of_all, *self._exchange(beside[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
-            if shards.ulysses > 1:
-                split = rows
-                rows = [self._join(shared[0], split[0])]
-            rows[1:] = self._gather(shared[1:], split[1:], keys)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in rows)
-        output = attend(query, key, value, attn_mask=attn_mask, **options)
-        return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[near])
+            query = given[0] if shards.ulysses == 1 else self._join(shared[0], given[0])
+            split = split if shards.ulysses == 1 else given
+            given = query, *self._gather(shared[1:], split[1:], keys)
+        output = attend(*given, attn_mask=attn_mask, **options)
+        return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[shards.near])
 
-    def _split(self, x: torch.Tensor) -> int:
-        """Return the number of tokens of (tokens, ...) that are on this process alone."""
-        return len(x) if self.number is None else self.number
-
-    def _cut(self, x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens on every process and those `number` that are split, of (tokens, ...)."""
-        at = len(x) - number if self.last else number
-        return (x[:at], x[at:]) if self.last else (x[at:], x[:at])
+    def _cut(self, x: torch.Tensor, number: int | None, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens on every process and those `number` that are split; None: all are."""
+        tokens = x.shape[dim]
+        if number is None:
+            return x.narrow(dim, 0, 0), x
+        first = tokens - number if self.last else number
+        before, behind = x.narrow(dim, 0, first), x.narrow(dim, first, tokens - first)
+        return (before, behind) if self.last else (behind, before)
 
     def _join(self, shared: torch.Tensor, split: torch.Tensor) -> torch.Tensor:
-        """Return (tokens, ...) tensors one behind another, in the order of the sequence."""
-        if not len(shared):
-            return split
-        return torch.cat([shared, split] if self.last else [split, shared])
+        """Return (batch, heads, tokens, head_dim) tensors one behind another, in the order of the sequence."""
+        return torch.cat([shared, split] if self.last else [split, shared], dim=2)
 
     def _lengths(self, queries: int, keys: int, device: torch.device) -> tuple[list[int], list[int]]:
         """Return the number of tokens of each process, of queries and of keys."""
@@ -173,58 +172,57 @@ class SplitTokens:
             )
         return mask
 
-    def _room(self, shared: Sequence[torch.Tensor], tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _room(self, shared: Sequence[torch.Tensor], tokens: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return tensors with the tokens on every process and room for others, and this room of all in one.
 
         Args:
-            shared: (tokens, batch, heads, head_dim) each.
+            shared: (batch, heads, tokens, head_dim) each.
             tokens: number of tokens for which there is room.
 
         Returns:
-            (all tokens, batch, heads, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
+            (batch, heads, all tokens, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
         """
-        whole = shared[0].new_empty(len(shared[0]) + tokens, len(shared), *shared[0].shape[1:])
-        beside, room = self._cut(whole, tokens)
-        if len(beside):
-            torch.stack(list(shared), dim=1, out=beside)
-        return list(whole.unbind(1)), room
+        batch, heads, rest, head_dim = shared[0].shape
+        whole = shared[0].new_empty(rest + tokens, len(shared), batch, heads, head_dim)
+        of_each = whole.permute(1, 2, 3, 0, 4)
+        if not rest:
+            return of_each.unbind(), whole
+        torch.stack(list(shared), out=self._cut(of_each, tokens, 3)[0])
+        return of_each.unbind(), self._cut(whole, tokens, 0)[1]
 
     def _exchange(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
-    ) -> list[torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Exchange some tokens of all heads for all tokens of some heads, all tensors at once.
 
         Args:
-            shared: (tokens on every process, batch, heads of this process, head_dim) each.
-            split: (tokens of this process, batch, all heads, head_dim) each.
+            shared: (batch, heads of this process, tokens on every process, head_dim) each.
+            split: (batch, all heads, tokens of this process, head_dim) each.
             lengths: number of tokens of each process.
 
         Returns:
-            (all tokens, batch, heads of this process, head_dim) each.
+            (batch, heads of this process, all tokens, head_dim) each.
         """
-        number, batch, heads, head_dim = split[0].shape
-        whole, room = self._room(shared, sum(lengths))
+        batch, heads, number, head_dim = split[0].shape
+        processes = self.shards.ulysses
         of_head = len(split) * batch * head_dim
-        sent = split[0].new_empty(number * heads * of_head)
-        parts = _parts(heads, self.shards.ulysses)
-        sizes = [number * (part.stop - part.start) * of_head for part in parts]
-        first = heads % self.shards.ulysses  # so many have one head more
-        for some in (slice(first), slice(first, None)):
-            if not parts[some]:
-                continue
-            start, stop = parts[some][0].start, parts[some][-1].stop
-            of_some = sent[number * start * of_head : number * stop * of_head]
-            messages = of_some.view(len(parts[some]), number, len(split), batch, -1, head_dim)
-            for message, x in zip(messages.unbind(2), split, strict=True):
-                message.copy_(x[:, :, start:stop].unflatten(2, (len(messages), -1)).movedim(2, 0))
-        of_token = room.shape[1:].numel()
-        _all_to_all(room, sent, [length * of_token for length in lengths], sizes, self.shards.group)
+        sizes = [number * (part.stop - part.start) * of_head for part in _parts(heads, processes)]
+        share, more = divmod(heads, processes)
+        if not more:
+            sent = _messages(split, processes)
+        else:  # so many processes have one head more
+            first = more * (share + 1)
+            few = _messages([x[:, first:] for x in split], processes - more)
+            sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
+        whole, room = self._room(shared, sum(lengths))
+        of_token = room[0].numel()
+        _all_to_all(room.view(-1), sent, [length * of_token for length in lengths], sizes, self.shards.group)
         return whole
 
     def _gather(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
-    ) -> list[torch.Tensor]:
-        """Return (tokens, batch, heads, head_dim) tensors with the tokens of all processes of a ring, gathered at once.
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (batch, heads, tokens, head_dim) tensors with the tokens of all processes of a ring, gathered at once.
 
         Args:
             shared: the tokens on every process.
@@ -233,7 +231,7 @@ class SplitTokens:
         """
         near = self.shards.ulysses
         lengths = [sum(lengths[at : at + near]) for at in range(0, len(lengths), near)]
-        longest, sent = max(lengths), torch.stack(list(split), dim=1)
+        longest, sent = max(lengths), torch.stack([x.permute(2, 0, 1, 3) for x in split], dim=1)
         whole, room = self._room(shared, sum(lengths))
         if min(lengths) == longest:
             _all_gather(room, sent, self.shards.ring_group)
@@ -246,17 +244,19 @@ class SplitTokens:
 
     def _give_heads_back(self, output: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
         """Return (batch, own heads, tokens, head_dim) as (batch, all heads, tokens of this process, head_dim)."""
-        rows = output.permute(2, 0, 1, 3)
-        of_token, rest = rows.shape[1:].numel(), len(rows) - sum(lengths)
+        batch, own, tokens, head_dim = output.shape
+        rest = tokens - sum(lengths)
+        number = lengths[self.shards.rank] + rest
         if rest:
-            shared, split = self._cut(rows, sum(lengths))
+            shared, split = self._cut(output, sum(lengths))
             order = 1 if self.last else -1
-            rows = torch.cat([x for part in split.split(lengths) for x in (shared, part)[::order]])
-        number, (batch, _, head_dim) = lengths[self.shards.rank] + rest, rows.shape[1:]
+            messages = [x for part in split.split(lengths, dim=2) for x in (shared, part)[::order]]
+            output = torch.cat(messages, dim=2)
+        sent = output.permute(2, 0, 1, 3).contiguous().view(-1)
+        sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
-        received = rows.new_empty(sum(sizes))
-        sent = [(length + rest) * of_token for length in lengths]
-        _all_to_all(received, rows.contiguous(), sizes, sent, self.shards.group)
+        received = sent.new_empty(sum(sizes))
+        _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
         parts = [part.view(number, batch, -1, head_dim).transpose(0, 1) for part in received.split(sizes)]
         return torch.cat(parts, dim=2).transpose(1, 2)
 
@@ -302,11 +302,21 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
+@functools.cache
 def _parts(number: int, processes: int) -> list[slice]:
     """Return the share of each process as a slice; the first ones have one more where `number` does not divide."""
     share, more = divmod(number, processes)
     starts = [rank * share + min(rank, more) for rank in range(processes + 1)]
     return [slice(start, stop) for start, stop in pairwise(starts)]
+
+
+def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
+    """Return a vector of what each process gets of (batch, heads, tokens, head_dim) tensors, as many heads each.
+
+    A message is (tokens, tensors, batch, heads of its process, head_dim).
+    """
+    parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
+    return torch.stack(parts, dim=2).view(-1)
 
 
 def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[torch.Tensor]:
@@ -317,8 +327,8 @@ def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[
 def _all_to_all(
     received: torch.Tensor, sent: torch.Tensor, sizes: list[int], sizes_sent: list[int], group: Any
 ) -> None:
-    """Exchange runs of elements of two contiguous tensors among the processes of a group."""
-    dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes_sent, group=group)
+    """Exchange runs of elements of two vectors among the processes of a group."""
+    dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
 
 
 def _all_gather(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
