@@ -94,7 +94,7 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
             if _thread.choice is not None:
                 _thread.choice.reached = True
         if (split := _split_of(_parallel_config)) is not None:
-            if sparse is not None:
+            if sparse is not None and (split is not _parallel_config or split.shards.ring > 1):
                 raise UnsupportedAttentionError(NO_SHARDS)
             if is_causal or enable_gqa or return_lse:
                 raise UnsupportedAttentionError(

@@ -12,8 +12,9 @@ from .errors import UnsupportedAttentionError
 from .shards import split_of
 
 NO_SHARDS = (
-    "sparse attention chooses tiles among all tokens, and context parallelism gives a process a part of them: apply a "
-    "configuration without `sparse`, or run this model without enable_parallelism()"
+    "sparse attention chooses tiles among all tokens, and this context parallelism gives a process a part of them, or "
+    "all in another order: use ulysses_degree alone with a plan of sage_hf, apply a configuration without `sparse`, or "
+    "run this model without enable_parallelism()"
 )
 
 
@@ -27,8 +28,12 @@ def check_parallelism(model: Any, layer: Any) -> None:
 
 
 def check_whole(model: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism, which sparse attention cannot."""
-    if splits_tokens(parallel_config_of(model)):
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism in which sparse attention cannot.
+
+    It can in Ulysses by a plan of ours, where a process has all tokens of its heads, in the order of one process.
+    """
+    split = split_of(model)
+    if splits_tokens(parallel_config_of(model)) and (split is None or split.shards.ring > 1):
         raise UnsupportedAttentionError(NO_SHARDS)
 
 

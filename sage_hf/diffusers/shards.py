@@ -184,11 +184,10 @@ class SplitTokens:
         """
         batch, heads, rest, head_dim = shared[0].shape
         whole = shared[0].new_empty(rest + tokens, len(shared), batch, heads, head_dim)
-        of_each = whole.permute(1, 2, 3, 0, 4)
-        if not rest:
-            return of_each.unbind(), whole
-        torch.stack(list(shared), out=self._cut(of_each, tokens, 3)[0])
-        return of_each.unbind(), self._cut(whole, tokens, 0)[1]
+        beside, room = self._cut(whole, tokens, 0)
+        if rest:
+            torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=beside)
+        return whole.permute(1, 2, 3, 0, 4).unbind(), room
 
     def _exchange(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
