@@ -1,4 +1,4 @@
-"""diffusers' context parallelism with our attention: two processes agree with one, or it is refused before it runs."""
+"""Context parallelism with our attention: processes agree with one, or it is refused before it runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,25 @@ WITHOUT_PLAN = [
 ]
 
 
-@pytest.mark.parametrize(
-    "names", [("wan-t2v", "flux"), pytest.param([case.name for case in FAMILIES], marks=pytest.mark.audit)], ids=len
-)
-def test_two_processes_agree_with_one(names: list[str], tmp_path: Path):
-    from tests.helpers.context_parallel import run_pair  # an older diffusers has nothing to import
+FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-*", "wan-t2v-ring")
+FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "restored")
+"""Cases that two processes run each time: each family with a plan of ours, each mode, and what went wrong for others."""
 
-    found = run_pair(tmp_path, "cpu", 180, names)
-    assert len(found) > 4
+
+@pytest.mark.parametrize(
+    ("processes", "names"),
+    [
+        (2, FEW),
+        pytest.param(2, ("*",), marks=pytest.mark.audit),
+        pytest.param(4, ("[!c]*", "c[!o]*", "co[!m]*"), marks=pytest.mark.audit),  # all but what is compiled
+        pytest.param(8, ("cogvideox-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit),
+    ],
+    ids=["few", "all", "four", "eight"],
+)
+def test_processes_agree_with_one(processes: int, names: tuple[str, ...], tmp_path: Path):
+    from tests.helpers.processes import run_processes  # an older diffusers has nothing to import
+
+    found = run_processes(tmp_path, processes, names)
     assert not {case: what for case, what in found.items() if what}
 
 
