@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,8 +318,9 @@ def test_context_parallelism_that_is_enabled_later_is_refused_too():
     backend = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName("sage2")]
     one = layer.SparseLayer(layer.SparseModel(EAGER, tiny.transformer()))
     inputs = [torch.randn(1, 80, 2, 32) for _ in range(3)]
+    degrees = SimpleNamespace(ring_degree=1, ulysses_degree=2)
     with layer.running(one), pytest.raises(ValueError, match="sparse attention chooses tiles among all tokens"):
-        backend(*inputs, _parallel_config=object())
+        backend(*inputs, _parallel_config=SimpleNamespace(context_parallel_config=degrees))
     assert layer.running_layer() is None
 
 
