@@ -25,7 +25,7 @@ WITHOUT_PLAN = [
 
 FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-*", "wan-t2v-ring")
 FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "restored")
-"""Cases that two processes run each time: each family with a plan of ours, each mode, and what went wrong for others."""
+"""Cases that two processes run each time: families with a plan of ours, each mode, and what went wrong for others."""
 
 
 @pytest.mark.parametrize(
