@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -262,8 +263,8 @@ def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], d
             for span in spans:
                 parts.append(_loss(subject, prompt, _in_range(span, recipes[0]), done))
                 bar.update(steps)
-            name, arguments = f"{text_of(prompt)} | layers", (prompt, recipes, bar.update)
-            of_layers = done.of(name, lambda arguments=arguments: subject.layer_losses(*arguments).to_dict())
+            measure = partial(subject.layer_losses, prompt, recipes, bar.update)
+            of_layers = done.of(f"{text_of(prompt)} | layers", measure)
             bar.update(steps)
             losses.append(_spread(np.array(of_layers["losses"]), parts or [1.0], alone[-1]))
             products.append(of_layers["products"])

@@ -150,7 +150,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
     pipe = load_pipeline(
         pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
     )
-    settings = _call_settings(pipe, options, defaults)
+    settings = call_settings(pipe, options, defaults)
     job = _Job(pipe, settings, options.seed, device)
     job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run, so that errors show early
     if options.compare:
@@ -287,7 +287,7 @@ class _Files:
             self._on_written(path)
 
 
-def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
+def call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
     """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
 
     Raises:

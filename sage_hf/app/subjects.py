@@ -51,8 +51,11 @@ class Subject(Protocol):
     def loss(self, prompt: Any, config: SageConfig) -> float:
         """Run a configuration on a prompt, and return the loss of its output against exact attention's."""
 
-    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> LayerLosses:
-        """Run each layer alone with each recipe but the last, "exact"; call `progress` after each run of the model."""
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
+        """Run each layer alone with each recipe but the last, "exact"; return `LayerLosses.to_dict()`.
+
+        `progress` is called after each run of the model.
+        """
 
 
 class LayerLosses:
@@ -217,7 +220,7 @@ class PipelineSubject:
         with apply(self._pipe, config, fallback="emulate"):
             return relative_square(exact, self._render(prompt))
 
-    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> LayerLosses:
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
         """Run each layer alone with each recipe at the middle step of each range, on exact attention's inputs."""
         middles = {(span.start + span.stop) // 2: place for place, span in enumerate(self.ranges(prompt))}
         sums = LayerLosses(sum(len(target.layers) for target in self.targets), len(middles), len(recipes))
@@ -248,7 +251,7 @@ class PipelineSubject:
             for target, schedule in zip(self.targets, schedules, strict=True):
                 stack.callback(watch(target, schedule).remove)
             self._render(prompt)
-        return sums
+        return sums.to_dict()
 
     @contextmanager
     def _following(self) -> Iterator[list[StepSchedule]]:
@@ -295,13 +298,13 @@ class LanguageSubject:
         with apply(self._model, config, fallback="emulate"):
             return divergence(exact, self._predict(prompt))
 
-    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> LayerLosses:
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
         """Run each layer alone with each recipe on a prompt, int64 (tokens,)."""
         (target,) = self.targets
         sums = LayerLosses(len(target.layers), 1, len(recipes))
         prober = _Prober(self.targets, sums, recipes)
         prober.probe(target, lambda: self._predict(prompt), self._predict(prompt), divergence, 0, progress)
-        return sums
+        return sums.to_dict()
 
     @torch.no_grad()
     def _predict(self, tokens: Tensor) -> Tensor:
