@@ -19,6 +19,7 @@ from sage_hf.app.mix import Mix, StepRange, fastest_mix
 from sage_hf.app.subjects import Subject, subject_of
 from sage_hf.config import SageConfig, StepRule
 from sage_hf.files import replacing
+from sage_hf.targets import architecture_of
 from sage_hf.text import text_table, to_ascii
 from sage_kernels.spec.recipe import get_recipe
 
@@ -77,7 +78,7 @@ class Calibration:
         """Return the errors and the shares, a line each."""
         shares = ", ".join(f"{share:.0%} {recipe}" for recipe, share in self.shares.items() if share)
         lines = [
-            f"{shares} (of layers x steps)",
+            f"{shares}, of {len(self.layers)} layers x {sum(self.lengths)} steps",
             f"{self.measure}: at most {max(self.errors):.4g} on {len(self.errors)} prompts (budget {self.budget:g}; "
             f"{self.recipes[0]} alone {self.alone:.4g})",
         ]
@@ -187,8 +188,8 @@ def calibrate(
         priced=measured.priced,
         facts=done.facts,
     )
-    note = f"Calibrated on {', '.join(subject.describe()['architecture'])}. {result.summary()}"
-    return replace(result, config=replace(config, note=" ".join(note.replace("\n", ". ").split()) + "."))
+    note = f"Calibrated by sage-hf: {result.summary().replace(chr(10), '; ')}."
+    return replace(result, config=replace(config, architecture=architecture_of(subject.targets), note=note))
 
 
 class Measurements:

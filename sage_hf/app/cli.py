@@ -80,7 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate_main(
-    argv: Sequence[str] | None = None, *, description: str, config: str = "sage3", **defaults: object
+    argv: Sequence[str] | None = None,
+    *,
+    description: str,
+    config: str = "sage3",
+    own_config: str | None = None,
+    **defaults: object,
 ) -> int:
     """Run a generating script: parse arguments, render and print the results; return the exit code.
 
@@ -88,11 +93,12 @@ def generate_main(
         argv: the arguments, without the program's name; None: those of the command line.
         description: text for --help.
         config: default recipe, or name or path of the default configuration.
+        own_config: path of the default configuration of the default `pretrained` alone.
         defaults: default values of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_generate_arguments(parser, default_config=config, **defaults)
-    parser.set_defaults(command="generate")
+    parser.set_defaults(command="generate", own_config=own_config, own_pretrained=defaults.get("pretrained"))
     return _run_guarded(parser, argv)
 
 
@@ -467,7 +473,10 @@ def _language_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
 
 def _name(args: argparse.Namespace) -> str:
     """Return the recipe or configuration that the user asked for, or else the command's default."""
-    return next(name for name in (args.recipe, args.config, args.default_config) if name is not None)
+    own = getattr(args, "own_config", None)
+    if own is not None and args.pretrained != args.own_pretrained:
+        own = None
+    return next(name for name in (args.recipe, args.config, own, args.default_config) if name is not None)
 
 
 def _config(args: argparse.Namespace) -> SageConfig:

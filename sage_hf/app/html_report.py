@@ -157,7 +157,7 @@ def _pair(folder: Path, video: VideoReport, label: str) -> str:
     quality = "" if video.psnr is None else f", {video.psnr:.1f} dB"
     return (
         f'<figure class="pair"><div class="stage">{exact}{low_bit}</div>'
-        f'<input type="range" min="0" max="100" value="50" aria-label="{escape(video.prompt)}: exact or {escape(label)}">'
+        f'<input type="range" min="0" max="100" value="50" aria-label="{escape(f"{video.prompt}: exact or {label}")}">'
         f"<figcaption><span>exact</span><span>{escape(video.prompt)}</span>"
         f"<span>{escape(label + quality)}</span></figcaption></figure>"
     )
@@ -172,7 +172,7 @@ def _media(path: Path, css_class: str) -> str:
 
 
 def _heat_map(rows: Sequence[str], columns: Sequence[str], values: np.ndarray, texts: Sequence[Sequence[str]]) -> str:
-    """Return a table whose cells are coloured by the logarithm of their values, (rows, columns), with a text in each."""
+    """Return a table whose cells are coloured by the logarithm of their values (rows, columns), with texts in them."""
     highest = float(values.max(initial=0.0))
     lines = ["<tr><th></th>" + "".join(f"<th>{escape(column)}</th>" for column in columns) + "</tr>"]
     for row, numbers, words in zip(rows, values, texts, strict=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -63,7 +64,10 @@ class Mix:
         return float(np.take_along_axis(values, self.cells()[..., None], axis=2).sum())
 
     def config(self, recipes: Sequence[str], layers: Sequence[str], ranges: Sequence[StepRange | None]) -> SageConfig:
-        """Write the mix as a configuration; a range is None where the model has no steps."""
+        """Return the mix as a configuration; a range is None where the model has no steps.
+
+        The last steps count from the end, so that they are the last ones of more or fewer steps too.
+        """
         rules = [
             LayerRule(layer, recipes[row]) for layer, row in zip(layers, self.rows, strict=True) if row is not None
         ]
@@ -71,15 +75,15 @@ class Mix:
         for column, span in zip(self.columns, ranges, strict=True):
             steps[column] += 1 if span is None else len(span)
         default = steps.most_common(1)[0][0]
-        step_rules: list[StepRule] = []
-        for column, span in zip(self.columns, ranges, strict=True):
-            if span is None or column == default:
-                continue
-            last = step_rules[-1] if step_rules else None
-            if last is not None and last.stop == span.start and last.recipe == recipes[column]:
-                step_rules[-1] = replace(last, stop=span.stop)
-            else:
-                step_rules.append(StepRule(span.start, span.stop, recipes[column]))
+        spans = [(column, span) for column, span in zip(self.columns, ranges, strict=True) if span is not None]
+        step_rules = []
+        for column, group in groupby(spans, key=itemgetter(0)):
+            joined = [span for _, span in group]
+            start, stop = joined[0].start, joined[-1].stop
+            last = spans[-1][1].stop
+            rule = StepRule(start, stop, recipes[column])
+            if column != default:
+                step_rules.append(replace(rule, start=start - last, stop=None) if stop == last else rule)
         return SageConfig(recipes[default], layers=tuple(rules), steps=tuple(step_rules))
 
 

@@ -19,7 +19,7 @@ from sage_hf.apply import apply
 from sage_hf.changes import changes_of, inner
 from sage_hf.config import LayerRule, SageConfig
 from sage_hf.schedule import StepSchedule
-from sage_hf.targets import Target, find_targets
+from sage_hf.targets import Target, architecture_of, find_targets
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.registry import exact_kernels
 from sage_kernels.dispatch.request import Request
@@ -101,7 +101,7 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     """Return the mean Kullback-Leibler divergence in nats of predictions from exact ones, logits (tokens, words)."""
     total = 0.0
     for start in range(0, len(exact), ROWS):
-        p, q = (logits[start : start + ROWS].float().log_softmax(-1) for logits in (exact, other))
+        p, q = (logits[start : start + ROWS].double().log_softmax(-1) for logits in (exact, other))
         total += (p.exp() * (p - q)).sum().item()
     return total / len(exact)
 
@@ -123,7 +123,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _describe(targets: Sequence[Target]) -> dict[str, Any]:
     return {
-        "architecture": [type(inner(target.model)).__name__ for target in targets],
+        "architecture": architecture_of(targets),
         "layers": [target.label(name) for target in targets for name in target.layers],
         "weights": [fingerprint(inner(target.model)) for target in targets],
     }
