@@ -178,7 +178,7 @@ def calibrate(
         budget=budget,
         errors=tuple(loss**power for loss in losses),
         held_out=tuple(loss**power for loss in others),
-        alone=measured.alone**power,
+        alone=max(measured.alone) ** power,
         recipes=names,
         layers=measured.layers,
         ranges=tuple("all" if span is None else str(span) for span in measured.ranges),
@@ -233,14 +233,20 @@ class Measurements:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements over all prompts: mean losses and costs, (layers, ranges, recipes), and the largest loss alone."""
+    """Measurements of all prompts.
+
+    Attributes:
+        losses, costs: means over prompts, (layers, ranges, recipes).
+        priced: see `Calibration.priced`.
+        alone: the loss on each prompt with the fastest recipe everywhere.
+    """
 
     layers: tuple[str, ...]
     ranges: tuple[StepRange | None, ...]
     losses: np.ndarray
     costs: np.ndarray
     priced: bool
-    alone: float
+    alone: tuple[float, ...]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -273,7 +279,7 @@ def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], d
     priced = all(times is not None for times in us)
     costs = np.mean(us if priced else np.array(products) * np.arange(1, len(recipes) + 1), axis=0)
     lengths = np.array([1 if span is None else len(span) for span in ranges])
-    return _Measured(layers, ranges, np.mean(losses, axis=0), costs * lengths[:, None], priced, max(alone))
+    return _Measured(layers, ranges, np.mean(losses, axis=0), costs * lengths[:, None], priced, tuple(alone))
 
 
 def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndarray:
@@ -307,7 +313,8 @@ def _choose(
     exact = len(recipes) - 1
     kept = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
     fixed = [exact if row in kept else None for row in range(len(measured.layers))]
-    target = limit
+    highest = bound(measured.alone)
+    target = limit * (fmean(measured.alone) / highest if highest > 0 else 1.0)
     for _ in range(ATTEMPTS):
         mix = fastest_mix(measured.losses, measured.costs, target, fixed)
         config = mix.config(recipes, measured.layers, measured.ranges)
