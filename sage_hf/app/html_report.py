@@ -36,7 +36,7 @@ body { margin: 2rem auto; max-width: 64rem; padding: 0 1rem; background: var(--p
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 p.note, figcaption, footer { color: var(--faint); font-size: .875rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-size: .875rem; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
 td.heat { text-align: center; border: 1px solid var(--paper);
