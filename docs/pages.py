@@ -157,6 +157,21 @@ def clip_scores() -> str:
     return "\n".join(rows)
 
 
+def calibration() -> str:
+    """Return a table of clips of the tiny model in its calibrated mix, and sentences that say how it was chosen."""
+    result = json.loads((ROOT / "examples/tiny_video/calibration.json").read_text(encoding="utf-8"))
+    rows = ["| clip | PSNR, dB | SSIM |", "|---|---|---|"]
+    rows += [f"| {row['prompt']} | {row['psnr']:.1f} | {row['ssim']:.3f} |" for row in result["clips"]]
+    shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
+    measured = (
+        f"Layers × steps: {shares}. With a budget of {result['budget']:g}, the latents' error is at most "
+        f"{max(result['errors']):.4f} on {len(result['errors'])} prompts, and at most {max(result['held_out']):.4f} on "
+        f"{len(result['held_out'])} others. With `sage3` everywhere it is up to {result['alone']:.4f}."
+    )
+    source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
+    return "\n\n".join(("\n".join(rows), measured, source))
+
+
 def measured_models() -> str:
     """Return the names of the models whose steps are measured, with the layers that run where not all do."""
     names = []
@@ -486,6 +501,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipes": recipes,
     "folders": folders,
     "source-tests": source_tests,
+    "calibration": calibration,
     "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,

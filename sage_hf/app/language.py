@@ -81,14 +81,8 @@ def compare_text(
     Raises:
         ValueError: the model or the text cannot be read, or the text has no two tokens; or `sage_hf.apply` refuses.
     """
-    model, tokenizer = _load(folder_or_name(pretrained), dtype, device)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text: cannot read {path}: {error}") from error
-    windows = list(_windows(model, tokenizer, text))
-    if not windows:
-        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+    model, tokenizer = load_language_model(folder_or_name(pretrained), dtype, device)
+    windows = read_windows(path, model, tokenizer)
     exact_loss = low_loss = divergence = 0.0
     tokens = same = 0
     explanation = Explanation(())
@@ -119,7 +113,12 @@ def compare_text(
     )
 
 
-def _load(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+def load_language_model(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model for evaluation, and its tokenizer, from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
     import transformers
 
     if (Path(pretrained) / "model_index.json").is_file():
@@ -132,6 +131,22 @@ def _load(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"cannot load a causal language model and its tokenizer from {pretrained}: {error}") from error
     return model.eval().to(device), tokenizer
+
+
+def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[torch.Tensor]:
+    """Return the tokens of a text in UTF-8 in windows of at most WINDOW tokens, int64 (tokens,) each.
+
+    Raises:
+        ValueError: the text cannot be read, or has no two tokens.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text: cannot read {path}: {error}") from error
+    windows = list(_windows(model, tokenizer, text))
+    if not windows:
+        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+    return windows
 
 
 def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torch.Tensor]:

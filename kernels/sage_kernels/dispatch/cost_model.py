@@ -243,6 +243,11 @@ def is_measured_faster(request: Request, runner: str, other: str) -> bool:
     return len(us) == 2 and us[0] < us[1]
 
 
+def measured_us(request: Request, providers: Sequence[str]) -> float | None:
+    """Return the time in µs of a call by the fastest of the providers; None if the table has it of none of them."""
+    return min((curve.us(sizes_of(request)) for curve in _curves(request, providers)), default=None)
+
+
 def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
     """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
 
