@@ -13,6 +13,8 @@ from source_text import held_out_windows, read_text, standard_library, training_
 from train_language_model import SIZES, build_model, train, use_recipe
 from training_loop import TrainingPlan, kernels_that_ran
 
+pytestmark = pytest.mark.audit
+
 EXAMPLES = Path(train_language_model.__file__).parent
 PRETRAIN_STEPS, FINETUNE_STEPS, POINTS = 18, 9, 3
 

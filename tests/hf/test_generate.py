@@ -97,7 +97,12 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize(
-    ("after", "videos"), [("01-exact.mp4", []), ("01-sage3.mp4", []), ("02-exact.mp4", ["01-side-by-side.mp4"])]
+    ("after", "videos"),
+    [
+        pytest.param("01-exact.mp4", [], marks=pytest.mark.audit),
+        pytest.param("01-sage3.mp4", [], marks=pytest.mark.audit),
+        ("02-exact.mp4", ["01-side-by-side.mp4"]),
+    ],
 )
 def test_what_is_finished_survives_an_error(folder, tmp_path, after, videos):
     written = []
@@ -181,7 +186,10 @@ def refuse_constant(name: str):
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.mark.parametrize("broken", ["vae.decoder.conv_out.conv.bias", "transformer.patch_embed.proj.bias"])
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param("vae.decoder.conv_out.conv.bias", marks=pytest.mark.audit), "transformer.patch_embed.proj.bias"],
+)
 def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog, broken):
     load = module.load_pipeline
 
@@ -211,9 +219,9 @@ def test_a_video_that_is_not_nan_is_not_said_to_be(folder, tmp_path):
     ("label", "compare", "name"),
     [
         ("Exact", True, "sage-exact"),
-        ("side by side", True, "sage-side-by-side"),
-        ("exact", False, "exact"),
-        ("шесть", True, "sage"),
+        pytest.param("side by side", True, "sage-side-by-side", marks=pytest.mark.audit),
+        pytest.param("exact", False, "exact", marks=pytest.mark.audit),
+        pytest.param("шесть", True, "sage", marks=pytest.mark.audit),
     ],
 )
 def test_no_file_takes_the_place_of_another(folder, tmp_path, label, compare, name):

@@ -225,6 +225,7 @@ def test_a_denoiser_with_step_rules_can_be_copied_and_pickled():
     assert torch.equal(tiny.latents(pipe), expected)
 
 
+@pytest.mark.audit
 def test_a_process_that_only_loads_a_denoiser_follows_the_pipeline_that_runs_it(tmp_path, forks):
     pipe = tiny.cogvideox(num_layers=1)
     sage_hf.apply(pipe, SageConfig("exact", steps=(StepRule(-1, None, "sage2"),)))
