@@ -1,4 +1,4 @@
-"""Generation: render videos or images with low-bit attention, beside exact attention if asked, and write a report."""
+"""Generation: render videos or images with low-bit attention, and exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_ERROR_STEPS = 4
 RESERVED_SLUGS = ("exact", "side-by-side")
-"""Names of the files that a comparison writes beside the low-bit video."""
+"""Names of the files that a comparison writes next to the low-bit video."""
 
 logger = logging.get_logger(__name__)
 

@@ -103,7 +103,7 @@ def failed(result: dict[str, Any]) -> bool:
 def _examinations(
     device: torch.device, capability: tuple[int, int] | None, note: Callable[[Verdict, str], None]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield what is checked, and what checks it and passes each verdict to `note`."""
+    """Yield the name of each check, and the function that runs it and passes each verdict to `note`."""
 
     def examine_exact(name: str, where: str, case: Case) -> None:
         found = examination.examine_exact(name, case, device)

@@ -281,7 +281,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Check whether anything is called beside a module's forward pass; true if this PyTorch does not tell."""
+    """Check whether anything else is called than a module's forward pass; true if this PyTorch does not tell."""
     if any(vars(module).get(name, True) for name in HOOKS):
         return True
     of_all_modules: Callable[[], bool] | None = getattr(nn.modules.module, "_has_any_global_hook", None)

@@ -1,4 +1,4 @@
-"""The grid of video tokens in diffusers' denoisers, where text lies beside it, and what else has a row for each."""
+"""The grid of video tokens in diffusers' denoisers, where text lies next to it, and what else has a row for each."""
 
 from __future__ import annotations
 

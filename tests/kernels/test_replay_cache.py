@@ -156,7 +156,7 @@ def switched(read, write, value):
 
 @contextlib.contextmanager
 def float32_products_in(precision):
-    """By PyTorch's newer setting, beside which reading the older one raises."""
+    """By PyTorch's newer setting, with which reading the older one raises."""
     matmul = torch.backends.cuda.matmul
     if not hasattr(torch._C, "_get_fp32_precision_getter"):
         pytest.skip("PyTorch 2.9 brought this setting")

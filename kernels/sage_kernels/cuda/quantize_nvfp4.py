@@ -242,7 +242,7 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 
 @cache
 def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
-    """Return how many of so many blocks of tokens a block of the grid takes, one after the other.
+    """Return the number of blocks of tokens, of so many, that a block of the grid takes one after the other.
 
     Of few, each has its own: all multiprocessors should have some. Of many, the next one is on its way meanwhile, and
     what they share is found once. More than four are no faster, as measured on an H200.

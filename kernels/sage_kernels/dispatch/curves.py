@@ -53,7 +53,7 @@ class Weights(NamedTuple):
         queries, keys: of a thousand tokens over heads and batch, per width.
         item, wide_item: of a round of items; the latter per width.
         tile, wide_tile: of a round of tiles; the latter per width.
-        ragged: of a round of tiles beside a ragged number of keys, per width.
+        ragged: of a round of tiles with a ragged number of keys, per width.
         score: of reading a mask of a million scores.
     """
 

@@ -274,7 +274,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def side_stream(index: int, stream: int) -> Iterator[SideStream]:
-    """Lend a stream for work beside that of a stream of GPU `index`; no other graph captures it than that one's."""
+    """Lend a stream for work at the same time as a stream's of GPU `index`; only that stream's graph captures it."""
     ensure_context(index)
     graph = _captured_by(stream)
     with _lock:

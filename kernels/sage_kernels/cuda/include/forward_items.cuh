@@ -31,7 +31,7 @@ static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT")
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
 static_assert(!LISTS || WARPGROUPS == 2 && BLOCK_N == 128 && !HEAVY,
-              "LISTS are of 128 rows and tiles of 128 keys, and beside them no key is heavy");
+              "LISTS are of 128 rows and tiles of 128 keys, and with them no key is heavy");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
