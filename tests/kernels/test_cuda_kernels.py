@@ -35,14 +35,6 @@ LONG = replace(
 )
 
 
-@pytest.fixture
-def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-    select.cache_clear()
-    yield
-    select.cache_clear()
-
-
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import pack
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
@@ -95,10 +96,6 @@ def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     assert (output - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum() + 1e-5 * truth.abs().sum()
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
     assert not output[:, :, : max(0, -offset)].any()
-
-
-def pack(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])

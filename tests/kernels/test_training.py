@@ -16,7 +16,7 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
-from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call, pack
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
@@ -181,10 +181,6 @@ def test_forward_mode_and_transforms_are_refused_rather_than_cut():
         torch.func.jvp(lambda x: training.attention(x, key, value)[0], (query,), (query,))
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: training.attention(x, key, value)[0].sum())(query)
-
-
-def pack(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def packed_call():
