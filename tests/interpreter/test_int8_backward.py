@@ -247,7 +247,7 @@ def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe
 
 @layout_recipes
 def test_strides_change_nothing(recipe):
-    inputs = draw(batch=2, q_heads=2, kv_heads=1)
+    inputs = draw(q_heads=2, kv_heads=1)
     inputs[3] = inputs[3][:, :, :1, :1].expand_as(inputs[3])  # as of a sum
     options = options_of()
     *tensors, gradient = inputs
