@@ -22,7 +22,7 @@ from sage_kernels.spec.recipe import RECIPES
 if TYPE_CHECKING:
     import torch
 
-# What imports torch is imported by the command that needs it: help and typos are answered at once.
+# Modules that import torch are imported by the command that needs them: help and typos are answered at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -288,7 +288,7 @@ class _Files:
 
 
 def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
+    """Return the arguments of the pipeline's call: the `defaults` that it takes, and the `options`.
 
     Raises:
         ValueError: the pipeline does not render a prompt alone, or does not take an argument of `options`.

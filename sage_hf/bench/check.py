@@ -145,7 +145,7 @@ def _examinations(
         with nvfp4_forward_measured(), fused_backward_measured():
             examine(where, case)
 
-    # What most calls are comes first, and what has masks of scores and lists last, should time be up.
+    # The most common calls come first, calls with an attention bias or lists last, should time be up.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
         untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"

@@ -208,7 +208,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits, for so many late keys."""
+    """Return `int8_forward` with outputs of that dtype, which Q in 16 bits has too, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),

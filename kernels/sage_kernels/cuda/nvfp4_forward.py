@@ -38,7 +38,7 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time choices: those of the call and of its recipe.
+    """Compile-time choices of the call and of its recipe.
 
     Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
     the last `late_keys` of which are late ones, and so are each row's `recent_keys` latest ones; `native`: products in
@@ -146,7 +146,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, dtype: torch.dtype) -> Kernel:
-    """Return `nvfp4_forward` with outputs of that dtype, which is that of Q in 16 bits."""
+    """Return `nvfp4_forward` with outputs of that dtype, which Q in 16 bits has too."""
     macros = {
         **tokens.macros(config.channels, dtype),
         "WARPS": WARPS,

@@ -99,7 +99,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Operands:
-    """Buffers that `quantize` writes: those of `operands.NVFP4Operands` and of its heavy keys, if there are any.
+    """Buffers that `quantize` writes: fields of `operands.NVFP4Operands` and of its heavy keys, if there are any.
 
     Attributes:
         search, key_search: `nvfp4.search_table` for Q and V, and for K.

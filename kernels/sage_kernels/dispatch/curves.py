@@ -46,7 +46,7 @@ class Schedule:
 
 
 class Weights(NamedTuple):
-    """Microseconds for each unit of work. Those per width are for a head_dim of NOMINAL_WIDTH once it is padded.
+    """Microseconds for each unit of work. Weights per width are for a head_dim of NOMINAL_WIDTH once it is padded.
 
     Attributes:
         launch: of the call.

@@ -262,7 +262,7 @@ def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def shares_rows(call: Call) -> bool:
-    """Return whether an exact call without cuDNN is that of `_attend_groups_as_rows`."""
+    """Return whether `_attend_groups_as_rows` runs an exact call without cuDNN."""
     return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
 
 

@@ -64,7 +64,7 @@ class Operands:
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None without a mask.
 
-    These are the keys that some query may attend to. An additive mask of -10,000 and less, as padding often has,
+    Keys count that some query may attend to. An additive mask of -10,000 and less, as padding often has,
     forbids a key to all queries as -inf does, provided that each of them has another key left.
 
     Args:

@@ -1,4 +1,4 @@
-"""Launches with packed parameters: one that runs at once, and those of a traced call, run with other addresses."""
+"""Launches with packed parameters: one that runs at once, and a traced call's, run with other addresses."""
 
 from __future__ import annotations
 

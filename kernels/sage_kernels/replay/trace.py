@@ -112,7 +112,7 @@ class Trace:
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
-        """Return a stand-in for an argument, with a memory of its own, on a device, by default that of x."""
+        """Return a stand-in for an argument, with a memory of its own, on a device, by default x's."""
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
         return StandIn(meta, self.new_memory(meta), device or x.device, self)
 

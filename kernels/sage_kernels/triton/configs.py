@@ -59,7 +59,7 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
 
 
 def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
-    """Return a configuration whose tiles lie inside those of a block list, block_m rows by block_n keys."""
+    """Return a configuration whose tiles lie inside the tiles of a block list, block_m rows by block_n keys."""
     if config.block_m > block_m:
         config = replace(config, block_m=block_m, num_warps=4)
     return replace(config, block_n=min(config.block_n, block_n))
