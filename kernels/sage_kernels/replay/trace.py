@@ -140,11 +140,11 @@ class Trace:
     def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
         """Do as `language.launch.overlapping`."""
         self.steps.append("fork")
-        yield self._run_beside()
+        yield self._run_apart()
         self.steps.append("join")
 
     @contextlib.contextmanager
-    def _run_beside(self) -> Iterator[None]:
+    def _run_apart(self) -> Iterator[None]:
         self.apart = True
         yield
         self.apart = False
