@@ -188,7 +188,7 @@ def test_lse_compiles_once_for_all_lengths(recipe):
     compiled = torch.compile(
         lambda *x: sage_attention(*x, recipe=recipe, return_lse=True), fullgraph=True, dynamic=True, backend="eager"
     )
-    for length in range(64, 84):
+    for length in (64, 65, 83):
         inputs = draw(q_len=length, kv_len=length)
         assert torch.allclose(
             compiled(*inputs)[1], sage_attention(*inputs, recipe=recipe, return_lse=True)[1], atol=1e-5

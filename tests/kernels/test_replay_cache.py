@@ -310,15 +310,6 @@ def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
             assert all(sage_attention(*inputs, recipe="exact").requires_grad == enabled for _ in range(5))
 
 
-def test_a_prepared_exact_call_under_autocast_has_its_dtype():
-    tensors = [torch.randn(1, 2, 32, 16) for _ in range(3)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert [sage_attention(*tensors, recipe="exact").dtype for _ in range(4)] == [torch.bfloat16] * 4
-    assert [sage_attention(*tensors, recipe="exact").dtype for _ in range(5)] == [torch.float32] * 5
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert sage_attention(*tensors, recipe="exact").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch, replayed, enabled):
     """And reads grouped keys as rows of one head, as the first time."""

@@ -17,7 +17,7 @@ from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import new_backward_call, new_call, pack
-from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred_backward
+from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 OPTIONS = Options(recipe="sage_bwd")
@@ -198,12 +198,18 @@ def test_packed_sequences_are_those_sequences(recipe):
     gradient = output_gradient(output)
     gradients = torch.autograd.grad(output, inputs, gradient)
     assert not gradients[1][80:90].any()
+    assert_each_alone(inputs, sequences, used, output, gradient, gradients, {"is_causal": True, "recipe": recipe})
+
+
+def assert_each_alone(inputs, sequences, used, output, gradient, gradients, options, blocks=None):
+    """Each of four packed sequences has the output and the gradients that it has alone."""
     q_starts, k_starts = sequences[0].tolist(), sequences[1].tolist()
     for i in range(4):
         rows, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i] + int(used[i]))
         parts = (inputs[0][rows], inputs[1][keys], inputs[2][keys])
         alone = [part.detach().transpose(0, 1)[None].requires_grad_() for part in parts]
-        expected, _ = training.attention(*alone, is_causal=True, recipe=recipe)
+        own = blocks and blocks.of_sequence(i, rows.stop - rows.start, int(used[i]), 128)
+        expected, _ = training.attention(*alone, blocks=own, **options)
         wanted = torch.autograd.grad(expected, alone, gradient[rows].transpose(0, 1)[None])
         assert torch.equal(output[rows], expected[0].transpose(0, 1))
         for found, some, one in zip(gradients, (rows, keys, keys), wanted, strict=True):
@@ -221,17 +227,7 @@ def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, list_ba
     gradient = output_gradient(output)
     gradients = torch.autograd.grad(output, inputs, gradient)
     assert gradients[0].any()
-    q_starts, k_starts = sequences[0].tolist(), sequences[1].tolist()
-    for i in range(4):
-        rows, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i] + int(used[i]))
-        parts = (inputs[0][rows], inputs[1][keys], inputs[2][keys])
-        alone = [part.detach().transpose(0, 1)[None].requires_grad_() for part in parts]
-        own = blocks.of_sequence(i, rows.stop - rows.start, int(used[i]), 128)
-        expected, _ = training.attention(*alone, blocks=own, **options)
-        wanted = torch.autograd.grad(expected, alone, gradient[rows].transpose(0, 1)[None])
-        assert torch.equal(output[rows], expected[0].transpose(0, 1))
-        for found, some, one in zip(gradients, (rows, keys, keys), wanted, strict=True):
-            assert torch.equal(found[some], one[0].transpose(0, 1))
+    assert_each_alone(inputs, sequences, used, output, gradient, gradients, options, blocks)
 
 
 def test_packed_sequences_run_as_the_reference_packs_them():
@@ -357,7 +353,7 @@ def ran():
 
 def another_choice(ran):
     """Prefer another backward kernel than the one chosen so far."""
-    return preferred_backward(StandInBackward("other_backward", "sage_bwd", ran=ran.append))
+    return preferred(StandInBackward("other_backward", "sage_bwd", ran=ran.append), registry.backwards)
 
 
 def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran):
