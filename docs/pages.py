@@ -261,7 +261,7 @@ def training_routes() -> str:
         "padded": lambda row: row["mask"] == "lengths",
         "neither": lambda row: row["mask"] == "none",
     }
-    lines = ["| attention of the model | trains by `sage_bwd` | beside the fastest other |", "|---|---|---|"]
+    lines = ["| attention of the model | trains by `sage_bwd` | against the fastest other |", "|---|---|---|"]
     for (kind, is_kind), head_dim in itertools.product(kinds.items(), (64, 128)):
         found = [row for row in rows if is_kind(row) and row["head_dim"] == head_dim]
         low_bit = [row for row in found if row["recipe"] != "exact"]

@@ -27,7 +27,7 @@ from sage_hf.diffusers.processor import sage_of
 from sage_kernels.spec import recipe as spec_recipe
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
-from tests.helpers.kernels import preferred_forward
+from tests.helpers.kernels import preferred
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -347,7 +347,7 @@ def adding_kernel(code: str) -> None:
     exec(adding_block("class PlainForward"), module)
     names: dict[str, Any] = {}
     exec(code, names)
-    with preferred_forward(module["PlainForward"]()):
+    with preferred(module["PlainForward"]()):
         names["test_the_one_tile_kernel_computes_what_the_reference_does"]()
 
 

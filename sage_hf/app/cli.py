@@ -22,7 +22,7 @@ from sage_kernels.spec.recipe import RECIPES
 if TYPE_CHECKING:
     import torch
 
-# What imports torch is imported by the command that needs it: help and typos are answered at once.
+# Modules that import torch are imported by the command that needs them: help and typos are answered at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
     add_generate_arguments(command)
     command = commands.add_parser(
-        "compare", help="the same beside exact attention, with every layer's error; or a language model's predictions"
+        "compare", help="the same and exact attention, with every layer's error; or a language model's predictions"
     )
     add_generate_arguments(command, compare=True)
     command.add_argument(
@@ -383,7 +383,7 @@ def _compare(args: argparse.Namespace) -> None:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
     rendering = ("steps", "height", "width", "frames", "guidance_scale", "fps", "seed", "cpu_offload", "vae_tiling")
     if given := [name for name in rendering if getattr(args, name)]:
-        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out beside --text")
+        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
     if args.pretrained is None:
         raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
     from sage_hf.app.generate import torch_dtype

@@ -1,4 +1,4 @@
-"""Generation: render videos or images with low-bit attention, beside exact attention if asked, and write a report."""
+"""Generation: render videos or images with low-bit attention, and exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FORMATS = {"nvfp4": "FP4", "int8": "INT8", "exact": "16 bit"}
 """Names of the formats of Q·Kᵀ in captions."""
 LAYER_ERROR_STEPS = 4
 RESERVED_SLUGS = ("exact", "side-by-side")
-"""Names of the files that a comparison writes beside the low-bit video."""
+"""Names of the files that a comparison writes next to the low-bit video."""
 
 logger = logging.get_logger(__name__)
 
@@ -294,7 +294,7 @@ class _Files:
 
 
 def call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
+    """Return the arguments of the pipeline's call: the `defaults` that it takes, and the `options`.
 
     Raises:
         ValueError: the pipeline does not render a prompt alone, or does not take an argument of `options`.

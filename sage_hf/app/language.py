@@ -26,12 +26,12 @@ WINDOW = 2048
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Predictions of a text with low-bit attention beside those with the model's own.
+    """Predictions of a text with low-bit attention, and with the model's own.
 
     Attributes:
         label: name of the low-bit attention.
         tokens: number of predicted tokens.
-        exact, perplexity: perplexity a token of the model as it comes, and with low-bit attention.
+        exact, perplexity: perplexity a token of the baseline model, and with low-bit attention.
         divergence: mean Kullback-Leibler divergence of the low-bit prediction from the exact one, in nats.
         same_top: share of tokens of which both find the same most likely.
         explanation: the kernels that ran in each layer.

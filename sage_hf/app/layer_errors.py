@@ -151,7 +151,7 @@ def record_layer_errors(
     The block runs without gradients, so that recipes that are forward only run too; a recipe that was asked for and
     never ran is logged.
 
-    This is slow: every attention is computed again in full precision, its weights once more, and with
+    Recording is slow: every attention is computed again in full precision, its weights once more, and with
     `without_outlier_handling` the low-bit one a second time. Memory stays bounded, because samples are compared one
     at a time and only sums are kept.
 

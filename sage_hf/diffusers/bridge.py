@@ -347,7 +347,7 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def skip_as_original(helpers: ModuleType, ours: tuple[type, ...], original_of: Callable[[Any], Any]) -> None:
-    """Let diffusers skip the attention of layers with our processors as it skips that of their originals.
+    """Let diffusers skip the attention of layers with our processors as it skips their originals'.
 
     Args:
         helpers: diffusers.hooks._helpers.

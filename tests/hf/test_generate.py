@@ -21,13 +21,6 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pipeline")
-    tiny.cogvideox().save_pretrained(path)
-    return path
-
-
 def options(folder: Path, output: Path, config: SageConfig | None = None, **settings) -> GenerateOptions:
     settings = {"prompts": ("a red ball",), "steps": 2, "height": 64, "width": 64, "frames": 9, **settings}
     return GenerateOptions(config or SageConfig("sage3"), "sage3", output, pretrained=str(folder), **settings)
@@ -353,6 +346,7 @@ def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
     assert module.captions_of(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
 
 
+@pytest.mark.audit
 def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
     prompts = ("a red circle moving left",)
     options = {"compare": True, "steps": 1, "frames": 9}

@@ -24,6 +24,7 @@ VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), (False, True
 PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8}
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(("channels", "dtype", "is_fixed"), VARIANTS, ids=str)
 def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, is_fixed):
@@ -42,6 +43,7 @@ def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channel
     assert code.registers == 168  # of each of 384 threads; warpgroups exchange them
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
 def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):

@@ -298,7 +298,7 @@ def unavailable(request: Request) -> str:
 
 
 def heads_together(call: BackwardCall) -> int:
-    """Return how many heads of K have their blocks taken in turn.
+    """Return the number of heads of K whose blocks are taken in turn.
 
     Blocks of a causal head differ in length: head after head, the longest blocks of the last one would start when all
     others end. More heads at once add to more sums, which should stay in the cache.
