@@ -178,7 +178,6 @@ def test_the_two_architectures_differ_by_the_gains_of_qk_norm_alone():
     assert llama.items() <= qwen3.items()
 
 
-@pytest.mark.audit
 def test_diffusers_is_not_needed(tmp_path):
     code = "import sys; sys.modules['diffusers'] = None; import train_language_model as t; t.main()"
     options = ["pretrain", "--size", "tiny", "--recipes", "sage_bwd", "--seeds", "0", "--pretrain-steps", "2"]
