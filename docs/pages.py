@@ -163,10 +163,11 @@ def calibration() -> str:
     rows = ["| clip | PSNR, dB | SSIM |", "|---|---|---|"]
     rows += [f"| {row['prompt']} | {row['psnr']:.1f} | {row['ssim']:.3f} |" for row in result["clips"]]
     shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
+    errors, held_out = (list(result[name].values()) for name in ("errors", "held_out"))
     measured = (
         f"Layers × steps: {shares}. With a budget of {result['budget']:g}, the latents' error is at most "
-        f"{max(result['errors']):.4f} on {len(result['errors'])} prompts, and at most {max(result['held_out']):.4f} on "
-        f"{len(result['held_out'])} others. With `sage3` everywhere it is up to {result['alone']:.4f}."
+        f"{max(errors):.4f} on {len(errors)} prompts, and at most {max(held_out):.4f} on {len(held_out)} others. "
+        f"With `sage3` everywhere it is up to {result['alone']:.4f}."
     )
     source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
     return "\n\n".join(("\n".join(rows), measured, source))

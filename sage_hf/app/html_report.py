@@ -43,7 +43,8 @@ td.heat { text-align: center; border: 1px solid var(--paper);
   background: color-mix(in srgb, var(--hot) calc(var(--heat) * 1%), var(--paper)); }
 td.heat small { display: block; opacity: .8; }
 pre { padding: .8rem; border: 1px solid var(--line); border-radius: .3rem; font-size: .8rem; overflow-x: auto; }
-figure { margin: 1rem 0; max-width: 40rem; }
+.pairs { display: flex; flex-wrap: wrap; gap: 1.5rem; }
+figure { flex: 1 1 20rem; margin: 0; max-width: 40rem; }
 .stage { position: relative; --at: 50%; overflow: hidden; border: 1px solid var(--line); }
 .stage > video, .stage > img { display: block; width: 100%; image-rendering: auto; }
 .stage > .after { position: absolute; inset: 0; height: 100%; clip-path: inset(0 0 0 var(--at)); }
@@ -93,7 +94,8 @@ def comparison_page(report: Report) -> str:
     parts = [f'<p class="note">{escape(f"{report.pretrained} on {report.device}, {report.dtype}")}</p>']
     if not report.complete:
         parts.append("<p><strong>Not complete: still being made, or broken off.</strong></p>")
-    parts += [_pair(report.output, video, label) for video in report.videos]
+    pairs = "".join(_pair(report.output, video, label) for video in report.videos)
+    parts.append(f'<div class="pairs">{pairs}</div>')
     parts += ["<h2>Speed and error</h2>", _table(["prompt", "exact, s", f"{label}, s", "PSNR, dB", "SSIM"], rows)]
     if report.layer_errors:
         steps = max(len(layer.by_step) for layer in report.layer_errors)
