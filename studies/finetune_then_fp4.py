@@ -101,7 +101,8 @@ def share_right(predicted: Tensor, labels: Tensor) -> float:
 
 def trainable(model: Any, method: str) -> Any:
     """Return a copy of a model in float32 whose weights, or low-rank additions to them, are to be trained."""
-    copy = deepcopy(model).float()
+    # transformers refuses this of models that it read from GGUF, although their weights are dequantised.
+    copy = torch.nn.Module.float(deepcopy(model))
     if method == "full":
         return copy
     from peft import LoraConfig, get_peft_model

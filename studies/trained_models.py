@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,11 @@ def sinks(model: Any, ids: Tensor) -> list[dict[str, Any]]:
 class Run:
     """The measurements of one model that the results still lack, in the order of `steps`."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, text: Tensor, stored: Results) -> None:
-        self.name, self.model, self.tokenizer, self.stored = name, model, tokenizer, stored
-        self.text = text
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, text: Tensor, stored: Results, tables: Sequence[str] = TABLES
+    ) -> None:
+        self.name, self.model, self.tokenizer, self.text = name, model, tokenizer, text
+        self.stored, self.tables = stored, tables
         self.exact: dict[int, list[Tensor]] = {}
         self.answers: dict[str, list[int]] = {}
 
@@ -211,19 +214,22 @@ class Run:
             names: recipes and providers.
         """
         recipes = [name for name in names if name not in OTHERS]
-        if not self.stored.has("sinks", model=self.name):
-            yield partial(self.measure_sinks, lengths[0])
-        for tokens in lengths:
-            for name in names:
-                if name != EXACT and not self.stored.has("rows", model=self.name, tokens=tokens, recipe=name):
-                    yield partial(self.measure_rows, tokens, samples, name)
-        for tokens in lengths:
-            for name in recipes:
-                if not self.stored.has("needles", model=self.name, tokens=tokens, recipe=name):
-                    yield partial(self.measure_needles, tokens, name)
+        for tokens in lengths[:1]:
+            yield from self.lacking("sinks", partial(self.measure_sinks, tokens))
+        for tokens, name in product(lengths, [name for name in names if name != EXACT]):
+            yield from self.lacking("rows", partial(self.measure_rows, tokens, samples, name), tokens, name)
+        for tokens, name in product(lengths, recipes):
+            yield from self.lacking("needles", partial(self.measure_needles, tokens, name), tokens, name)
         for name in recipes:
-            if not self.stored.has("answers", model=self.name, recipe=name):
-                yield partial(self.measure_answers, name)
+            yield from self.lacking("answers", partial(self.measure_answers, name), recipe=name)
+
+    def lacking(
+        self, table: str, step: Callable[[], None], tokens: int | None = None, recipe: str | None = None
+    ) -> Iterator[Callable[[], None]]:
+        """Yield a measurement if its table is wanted and has no row of the model with this length and recipe."""
+        key = {"model": self.name, "tokens": tokens, "recipe": recipe}
+        if table in self.tables and not self.stored.has(table, **{k: v for k, v in key.items() if v is not None}):
+            yield step
 
 
 def main() -> None:
@@ -233,6 +239,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="lengths of the texts")
     parser.add_argument("--samples", type=int, default=8, help="most texts of a length")
     parser.add_argument("--attention", nargs="+", metavar="NAME", help="recipes and providers; default: all")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no measurement after this time")
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
@@ -249,7 +256,7 @@ def main() -> None:
     longest = model.config.get_text_config().max_position_embeddings
     lengths = [tokens for tokens in sorted(args.tokens) if tokens <= longest]
     text = read_tokens(tokenizer, args.texts).to(device)
-    run = Run(args.model.stem, model, tokenizer, text, stored)
+    run = Run(args.model.stem, model, tokenizer, text, stored, args.tables)
     for step in run.steps(lengths, args.samples, names):
         if time.monotonic() - start > args.seconds:
             print(f"stopped after {args.seconds:.0f} s: the same command goes on here", flush=True)

