@@ -58,8 +58,13 @@ def test_registering_again_changes_nothing() -> None:
     ("first", "second"),
     [
         ("sage_hf", "transformers.modeling_utils"),
-        ("sage_hf.transformers.masks", "transformers.modeling_utils"),
-        pytest.param("transformers.modeling_utils", "sage_hf", marks=pytest.mark.audit),
+        *(
+            pytest.param(*order, marks=pytest.mark.audit)
+            for order in (
+                ("sage_hf.transformers.masks", "transformers.modeling_utils"),
+                ("transformers.modeling_utils", "sage_hf"),
+            )
+        ),
     ],
 )
 def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(
@@ -77,6 +82,7 @@ assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_A
     forks.run(code)
 
 
+@pytest.mark.audit
 def test_a_transformers_that_moved_what_we_complete_imports_and_works_without_us(forks: Forks) -> None:
     output = forks.run("""
 import logging
