@@ -42,18 +42,19 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
 
-// What a block does: `steps` tiles of queries, `count` for each head of the group, from `begin` on. Blocks of keys of
-// one head begin at different ones, `begin` + `start`, so that they add to different sums.
+// What a block does: `steps` tiles of queries, of `count` for each head of the group, from `begin` on. Blocks of keys
+// of one head begin at different ones, `begin` + `start`, so that they add to different sums. Steps of the last blocks
+// of keys are shared out among `parts` blocks of the grid, which leave partial sums of dK and dV.
 struct Item {
   Range queries, keys;
-  int sequence, head, first_key, begin, start, count, steps;
+  int sequence, head, first_key, begin, start, count, first_step, steps;
+  int partial;  // the number of the partial sums, or -1
 
   DEVICE Item(const Arguments& a, int number) {
-    const int blocks = blocks_of(a.keys.tokens), of_group = blocks * a.heads_together, group = number / of_group;
-    number -= group * of_group;
-    const int together = min(a.heads_together, a.batch * a.kv_heads - group * a.heads_together);
-    const int block = number / together, pair = group * a.heads_together + number % together;
-    sequence = pair / a.kv_heads, head = pair % a.kv_heads, first_key = block * BLOCK;
+    const int split = number - a.order.whole, part = split < 0 ? 0 : split % a.parts, parts = split < 0 ? 1 : a.parts;
+    partial = split < 0 || parts == 1 ? -1 : split;
+    const Place place(a.order, split < 0 ? number : a.order.whole + split / parts, a.keys);
+    sequence = place.sequence, head = place.head, first_key = place.block * BLOCK;
     queries = range_of(a.queries, sequence), keys = range_of(a.keys, sequence);
     bool attended = first_key < keys.length;
     if (a.spans) {
@@ -63,8 +64,10 @@ struct Item {
     const int tiles = attended ? tiles_of(queries.length) : 0;
     begin = a.is_causal ? min(max(first_key - a.causal_offset, 0) / TILE, tiles) : 0;
     count = tiles - begin;
-    steps = count * a.group;
-    start = a.is_causal || !count ? 0 : static_cast<int>(static_cast<int64>(block) * count / blocks);
+    start = a.is_causal || !count ? 0 : static_cast<int>(static_cast<int64>(first_key) * count / a.keys.tokens);
+    const int64 all = static_cast<int64>(count) * a.group;
+    first_step = static_cast<int>(all * part / parts);
+    steps = static_cast<int>(all * (part + 1) / parts) - first_step;
   }
 
   // Return whether a key of the sequence exists.
@@ -78,14 +81,18 @@ struct Item {
 struct Walk {
   int member, tile;
 
-  DEVICE Walk(const Item& item) : member(0), tile(item.begin + item.start) {}
+  DEVICE Walk(const Item& item) {
+    const int count = max(item.count, 1);
+    member = item.first_step / count;
+    tile = item.begin + (item.start + item.first_step % count) % count;
+  }
   DEVICE void next(const Item& item) {
     if (++tile == item.begin + item.count) tile = item.begin;
     if (tile == item.begin + item.start) member++;
   }
   // Return the tile's first row in operands of all heads of Q.
   DEVICE int64 row(const Arguments& a, const Item& item) const {
-    const int q_heads = a.kv_heads * a.group;
+    const int q_heads = a.order.kv_heads * a.group;
     return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
   }
 };
@@ -163,7 +170,8 @@ struct Keys {
 #pragma unroll
     for (int i = 0; i < CHANNELS / 2; i++) dk[i] = dv[i] = 0.0f;
     const int first_key = item.first_key + warpgroup * 64, key = first_key + row;
-    const int64 scales = operand_row(a.keys, item.keys, item.sequence, item.head, a.kv_heads) / 64 + first_key / 64;
+    const int64 scales =
+        operand_row(a.keys, item.keys, item.sequence, item.head, a.order.kv_heads) / 64 + first_key / 64;
     const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
     // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
     int hidden_below[2];
@@ -181,7 +189,7 @@ struct Keys {
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
     [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
-    int tile = item.begin + item.start;
+    int tile = walk.tile;
     wait(barriers.held, 0);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
@@ -340,6 +348,19 @@ struct Keys {
       if (key >= item.keys.length) continue;
       // A dO that is not finite, times weights of 0, must not count.
       const bool counts = item.exists(a, key) && !(a.is_causal && key >= item.queries.length + a.causal_offset);
+      if (item.partial >= 0) {
+        float* row = a.partials + (static_cast<int64>(item.partial) * 2 * BLOCK + key - item.first_key) * CHANNELS;
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 8; i++) {
+          const int first = 4 * i + 2 * half;
+          float2 of_key = make_float2(dk[first] * a.softmax_scale, dk[first + 1] * a.softmax_scale);
+          float2 of_value = make_float2(dv[first], dv[first + 1]);
+          if (!counts) of_key = of_value = make_float2(0.0f, 0.0f);
+          *reinterpret_cast<float2*>(row + i * 8 + channel) = of_key;
+          *reinterpret_cast<float2*>(row + BLOCK * CHANNELS + i * 8 + channel) = of_value;
+        }
+        continue;
+      }
       uint16 *key_row = rows_of(a.key_gradient, key), *value_row = rows_of(a.value_gradient, key);
 #pragma unroll
       for (int i = 0; i < CHANNELS / 8; i++) {
