@@ -22,15 +22,21 @@ DEVICE void multiply_int8(int (&x)[32], const uint32* a, uint32 b) {
     INT8_64X64("=&");
 }
 
-// x += A·B, both in shared memory.
-DEVICE void add_shared_int8(int (&x)[32], uint32 a, uint32 b) {
-  asm volatile(
-      "{ .reg .b64 a, b;\n"
-      "mov.b64 a, {%32, %34};\n"
-      "mov.b64 b, {%33, %34};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ACCUMULATORS_32 "}, a, b, 1; }"
-      : OPERANDS_32("+r", x)
-      : "r"(a), "r"(b), "n"(LAYOUT<CHANNELS>));
+// x = A·B in INT8, both of such rows in shared memory.
+#define SHARED_INT8_64X64(SUMS)                                                              \
+  asm volatile(                                                                              \
+      "{ .reg .b64 a, b;\n"                                                                  \
+      "mov.b64 a, {%32, %34};\n"                                                             \
+      "mov.b64 b, {%33, %34};\n"                                                             \
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ACCUMULATORS_32 "}, a, b, %35; }" \
+      : OPERANDS_32(SUMS "r", x)                                                             \
+      : "r"(a), "r"(b), "n"(LAYOUT<CHANNELS>), "n"(ADD))
+template <bool ADD>
+DEVICE void multiply_shared_int8(int (&x)[32], uint32 a, uint32 b) {
+  if constexpr (ADD)
+    SHARED_INT8_64X64("+");
+  else
+    SHARED_INT8_64X64("=&");
 }
 
 // x = A·B in 16 bits, 16 deep; both TRANSPOSED, or neither: rows are along what is summed, or across.

@@ -8,8 +8,7 @@
 // transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
 // channels of dQ.
 //
-// Shared memory is what all this waits for, so K in INT8 stays in registers, as far as there is room, and with 64
-// channels V too.
+// Shared memory is what all this waits for, so with 64 channels K in INT8 and V stay in registers too.
 //
 // Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
 // All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
@@ -26,7 +25,6 @@ static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys,
 
 constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
-constexpr int HELD = APART ? 2 : 3;  // parts of K in INT8, 32 channels each, that registers have room for
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
@@ -37,15 +35,9 @@ struct Barriers {
   uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
       sums_empty[BUFFERS];
 };
-// Which tile a stage holds, and its first row in operands of all heads of Q.
-struct Tile {
-  int64 row;
-  int number;
-};
 struct Shared {
   uint8 key_codes[2][CODE_BYTES], value[2][TILE_BYTES], key[2][TILE_BYTES], stages[STAGES][STAGE_BYTES];
   uint8 ds[BUFFERS][DS_BYTES], sums[BUFFERS][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
-  Tile tiles[STAGES];
   Barriers barriers;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
@@ -132,7 +124,6 @@ DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item,
   uint8* into = shared.stages[stage];
   const int batch = a.queries.ranges ? 0 : item.sequence, head = item.head * a.group + walk.member;
   const int row = item.queries.operand_start + walk.tile * TILE;
-  shared.tiles[stage] = {walk.row(a, item), walk.tile};
   arrive_expecting(barrier, STAGE_BYTES + STATISTICS_BYTES);
   load_box(maps.query_codes, into, barrier, batch, head, row, 0);
   load_tile(maps.gradient, into + CODE_BYTES, barrier, batch, head, row);
@@ -197,16 +188,17 @@ struct Keys {
     const uint32 ds_at =
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
+    [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
+    int tile = walk.tile;
     wait(barriers.held, 0);
-    uint32 k[HELD][4];
-#pragma unroll
-    for (int i = 0; i < HELD; i++)
-      load_matrices(k[i], shared_address(shared.key_codes[warpgroup]) + line * CHANNELS +
-                              ((i * 2 + matrix / 2) ^ line * CHANNELS / 128 % (CHANNELS / 16)) * 16);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
-    [[maybe_unused]] uint32 v[CHANNELS / 16][4];
+    [[maybe_unused]] uint32 k[CHANNELS / 32][4], v[CHANNELS / 16][4];
     if (APART) {
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 32; i++)
+        load_matrices(k[i], shared_address(shared.key_codes[warpgroup]) + line * CHANNELS +
+                                ((i * 2 + matrix / 2) ^ line / 2 % 4) * 16);
 #pragma unroll
       for (int i = 0; i < CHANNELS / 16; i++)
         load_matrices(v[i], shared_address(shared.value[warpgroup]) + line * LINE_BYTES +
@@ -219,17 +211,18 @@ struct Keys {
                    query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
       wait(barriers.full[stage], step / STAGES & 1);
       fence_products();
-      multiply_int8<false>(s, k[0], codes);
-#pragma unroll
-      for (int i = 1; i < HELD; i++) multiply_int8<true>(s, k[i], codes + 2 * i);
-#pragma unroll
-      for (int i = HELD; i < CHANNELS / 32; i++) add_shared_int8(s, key_codes + 2 * i, codes + 2 * i);
-      commit_products();
       if constexpr (APART) {
+        multiply_int8<false>(s, k[0], codes);
+        multiply_int8<true>(s, k[1], codes + 2);
+        commit_products();
         multiply_registers<false, false>(dp, v[0], gradient);
 #pragma unroll
         for (int i = 1; i < CHANNELS / 16; i++) multiply_registers<false, true>(dp, v[i], gradient + i * 2);
       } else {
+        multiply_shared_int8<false>(s, key_codes, codes);
+#pragma unroll
+        for (int i = 1; i < CHANNELS / 32; i++) multiply_shared_int8<true>(s, key_codes + 2 * i, codes + 2 * i);
+        commit_products();
         multiply_shared<false, false>(dp, value, gradient);
 #pragma unroll
         for (int i = 1; i < CHANNELS / 16; i++) {
@@ -242,7 +235,6 @@ struct Keys {
       pin(s);
 
       auto hide = [&](float (&x)[32]) {
-        const int tile = shared.tiles[stage].number;
         if (tile >= masked_end) return;
         const int low = hidden_below[0] - tile * TILE, high = hidden_below[1] - tile * TILE;
 #pragma unroll
@@ -260,13 +252,23 @@ struct Keys {
       }
       hide(p);
       uint32 weights[16], ds[16];
+      auto pack_weights = [&] {
 #pragma unroll
-      for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
-      fence_products();
+        for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      };
+      auto add_to_value_gradient = [&] {
 #pragma unroll
-      for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
-      commit_products();
-      wait_products<1>();
+        for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      };
+      if (APART) {
+        pack_weights();
+        fence_products();
+        add_to_value_gradient();
+        commit_products();
+        wait_products<1>();
+      } else {
+        wait_products<0>();
+      }
       pin(dp);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -275,6 +277,7 @@ struct Keys {
         for (int i = 0; i < 4; i++) dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
       }
       hide(dp);
+      if (!APART) pack_weights();
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
       if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
@@ -287,6 +290,8 @@ struct Keys {
       fence_products();
       [[maybe_unused]] float dq[32];
       if (!APART) {
+        add_to_value_gradient();
+        commit_products();
         sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
@@ -306,8 +311,9 @@ struct Keys {
         wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
         float factors[2] = {};
         if (FIXED) {
-          const float* fixed_point = a.fixed_point + shared.tiles[stage].row + row;
+          const float* fixed_point = a.fixed_point + walk.row(a, item) + row;
           factors[0] = fixed_point[0], factors[1] = fixed_point[8];
+          walk.next(item);
         }
         put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
         fence_shared();
@@ -320,6 +326,7 @@ struct Keys {
       keep(weights);
       keep(ds);
       arrive_as_warp(barriers.empty[stage]);
+      if (++tile == item.begin + item.count) tile = item.begin;
     }
     store(dk, dv);
   }
