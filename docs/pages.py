@@ -83,6 +83,7 @@ import output_errors  # noqa: E402
 import peaked_errors as peaked  # noqa: E402
 import peaked_models  # noqa: E402
 import sparse_quality_table  # noqa: E402
+import trained_models_table  # noqa: E402
 import training_report  # noqa: E402
 
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -154,6 +155,22 @@ def clip_scores() -> str:
     for recipe, score in scores.items():
         rows.append(f"| `{recipe}` | {score['prompts']} | {' | '.join(str(score[name]) for name in attributes)} |")
     return "\n".join(rows)
+
+
+def calibration() -> str:
+    """Return a table of clips of the tiny model in its calibrated mix, and sentences that say how it was chosen."""
+    result = json.loads((ROOT / "examples/tiny_video/calibration.json").read_text(encoding="utf-8"))
+    rows = ["| clip | PSNR, dB | SSIM |", "|---|---|---|"]
+    rows += [f"| {row['prompt']} | {row['psnr']:.1f} | {row['ssim']:.3f} |" for row in result["clips"]]
+    shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
+    errors, held_out = (list(result[name].values()) for name in ("errors", "held_out"))
+    measured = (
+        f"Layers × steps: {shares}. With a budget of {result['budget']:g}, the latents' error is at most "
+        f"{max(errors):.4f} on {len(errors)} prompts, and at most {max(held_out):.4f} on {len(held_out)} others. "
+        f"With `sage3` everywhere it is up to {result['alone']:.4f}."
+    )
+    source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
+    return "\n\n".join(("\n".join(rows), measured, source))
 
 
 def measured_models() -> str:
@@ -245,7 +262,7 @@ def training_routes() -> str:
         "padded": lambda row: row["mask"] == "lengths",
         "neither": lambda row: row["mask"] == "none",
     }
-    lines = ["| attention of the model | trains by `sage_bwd` | beside the fastest other |", "|---|---|---|"]
+    lines = ["| attention of the model | trains by `sage_bwd` | against the fastest other |", "|---|---|---|"]
     for (kind, is_kind), head_dim in itertools.product(kinds.items(), (64, 128)):
         found = [row for row in rows if is_kind(row) and row["head_dim"] == head_dim]
         low_bit = [row for row in found if row["recipe"] != "exact"]
@@ -362,6 +379,25 @@ def peaked_models_errors() -> str:
     )
 
 
+def language_models() -> str:
+    """Return tables of the predictions of trained language models, on each device that measured them."""
+    paths = sorted(RESULTS.glob("*-trained_models.json"))
+    parts = []
+    for result in map(read_result, (path.stem for path in paths)):
+        where = "On a CPU, in float32, all recipes emulated:"
+        if result["capability"]:
+            where = f"On one {result['gpu']}, in bfloat16:"
+        parts += [where, trained_models_table.markdown(result)]
+    return "\n\n".join((*parts, sources(*(path.stem for path in paths))))
+
+
+def kv_accuracy() -> str:
+    """Return tables of the predictions of trained language models through a low-bit KV cache, likewise."""
+    paths = sorted(RESULTS.glob("*-kv_cache_perplexity.json"))
+    tables_of_devices = [trained_models_table.cache_markdown(read_result(path.stem)) for path in paths]
+    return "\n\n".join((*tables_of_devices, sources(*(path.stem for path in paths))))
+
+
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
     return gradients.summary(read_result("cpu-gradient_table")["rows"])
@@ -428,6 +464,8 @@ python studies/output_errors.py --video examples/tiny_video     # the output's; 
 python studies/gradient_errors.py --video examples/tiny_video   # the gradients'; likewise
 python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
 python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
+python studies/trained_models.py MODEL TEXT --output {BENCHMARKS}/results           # language models' predictions
+python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results      # through a low-bit KV cache
 ```"""
 
 
@@ -464,10 +502,13 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipes": recipes,
     "folders": folders,
     "source-tests": source_tests,
+    "calibration": calibration,
     "clip-scores": clip_scores,
     "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
     "peaked-errors": peaked_errors,
     "peaked-models": peaked_models_errors,
+    "language-models": language_models,
+    "kv-accuracy": kv_accuracy,
     "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
     "models": measured_models,
     "measure": measure_commands,

@@ -2,8 +2,8 @@
 
     python examples/generate_video.py --compare --prompt "a red circle moving left"
 
-renders with the tiny model of this repository. Any text-to-video or text-to-image pipeline of diffusers can take its
-place:
+renders with the tiny model of this repository, in the mix of recipes that `sage-hf calibrate` found for it. Any
+text-to-video or text-to-image pipeline of diffusers can take its place:
 
     python examples/generate_video.py --compare --pretrained zai-org/CogVideoX-2b --config cogvideox-2b --cpu-offload \\
         --vae-tiling --prompt "A panda plays the guitar in a bamboo forest."
@@ -22,5 +22,8 @@ from pathlib import Path
 
 from sage_hf.app.cli import generate_main
 
+TINY_VIDEO = Path(__file__).parent / "tiny_video"
+
 if __name__ == "__main__":
-    sys.exit(generate_main(description=__doc__, pretrained=str(Path(__file__).parent / "tiny_video")))
+    calibrated = str(TINY_VIDEO / "calibrated.json")
+    sys.exit(generate_main(description=__doc__, own_config=calibrated, pretrained=str(TINY_VIDEO)))

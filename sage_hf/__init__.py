@@ -17,6 +17,7 @@ from sage_hf.diffusers.install import install
 from sage_hf.transformers import register
 
 if TYPE_CHECKING:
+    from sage_hf.app.calibrate import calibrate
     from sage_hf.app.layer_errors import record_layer_errors
     from sage_hf.apply import apply, restore
     from sage_hf.attention import sage_attention, set_default_fallback
@@ -48,6 +49,7 @@ __all__ = [
     "Sparse",
     "StepRule",
     "apply",
+    "calibrate",
     "context_parallel_plan",
     "drop_in",
     "enable_vsa",
@@ -65,6 +67,7 @@ _HOME = {
     "Sparse": "sparse",
     "StepRule": "config",
     "apply": "apply",
+    "calibrate": "app.calibrate",
     "drop_in": "drop_in",
     "explain": "explain",
     "record_layer_errors": "app.layer_errors",

@@ -18,7 +18,7 @@ from sage_hf.names import NAMES, name_of
 from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
-from sage_hf.targets import Target, find_targets
+from sage_hf.targets import Target, architecture_of, find_targets
 from sage_hf.transformers.bridge import configs_of, implementation_of, keep_implementation
 from sage_kernels.spec.recipe import get_recipe
 
@@ -82,10 +82,10 @@ def apply(
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a model.
-        ValueError: the configuration is unknown or cannot be read, a pattern matches no layer, the model has no
-            attention, an attention module is not recognised (a layer rule with "exact" leaves such a module as it is),
-            or there are step rules for a model without steps; the KV cache of a model cannot be quantised, or it
-            is no transformers model.
+        ValueError: the configuration is unknown or cannot be read, it is for another architecture, a pattern matches no
+            layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" leaves
+            such a module as it is), or there are step rules for a model without steps; the KV cache of a model cannot
+            be quantised, or it is no transformers model.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -100,6 +100,7 @@ def apply(
     targets = find_targets(pipe_or_model)
     if kv_cache is not None and any(target.library == "diffusers" for target in targets):
         raise ValueError("kv_cache: a diffusers model has no KV cache")
+    _check_architecture(config, targets)
     _check_patterns(config, targets)
     pipe = None if isinstance(pipe_or_model, nn.Module) or not hasattr(pipe_or_model, "scheduler") else pipe_or_model
     changes = [
@@ -148,6 +149,14 @@ def _forget_plans(target: Target, undo: Undo) -> None:
     for layer in target.layers.values():
         record.forget(layer)
         undo.append(partial(record.forget, layer))
+
+
+def _check_architecture(config: SageConfig, targets: list[Target]) -> None:
+    if config.architecture and config.architecture != architecture_of(targets):
+        raise ValueError(
+            f"the configuration was made for {config.architecture}, and this is {architecture_of(targets)}: calibrate "
+            "this model, or use a configuration without `architecture`"
+        )
 
 
 def _check_patterns(config: SageConfig, targets: list[Target]) -> None:

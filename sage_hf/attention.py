@@ -124,7 +124,7 @@ def sage_attention(
             attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
-        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. Beside it
+        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. With it
             attn_mask may only say which keys exist. All keys are then in few bits, also those that are heavy otherwise.
 
     Returns:
@@ -138,7 +138,7 @@ def sage_attention(
     first forward pass without gradients, so as inference: use `use_reentrant=False`.
 
     Raises:
-        ValueError: arguments do not fit together, there is dropout beside blocks, recipe or fallback is unknown, or
+        ValueError: arguments do not fit together, there is dropout with blocks, recipe or fallback is unknown, or
             scale is not finite.
         TypeError: query, key or value is not a dense floating-point tensor, scale is not a number, or is_causal is not
             a bool.

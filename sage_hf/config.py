@@ -74,6 +74,7 @@ class SageConfig:
         steps: exceptions by denoising step; the first match wins.
         training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
         note: comment for human readers; it has no effect.
+        architecture: the only model that it is for (`sage_hf.targets.architecture_of`); "": for any model.
         sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
 
@@ -88,6 +89,7 @@ class SageConfig:
     note: str = ""
     training: str | None = None
     sparse: Sparse | Literal["model"] | None = None
+    architecture: str = ""
 
     def __post_init__(self) -> None:
         _check_recipe(self.recipe, "recipe")
@@ -95,8 +97,9 @@ class SageConfig:
             _check_recipe(self.training, "training")
         if self.fallback is not None and self.fallback not in FALLBACKS:
             raise ValueError(f"fallback: {self.fallback!r} is not one of {', '.join(FALLBACKS)}")
-        if not isinstance(self.note, str):
-            raise ValueError(f"note: expected a string, got {self.note!r}")
+        for key in ("note", "architecture"):
+            if not isinstance(getattr(self, key), str):
+                raise ValueError(f"{key}: expected a string, got {getattr(self, key)!r}")
         if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
             raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
         for key, kind in (("layers", LayerRule), ("steps", StepRule)):
@@ -160,6 +163,7 @@ class SageConfig:
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
         data["sparse"] = self.sparse.to_dict() if isinstance(self.sparse, Sparse) else self.sparse
+        data["architecture"] = self.architecture
         data["note"] = self.note
         return {key: value for key, value in data.items() if value not in (None, [], "")}
 
@@ -170,7 +174,7 @@ class SageConfig:
         Raises:
             ValueError: a key is unknown or missing, or its value is not supported; the message names the key.
         """
-        optional = ("fallback", "layers", "steps", "training", "note", "sparse")
+        optional = ("fallback", "layers", "steps", "training", "note", "sparse", "architecture")
         _check_keys(data, "the configuration", required=("recipe",), optional=optional)
         layers, steps = [], []
         for i, rule in enumerate(_list(data, "layers")):
@@ -185,7 +189,8 @@ class SageConfig:
         sparse = data.get("sparse")
         if sparse not in (None, "model"):
             sparse = Sparse.from_dict(sparse)
-        return cls(data["recipe"], data.get("fallback"), *rules, data.get("note", ""), data.get("training"), sparse)
+        texts = {key: data.get(key, "") for key in ("note", "architecture")}
+        return cls(data["recipe"], data.get("fallback"), *rules, training=data.get("training"), sparse=sparse, **texts)
 
     def to_json(self) -> str:
         """Return the configuration as JSON text that `from_json` reads back."""

@@ -96,7 +96,7 @@ class Explanation:
     def joined(self, later: Explanation) -> Explanation:
         """Join two runs of a model: equal rows become one, with the calls of both.
 
-        What sparse calls kept is that of the later run, and says so.
+        Shares of kept tiles are the later run's, and say so.
         """
         sums: dict[LayerRow, Counter[str]] = {}
         for row in (*self.rows, *later.rows):
@@ -150,7 +150,7 @@ _COUNTS = ("calls", "heavy", "chosen", "recent")
 def explain(pipe_or_model: object) -> Explanation:
     """Return, for each layer, the recipe asked for, what ran, on which kernel, and why not what was asked for.
 
-    This works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
+    Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
 
     Args:
         pipe_or_model: a diffusers pipeline (its denoisers), a diffusers model or a transformers model.
@@ -259,7 +259,7 @@ def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
 
 
 def asked(recipe: str, training: str | None) -> str:
-    """Return a text that names the recipe of a layer, and that of its training mode if there is one."""
+    """Return a text that names the recipe of a layer, and the recipe of its training mode if there is one."""
     return recipe if training is None else f"{recipe}, training: {training}"
 
 

@@ -44,7 +44,7 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Write `path` atomically: the block writes the temporary file it is given, which then replaces `path`.
 
-    The temporary file has the suffix of `path` and lies beside it. If the block raises, it is removed and `path` stays
+    The temporary file has the suffix of `path` and lies next to it. If the block raises, it is removed and `path` stays
     as it was.
     """
     part = path.with_name(f".{os.getpid()}-{path.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,11 @@ def find_targets(pipe_or_model: object) -> list[Target]:
             f"that is told the timestep), or a diffusers or transformers model, got {type(pipe_or_model).__name__}"
         )
     return [_target(name if len(models) > 1 else "", model) for name, model in models.items()]
+
+
+def architecture_of(targets: Sequence[Target]) -> str:
+    """Return the classes of the models, with the numbers of their attention layers."""
+    return ", ".join(f"{type(inner(target.model)).__name__} ({len(target.layers)} layers)" for target in targets)
 
 
 def _attends_in_steps(model: object) -> bool:

@@ -1,4 +1,4 @@
-"""Text for terminals, which may know no more characters than those of ASCII."""
+"""Text for terminals, which may know no characters but ASCII."""
 
 from __future__ import annotations
 

@@ -1,84 +1,149 @@
-"""Measure a language model's perplexity through a low-bit KV cache, token by token as it would generate.
+"""Measure a language model's predictions through a low-bit KV cache, token by token as it would generate.
 
-    python studies/kv_cache_perplexity.py FOLDER TEXT... --tokens 2048 --output FILE.json
+python studies/kv_cache_perplexity.py MODEL TEXT... --tokens 2048 --output benchmarks/results
 
-FOLDER holds a model with its tokenizer, or one GGUF file. The first 512 tokens are a prompt; the others come behind it,
-16 at a time, each of which sees the earlier ones as the cache holds them.
+MODEL is a folder of safetensors or a GGUF file. The first 512 tokens are a prompt; the others come behind it, 16 at a
+time, each of which sees the earlier ones as the cache holds them. Beside our formats stand the 4-bit caches of QServe
+(arXiv 2405.04532, sections 4.2 and 5.3) and Atom (arXiv 2310.19102, section 4.4), whose K and V are rounded as these
+describe and kept in floating point: both have a scale and a zero point for each token and head, and no token in 16
+bits; QServe divides K's channels by their largest elements before (SmoothAttention).
+
+The JSON is <device>-kv_cache_perplexity.json, written row by row, with the tables "rows", "needles" and "answers" of
+`trained_models`; the facts are hidden in the prompt, and asked for behind it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from greedy_answers import answer, prompts, same_beginning
+from language_models import Differences, Head, hidden_states, read_model, read_tokens
+from retrieval import hide
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import sage_hf
-from sage_hf.bench.results import facts
+from sage_hf.bench import results
 
 PROMPT, CHUNK = 512, 16
+LEVELS = 15
+"""Steps between the smallest and the largest element of a token in 4 bits."""
+SMOOTHING = 0.5
+"""Exponent of QServe's SmoothAttention."""
 
 
-@torch.no_grad()
-def log_probabilities(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Return the log-probabilities of each next token, (tokens - 1, vocabulary), of ids (1, tokens)."""
-    name = "cache" if hasattr(cache, "get_query_offset") else "past_key_values"
-    found = []
-    for part in (ids[:, :PROMPT], *ids[:, PROMPT:].split(CHUNK, 1)):
-        found.append(model(part, use_cache=True, **{name: cache}).logits[0].float().log_softmax(-1))
-    return torch.cat(found)[:-1]
+def rounded(x: Tensor) -> Tensor:
+    """Round tokens (…, head_dim) to 4 bits, asymmetrically, with scale and lowest value in float16."""
+    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    scale = ((high - low) / LEVELS).half().float().clamp_min(torch.finfo(torch.float16).tiny)
+    low = low.half().float()
+    return (((x - low) / scale).round().clamp(0, LEVELS) * scale + low).to(x.dtype)
+
+
+class RoundedLayer(DynamicLayer):
+    """Cache layer of K and V in 4 bits, as Atom or, with smoothing, QServe rounds them."""
+
+    def __init__(self, smooth: bool) -> None:
+        super().__init__()
+        self.smooth = smooth
+        self.factor: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep new tokens (batch, kv_heads, tokens, head_dim) rounded; attention to a prompt sees it as it is."""
+        is_prompt = self.factor is None
+        if self.factor is None:
+            self.factor = smoothing_factor(key_states) if self.smooth else torch.ones_like(key_states[:, :, :1])
+        rounded_key = rounded(key_states / self.factor) * self.factor
+        whole = super().update(rounded_key, rounded(value_states))
+        return (key_states, value_states) if is_prompt else whole
+
+
+def smoothing_factor(key: Tensor) -> Tensor:
+    """Return the divisor of K in SmoothAttention, (batch, kv_heads, 1, head_dim).
+
+    A channel and that half of head_dim from it, which the rotary embedding mixes, have the same.
+    """
+    largest = key.abs().amax(2, keepdim=True).unflatten(-1, (2, -1)).amax(-2, keepdim=True)
+    return largest.clamp_min(1e-4).pow(SMOOTHING).expand(*largest.shape[:-2], 2, -1).flatten(-2)
+
+
+def rounded_cache(config: Any, smooth: bool) -> Cache:
+    """Make a cache of `RoundedLayer` for a model's config."""
+    return Cache(layers=[RoundedLayer(smooth) for _ in range(config.num_hidden_layers)])
+
+
+CACHES: dict[str, Callable[[Any], Cache]] = {
+    "16 bits": lambda config: DynamicCache(config=config),
+    "int8": lambda config: sage_hf.QuantizedKVCache(config, "int8"),
+    "int4": lambda config: sage_hf.QuantizedKVCache(config, "int4"),
+    "nvfp4": lambda config: sage_hf.QuantizedKVCache(config, "nvfp4"),
+    "QServe KV4": lambda config: rounded_cache(config, smooth=True),
+    "Atom KV4": lambda config: rounded_cache(config, smooth=False),
+}
+
+
+def keyword(model: Any, cache: Cache) -> dict[str, Cache]:
+    """Return the keyword argument by which a model's `forward` and `generate` take a cache."""
+    return {"cache" if "cache" in signature(type(model).forward).parameters else "past_key_values": cache}
+
+
+def through_cache(model: Any, ids: Tensor, prompt: int, cache: Cache) -> Tensor:
+    """Return the hidden states (tokens, hidden size) of ids (1, tokens): a prompt comes first, then CHUNK at a time."""
+    parts = (ids[:, :prompt], *ids[:, prompt:].split(CHUNK, 1))
+    return torch.cat([hidden_states(model, part, use_cache=True, **keyword(model, cache)) for part in parts])
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--output", type=Path, help="where the JSON goes; default: nowhere")
+    parser.add_argument("model", type=Path, help="folder of safetensors, or a GGUF file")
+    parser.add_argument("texts", type=Path, nargs="+", help="files in UTF-8")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="lengths of the texts")
+    parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    files = list(args.folder.glob("*.gguf"))
-    options = {"gguf_file": files[0].name} if files else {}
-    tokenizer = AutoTokenizer.from_pretrained(args.folder, **options)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype, **options).eval().to(device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = read_model(args.model, device)
     sage_hf.apply(model, "exact")
-    text = "\n\n".join(path.read_text(encoding="utf-8", errors="ignore") for path in args.texts)
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.tokens].to(device)
-    rows, exact = [], None
-    for format in ("16 bits", "int8", "int4", "nvfp4"):
-        start = time.perf_counter()
-        if format == "16 bits":
-            cache = DynamicCache(config=model.config)
-        else:
-            cache = sage_hf.QuantizedKVCache(model.config, format)
-        found = log_probabilities(model, ids, cache)
-        exact = found if exact is None else exact
-        # The prompt's tokens see no cache: they are left out.
-        scored = slice(PROMPT, None)
-        loss = -found.gather(1, ids[0, 1:, None])[scored].mean().item()
-        expected = -exact.gather(1, ids[0, 1:, None])[scored].mean().item()
-        row = {
-            "format": format,
-            "tokens": ids.shape[1],
-            "prompt": PROMPT,
-            "perplexity": math.exp(loss),
-            "change": math.exp(loss - expected) - 1,
-            "kl": (exact.exp() * (exact - found)).sum(-1)[scored].mean().item(),
-            "same_top_token": (exact.argmax(-1) == found.argmax(-1))[scored].float().mean().item(),
-            "recipe": "exact",
-        }
-        rows.append(row)
-        print(row, f"{time.perf_counter() - start:.0f} s", flush=True)
-    if args.output:
-        result = {**facts(torch.device(device)), "model": args.folder.resolve().name, "rows": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    text, head = read_tokens(tokenizer, args.texts).to(device), Head(model)
+    result: dict[str, Any] = results.facts(device) | {"rows": [], "needles": [], "answers": []}
+    path = results.path_of(args.output, result, "kv_cache_perplexity")
+
+    def add(table: str, row: dict[str, Any]) -> None:
+        result[table].append({"model": args.model.stem, **row})
+        results.write(path, result)
+        print(table, row, f"{time.perf_counter() - start:.0f} s", flush=True)
+
+    for tokens in args.tokens:
+        ids, haystack = text[None, :tokens], hide(tokenizer, text, tokens)
+        exact: Tensor | None = None
+        for format, make in CACHES.items():
+            start = time.perf_counter()
+            found = through_cache(model, ids, PROMPT, make(model.config))
+            exact = found if exact is None else exact
+            differences = Differences()
+            # The prompt's tokens see no cache: they are left out.
+            differences.add(head, exact[PROMPT:-1], found[PROMPT:-1], ids[0, PROMPT + 1 :])
+            facts = {"format": format, "tokens": tokens}
+            add("rows", facts | {"prompt": PROMPT} | differences.row())
+            hidden = through_cache(model, haystack.ids.to(device), haystack.asked, make(model.config))
+            counts = {f"{depth:g}": int(is_found) for depth, is_found in haystack.found(head, hidden).items()}
+            add("needles", facts | {"found": counts, "of": 1})
+    expected: dict[str, list[int]] = {}
+    for format, make in CACHES.items():
+        for prompt, ids in prompts(tokenizer, text).items():
+            start = time.perf_counter()
+            new = answer(model, ids.to(device), **keyword(model, make(model.config)))
+            same = same_beginning(expected.setdefault(prompt, new), new)
+            row = {"format": format, "prompt": prompt, "answer": tokenizer.decode(new)}
+            add("answers", row | {"tokens": len(new), "same_beginning": same})
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ for script in sys.argv[1:]:
 """
 
 
+@pytest.mark.audit
 def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, environment: Path, tmp_path: Path) -> None:
     """The training scripts, from another folder than the checkout."""
     run(

@@ -27,7 +27,7 @@ from sage_hf.diffusers.processor import sage_of
 from sage_kernels.spec import recipe as spec_recipe
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family
-from tests.helpers.kernels import preferred_forward
+from tests.helpers.kernels import preferred
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -189,6 +189,16 @@ def usage_configuration(code: str) -> None:
     assert config.training_recipe("transformer_blocks.1.attn1") == "sage_bwd"
 
 
+@claim("calibration = sage_hf.calibrate(")
+def usage_calibrate(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipe = tiny.cogvideox(num_layers=1)
+    size = "num_inference_steps=1, height=64, width=64, num_frames=9, guidance_scale=1.0"
+    run(code.replace("num_inference_steps=20", size), scope(pipe=pipe))
+    assert "transformer_blocks.0.attn1" in capsys.readouterr().out
+    assert asked(pipe) == [sage_hf.SageConfig.from_file("calibrated.json").resolve("transformer_blocks.0.attn1", 0, 1)]
+
+
 @claim("attn_mask=mask, enable_gqa=True")
 def usage_call(code: str) -> None:
     query, (key, value) = torch.randn(1, 4, 80, 32), torch.randn(2, 1, 2, 80, 32)
@@ -337,7 +347,7 @@ def adding_kernel(code: str) -> None:
     exec(adding_block("class PlainForward"), module)
     names: dict[str, Any] = {}
     exec(code, names)
-    with preferred_forward(module["PlainForward"]()):
+    with preferred(module["PlainForward"]()):
         names["test_the_one_tile_kernel_computes_what_the_reference_does"]()
 
 

@@ -87,7 +87,7 @@ def _attend(
     if blocks is not None:
         if options.dropout_p:
             raise ValueError(
-                f"dropout_p={options.dropout_p} is not supported beside blocks: set the attention dropout to 0"
+                f"dropout_p={options.dropout_p} is not supported with blocks: set the attention dropout to 0"
             )
         keys = Mask.of_blocks(blocks, mask, key.shape[2])
     elif grad and options.recipe != "exact":

@@ -57,7 +57,7 @@ def attention(
         recipe: a name in `recipe.RECIPES`.
         fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
-        blocks: the tiles of keys that each block of rows attends to; None: all. Beside a list the mask may only say
+        blocks: the tiles of keys that each block of rows attends to; None: all. With a list the mask may only say
             which keys exist, and no key is heavy.
 
     Returns:

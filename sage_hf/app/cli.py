@@ -1,4 +1,4 @@
-"""The command line `sage-hf env | explain | generate | compare | bench | tune | check | warmup`."""
+"""The command line `sage-hf env | explain | generate | compare | calibrate | bench | tune | check | warmup`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sage_hf
 from sage_hf.config import SageConfig
@@ -22,7 +22,7 @@ from sage_kernels.spec.recipe import RECIPES
 if TYPE_CHECKING:
     import torch
 
-# What imports torch is imported by the command that needs it: help and typos are answered at once.
+# Modules that import torch are imported by the command that needs them: help and typos are answered at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {sage_hf.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="env | explain | generate | compare | bench | tune | check | warmup"
+        dest="command",
+        required=True,
+        metavar="env | explain | generate | compare | calibrate | bench | tune | check | warmup",
     )
     commands.add_parser("env", help="versions, GPUs, and which recipe runs natively on each")
     command = commands.add_parser("explain", help="which kernel each layer of a model will run here; loads no weights")
@@ -44,12 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
     add_generate_arguments(command)
     command = commands.add_parser(
-        "compare", help="the same beside exact attention, with every layer's error; or a language model's predictions"
+        "compare", help="the same and exact attention, with every layer's error; or a language model's predictions"
     )
     add_generate_arguments(command, compare=True)
     command.add_argument(
         "--text", type=_path, metavar="FILE", help="perplexity and divergence of a causal language model on this text"
     )
+    _add_html_argument(command)
+    command = commands.add_parser(
+        "calibrate", help="find the fastest mix of recipes whose error of a model's output is within a budget"
+    )
+    _add_calibrate_arguments(command)
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
     if arguments[:1] == ["bench"]:  # its choices are models and kernels, which take seconds to import
         from sage_hf.bench.command import add_arguments
@@ -73,7 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate_main(
-    argv: Sequence[str] | None = None, *, description: str, config: str = "sage3", **defaults: object
+    argv: Sequence[str] | None = None,
+    *,
+    description: str,
+    config: str = "sage3",
+    own_config: str | None = None,
+    **defaults: object,
 ) -> int:
     """Run a generating script: parse arguments, render and print the results; return the exit code.
 
@@ -81,11 +93,12 @@ def generate_main(
         argv: the arguments, without the program's name; None: those of the command line.
         description: text for --help.
         config: default recipe, or name or path of the default configuration.
+        own_config: path of the default configuration of the default `pretrained` alone.
         defaults: default values of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_generate_arguments(parser, default_config=config, **defaults)
-    parser.set_defaults(command="generate")
+    parser.set_defaults(command="generate", own_config=own_config, own_pretrained=defaults.get("pretrained"))
     return _run_guarded(parser, argv)
 
 
@@ -97,13 +110,20 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
     parser.add_argument(
         "--compare", action=argparse.BooleanOptionalAction, default=False, help="also with exact attention, same seed"
     )
+    parser.add_argument("--fps", type=int, help="frames per second of the files (default: 8)")
+    parser.add_argument("--output", type=_path, default=Path("output"), metavar="DIR", help="default: output")
+    _add_pipeline_arguments(parser)
+    parser.set_defaults(**defaults)
+
+
+def _add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of loading a pipeline and of its call."""
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--height", type=int, help="pixels")
     parser.add_argument("--width", type=int, help="pixels")
     parser.add_argument("--frames", type=int, help="frames of each video")
     parser.add_argument("--guidance-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int, default=0, help="of every prompt (default: 0)")
-    parser.add_argument("--fps", type=int, help="frames per second of the files (default: 8)")
     parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: bfloat16, on a CPU float32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
     parser.add_argument(
@@ -112,8 +132,39 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
     parser.add_argument(
         "--vae-tiling", action=argparse.BooleanOptionalAction, default=False, help="decode in tiles, for less memory"
     )
-    parser.add_argument("--output", type=_path, default=Path("output"), metavar="DIR", help="default: output")
-    parser.set_defaults(**defaults)
+
+
+def _add_html_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", type=_path, metavar="FILE", help="write the result as one self-contained page too")
+
+
+def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pretrained", required=True, metavar="ID_OR_FOLDER", help="pipeline or language model")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", type=_path, metavar="FILE", help="of a pipeline: a prompt a line")
+    source.add_argument("--text", type=_path, metavar="FILE", help="of a causal language model: a text, in windows")
+    parser.add_argument("--budget", type=float, default=0.02, help="largest error of the output (default: 0.02)")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=("sage3", "sage2"),
+        metavar="RECIPE",
+        help="fastest first (default: sage3 sage2)",
+    )
+    parser.add_argument("--keep-sensitive", type=int, default=0, metavar="N", help="layers that stay exact in any case")
+    parser.add_argument(
+        "--held-out", type=int, metavar="N", help="prompts, the last ones, that only test it (default: a quarter)"
+    )
+    parser.add_argument(
+        "--output",
+        type=_path,
+        default=Path("calibrated.json"),
+        metavar="JSON",
+        help="default: calibrated.json; what was measured stands in calibrated.measurements.json, from where a second "
+        "run goes on",
+    )
+    _add_html_argument(parser)
+    _add_pipeline_arguments(parser)
 
 
 def _keep(text: str) -> float | str:
@@ -314,6 +365,11 @@ def _generate(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         files = f"{', '.join(written)} in {options.output}" if written else "nothing"
         raise KeyboardInterrupt(f"; written: {files}") from None
+    if getattr(args, "html", None) is not None:
+        from sage_hf.app.html_report import comparison_page
+
+        args.html.write_text(comparison_page(report), encoding="utf-8")
+        on_written(args.html)
     print(format_outcome(report))
 
 
@@ -321,11 +377,13 @@ def _compare(args: argparse.Namespace) -> None:
     if args.text is None:
         _generate(args)
         return
+    if args.html is not None:
+        raise ValueError("--html is for renderings: leave it out beside --text")
     if args.prompt:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
     rendering = ("steps", "height", "width", "frames", "guidance_scale", "fps", "seed", "cpu_offload", "vae_tiling")
     if given := [name for name in rendering if getattr(args, name)]:
-        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out beside --text")
+        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
     if args.pretrained is None:
         raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
     from sage_hf.app.generate import torch_dtype
@@ -345,9 +403,80 @@ def _compare(args: argparse.Namespace) -> None:
     print(result)
 
 
+def _calibrate(args: argparse.Namespace) -> None:
+    from sage_hf.app.calibrate import calibrate
+    from sage_hf.app.html_report import calibration_page
+    from sage_hf.app.report import package_versions
+
+    model, prompts, settings = (_language_prompts if args.prompts is None else _pipeline_prompts)(args)
+    held_out = len(prompts) // 4 if args.held_out is None else args.held_out
+    if not 0 <= held_out < len(prompts):
+        raise ValueError(f"--held-out must leave a prompt of {len(prompts)}, got {held_out}")
+    kept = len(prompts) - held_out
+    result = calibrate(
+        model,
+        prompts[:kept],
+        args.budget,
+        recipes=args.recipes,
+        held_out=prompts[kept:],
+        keep_sensitive=args.keep_sensitive,
+        seed=args.seed,
+        measurements=args.output.with_suffix(".measurements.json"),
+        **settings,
+    )
+    result.config.save(args.output)
+    written = [args.output]
+    if args.html is not None:
+        args.html.write_text(calibration_page(result, package_versions()), encoding="utf-8")
+        written.append(args.html)
+    print(result)
+    print("\n".join(f"wrote {path}" for path in written), file=sys.stderr)
+
+
+def _pipeline_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the pipeline, its prompts and the arguments of its call."""
+    from sage_hf.app.generate import GenerateOptions, call_settings, torch_dtype
+    from sage_hf.app.pipelines import folder_or_name, generation_defaults, load_pipeline, pick_device
+
+    try:
+        prompts = tuple(line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts: cannot read {args.prompts}: {error}") from error
+    if not prompts:
+        raise ValueError(f"--prompts: {args.prompts} has no line of text")
+    names = ("steps", "height", "width", "frames", "guidance_scale", "seed", "dtype", "device")
+    given = {name: getattr(args, name) for name in (*names, "cpu_offload", "vae_tiling", "pretrained")}
+    options = GenerateOptions(SageConfig(), "calibrate", args.output.absolute().parent, prompts, **given)
+    device = pick_device(args.device)
+    pretrained = folder_or_name(args.pretrained)
+    pipe = load_pipeline(
+        pretrained,
+        dtype=torch_dtype(args.dtype, device),
+        device=device,
+        cpu_offload=args.cpu_offload,
+        vae_tiling=args.vae_tiling,
+    )
+    return pipe, list(prompts), call_settings(pipe, options, generation_defaults(pretrained))
+
+
+def _language_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the language model, the text's windows of tokens, and no settings."""
+    from sage_hf.app.generate import torch_dtype
+    from sage_hf.app.language import load_language_model, read_windows
+    from sage_hf.app.pipelines import folder_or_name, pick_device
+
+    device = pick_device(args.device)
+    pretrained = folder_or_name(args.pretrained)
+    model, tokenizer = load_language_model(pretrained, torch_dtype(args.dtype, device), device)
+    return model, list(read_windows(args.text, model, tokenizer)), {}
+
+
 def _name(args: argparse.Namespace) -> str:
     """Return the recipe or configuration that the user asked for, or else the command's default."""
-    return next(name for name in (args.recipe, args.config, args.default_config) if name is not None)
+    own = getattr(args, "own_config", None)
+    if own is not None and args.pretrained != args.own_pretrained:
+        own = None
+    return next(name for name in (args.recipe, args.config, own, args.default_config) if name is not None)
 
 
 def _config(args: argparse.Namespace) -> SageConfig:
@@ -365,6 +494,7 @@ COMMANDS = {
     "explain": _explain,
     "generate": _generate,
     "compare": _compare,
+    "calibrate": _calibrate,
     "bench": _bench,
     "tune": _tune,
     "check": _check,

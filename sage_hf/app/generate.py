@@ -1,10 +1,11 @@
-"""Generation: render videos or images with low-bit attention, beside exact attention if asked, and write a report."""
+"""Generation: render videos or images with low-bit attention, and exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,14 +34,17 @@ from sage_hf.files import check_folder, writable_folder
 from sage_hf.metrics import psnr, ssim
 from sage_hf.targets import find_targets
 from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.spec.recipe import RECIPES
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS = {"nvfp4": "FP4", "int8": "INT8", "exact": "16 bit"}
+"""Names of the formats of Q·Kᵀ in captions."""
 LAYER_ERROR_STEPS = 4
 RESERVED_SLUGS = ("exact", "side-by-side")
-"""Names of the files that a comparison writes beside the low-bit video."""
+"""Names of the files that a comparison writes next to the low-bit video."""
 
 logger = logging.get_logger(__name__)
 
@@ -150,7 +154,7 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
     pipe = load_pipeline(
         pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
     )
-    settings = _call_settings(pipe, options, defaults)
+    settings = call_settings(pipe, options, defaults)
     job = _Job(pipe, settings, options.seed, device)
     job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run, so that errors show early
     if options.compare:
@@ -266,6 +270,8 @@ class _Files:
             video.psnr = psnr(exact.frames, low_bit.frames, data_range=255)
             video.ssim = ssim(exact.frames, low_bit.frames, data_range=255)
         captions = captions_of([exact.label, low_bit.label], self._report.explanation)
+        quality = "" if video.psnr is None else f", {video.psnr:.1f} dB"
+        captions[low_bit.label] += f"\n{format_shares(self._report.explanation)}{quality}"
         captioned = {captions[rendering.label]: rendering.frames for rendering in (exact, low_bit)}
         self._write_video("side by side", "side-by-side", side_by_side(captioned, video.prompt))
         self.save_report()
@@ -287,8 +293,8 @@ class _Files:
             self._on_written(path)
 
 
-def _call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call: those of `defaults` that it takes, and those of `options`.
+def call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: dict) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call: the `defaults` that it takes, and the `options`.
 
     Raises:
         ValueError: the pipeline does not render a prompt alone, or does not take an argument of `options`.
@@ -357,6 +363,15 @@ def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     elif any(row.numerics == "emulated" for row in low_bit):
         remark = " (emulated)"
     return {label: label if label == "exact" else label + remark for label in labels}
+
+
+def format_shares(explanation: Explanation) -> str:
+    """Return the share of calls by the format of Q·Kᵀ that ran: "79% FP4, 21% INT8"."""
+    calls: Counter[str] = Counter()
+    for row in explanation.rows:
+        if row.recipe in RECIPES:
+            calls[FORMATS[RECIPES[row.recipe].qk]] += row.calls
+    return ", ".join(f"{count / calls.total():.0%} {name}" for name, count in calls.most_common() if count)
 
 
 def _slug(text: str) -> str:

@@ -26,12 +26,12 @@ WINDOW = 2048
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Predictions of a text with low-bit attention beside those with the model's own.
+    """Predictions of a text with low-bit attention, and with the model's own.
 
     Attributes:
         label: name of the low-bit attention.
         tokens: number of predicted tokens.
-        exact, perplexity: perplexity a token of the model as it comes, and with low-bit attention.
+        exact, perplexity: perplexity a token of the baseline model, and with low-bit attention.
         divergence: mean Kullback-Leibler divergence of the low-bit prediction from the exact one, in nats.
         same_top: share of tokens of which both find the same most likely.
         explanation: the kernels that ran in each layer.
@@ -81,14 +81,8 @@ def compare_text(
     Raises:
         ValueError: the model or the text cannot be read, or the text has no two tokens; or `sage_hf.apply` refuses.
     """
-    model, tokenizer = _load(folder_or_name(pretrained), dtype, device)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text: cannot read {path}: {error}") from error
-    windows = list(_windows(model, tokenizer, text))
-    if not windows:
-        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+    model, tokenizer = load_language_model(folder_or_name(pretrained), dtype, device)
+    windows = read_windows(path, model, tokenizer)
     exact_loss = low_loss = divergence = 0.0
     tokens = same = 0
     explanation = Explanation(())
@@ -119,7 +113,12 @@ def compare_text(
     )
 
 
-def _load(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+def load_language_model(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model for evaluation, and its tokenizer, from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
     import transformers
 
     if (Path(pretrained) / "model_index.json").is_file():
@@ -132,6 +131,22 @@ def _load(pretrained: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"cannot load a causal language model and its tokenizer from {pretrained}: {error}") from error
     return model.eval().to(device), tokenizer
+
+
+def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[torch.Tensor]:
+    """Return the tokens of a text in UTF-8 in windows of at most WINDOW tokens, int64 (tokens,) each.
+
+    Raises:
+        ValueError: the text cannot be read, or has no two tokens.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text: cannot read {path}: {error}") from error
+    windows = list(_windows(model, tokenizer, text))
+    if not windows:
+        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+    return windows
 
 
 def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torch.Tensor]:

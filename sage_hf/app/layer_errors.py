@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from huggingface_hub.utils import logging
+from torch import nn
 
 from sage_hf import record
 from sage_hf.app.peaks import NO_PEAKS, Peaks, find_peaks
+from sage_hf.config import SageConfig
 from sage_hf.metrics import ErrorSums, TensorErrors
+from sage_hf.schedule import StepSchedule
 from sage_hf.targets import find_targets
 from sage_hf.text import text_table, to_ascii
 from sage_kernels.dispatch import run
@@ -36,6 +40,7 @@ class LayerErrors:
         errors_without_outlier_handling: errors of the same recipe without its outlier handling; None if what ran
             has none, or if they were not asked for.
         recipes: what ran, in the order of its first call: ("exact",) if the recipe asked for never did.
+        by_step: relative L1 error at each denoising step of a pipeline, in order; one number of a model alone.
     """
 
     layer: str
@@ -44,6 +49,7 @@ class LayerErrors:
     peaks: Peaks = NO_PEAKS
     errors_without_outlier_handling: TensorErrors | None = None
     recipes: tuple[str, ...] = ()
+    by_step: tuple[float, ...] = ()
 
 
 @dataclass
@@ -52,6 +58,7 @@ class _Layer:
 
     calls: int = 0
     errors: ErrorSums = field(default_factory=ErrorSums)
+    step_errors: dict[int, ErrorSums] = field(default_factory=dict)
     plain_errors: ErrorSums = field(default_factory=ErrorSums)
     has_outlier_handling: bool = False
     peaks: Peaks = NO_PEAKS
@@ -71,6 +78,8 @@ class LayerErrorRecorder:
         self._names = {layer: target.label(name) for target in targets for name, layer in target.layers.items()}
         self._layers = {name: _Layer() for name in self._names.values()}
         self._without_outlier_handling = without_outlier_handling
+        self.step = 0
+        """The denoising step that calls belong to."""
 
     @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
@@ -97,6 +106,7 @@ class LayerErrorRecorder:
             }
             judge, _ = sdpa.attention(query, key, value, **options, dtype=torch.float32)
             layer.errors.add(judge, call.output[sample])
+            layer.step_errors.setdefault(self.step, ErrorSums()).add(judge, call.output[sample])
             layer.plain_errors.add(judge, plain_output[sample])
             peaks = find_peaks(query, key, **options)
             layer.peaks = layer.peaks.joined(peaks)
@@ -111,6 +121,7 @@ class LayerErrorRecorder:
                 layer.peaks,
                 layer.plain_errors.errors() if layer.has_outlier_handling and self._without_outlier_handling else None,
                 layer.recipes,
+                tuple(sums.errors().rel_l1 for _, sums in sorted(layer.step_errors.items())),
             )
             for name, layer in self._layers.items()
             if layer.calls
@@ -140,7 +151,7 @@ def record_layer_errors(
     The block runs without gradients, so that recipes that are forward only run too; a recipe that was asked for and
     never ran is logged.
 
-    This is slow: every attention is computed again in full precision, its weights once more, and with
+    Recording is slow: every attention is computed again in full precision, its weights once more, and with
     `without_outlier_handling` the low-bit one a second time. Memory stays bounded, because samples are compared one
     at a time and only sums are kept.
 
@@ -157,10 +168,25 @@ def record_layer_errors(
         ValueError: a model has no attention layer that can be switched.
     """
     recorder = LayerErrorRecorder(pipe_or_model, without_outlier_handling=without_outlier_handling)
-    with record.observe(recorder), torch.no_grad():
+    with record.observe(recorder), _following_steps(pipe_or_model, recorder), torch.no_grad():
         yield recorder
     for sentence in recorder.never_ran():
         logger.warning(sentence)
+
+
+@contextmanager
+def _following_steps(pipe_or_model: object, recorder: LayerErrorRecorder) -> Iterator[None]:
+    """Tell the recorder the denoising step of each call of a pipeline's denoisers; a model alone has no steps."""
+    handles = []
+    if hasattr(pipe_or_model, "scheduler") and not isinstance(pipe_or_model, nn.Module):
+        for target in find_targets(pipe_or_model):
+            schedule = StepSchedule(SageConfig("exact"), {}, pipe_or_model, partial(setattr, recorder, "step"))
+            handles.append(schedule.attach(target.model))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def table(layers: Sequence[LayerErrors]) -> tuple[list[str], list[list[str]]]:

@@ -13,6 +13,7 @@ from sage_hf.files import replacing
 INK, PAPER, FAINT = (28, 30, 34), (255, 255, 255), (110, 114, 122)
 MARGIN = 16
 PANEL_HEIGHT = 256
+LINE_HEIGHT = 28
 
 
 def can_write_mp4() -> bool:
@@ -77,7 +78,7 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
     """Combine videos into one clip that shows them from left to right under a title.
 
     Args:
-        videos: uint8 videos (F, H, W, 3) of one shape, by label.
+        videos: uint8 videos (F, H, W, 3) of one shape, by label, which may have several lines.
         title: text above them.
 
     Returns:
@@ -88,13 +89,16 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
     font, small = _font(20), _font(16)
     top = MARGIN + 28
     width = len(clips) * (panel[0] + MARGIN) + MARGIN
-    height = top + panel[1] + MARGIN + 28
+    lines = max(len(label.splitlines()) for label in labels)
+    height = top + panel[1] + MARGIN + LINE_HEIGHT * lines
     page = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
     draw = ImageDraw.Draw(page)
     draw.text((MARGIN, MARGIN - 4), _fit(title, font, width - 2 * MARGIN), fill=INK, font=font)
     corners = [(MARGIN + column * (panel[0] + MARGIN), top) for column in range(len(clips))]
     for label, (x, y) in zip(labels, corners, strict=True):
-        draw.text((x, y + panel[1] + 8), _fit(label, small, panel[0]), fill=FAINT, font=small)
+        for number, line in enumerate(label.splitlines()):
+            place = x, y + panel[1] + 8 + LINE_HEIGHT * number
+            draw.text(place, _fit(line, small, panel[0]), fill=FAINT, font=small)
     frames = []
     for pictures in zip(*clips, strict=True):
         frame = page.copy()

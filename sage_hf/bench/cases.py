@@ -31,7 +31,7 @@ WINDOW = 1024
 DOCUMENT = 700
 """Length of the documents that share a sequence."""
 BACKWARD = 3.5
-"""Operations of forward and backward, two and five matrix products, relative to those of the forward."""
+"""Operations of forward and backward, two and five matrix products, relative to the forward's."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ SHAPES: tuple[Case, ...] = (
     Case.square("llama-3-prefill", (1, 32, 8, 32768, 128), causal=True),
 )
 
-# What models are trained on: plain, causal, a small head_dim, a language model's grouped queries, a video's tokens.
+# Training calls of models: plain, causal, a small head_dim, a language model's grouped queries, a video's tokens.
 TRAINING_SHAPES: tuple[Case, ...] = (
     Case.square("8k-128", (2, 32, 32, 8192, 128), training=True),
     Case.square("8k-128-causal", (2, 32, 32, 8192, 128), causal=True, training=True),

@@ -103,7 +103,7 @@ def failed(result: dict[str, Any]) -> bool:
 def _examinations(
     device: torch.device, capability: tuple[int, int] | None, note: Callable[[Verdict, str], None]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield what is checked, and what checks it and passes each verdict to `note`."""
+    """Yield the name of each check, and the function that runs it and passes each verdict to `note`."""
 
     def examine_exact(name: str, where: str, case: Case) -> None:
         found = examination.examine_exact(name, case, device)
@@ -145,7 +145,7 @@ def _examinations(
         with nvfp4_forward_measured(), fused_backward_measured():
             examine(where, case)
 
-    # What most calls are comes first, and what has masks of scores and lists last, should time be up.
+    # The most common calls come first, calls with an attention bias or lists last, should time be up.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
         untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"

@@ -193,4 +193,4 @@ def _all_cases() -> tuple[Case, ...]:
 
 
 CASES = _all_cases()
-"""All cases: those of forward passes, systematic ones first, then those of training."""
+"""All cases: forward passes, systematic ones first, then training."""

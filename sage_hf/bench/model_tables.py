@@ -39,7 +39,7 @@ class ModelGain:
 
     @property
     def ratio(self) -> float:
-        """Return how much faster a step is."""
+        """Return the speed of a step relative to the baseline."""
         return self.before_ms / self.after_ms
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
-"""Colours of the peers that are drawn against length; ours is drawn in OUR_COLOR."""
+"""Colours of the providers that are drawn against length; ours is drawn in OUR_COLOR."""
 OUR_COLOR = "#d1402f"
 PALE_COLOR = "#e58e83"
 OTHER_COLOR = "#8c8c8c"
@@ -125,7 +125,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
 
 
 def length_figure(columns: Columns, gpu: str) -> Figure:
-    """Draw speed against length for our fastest recipe and its peers, with labels at the ends of the lines."""
+    """Draw speed against length for our fastest recipe and other providers, with labels at the ends of the lines."""
     from matplotlib.figure import Figure
 
     ours = _our_fastest(columns)

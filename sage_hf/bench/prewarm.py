@@ -23,7 +23,7 @@ def call_in_processes(
     """Call a function once for each item, in the order of the items, in up to PROCESSES new processes.
 
     Args:
-        function: of a module, so that another process finds it. What it raises is ignored: the call that follows here
+        function: of a module, so that another process finds it. An error is ignored: the call that follows here
             fails alike, and says so.
         items: what can be pickled.
         seconds: how long to go on beginning calls; default until all have run.

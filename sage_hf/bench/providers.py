@@ -480,8 +480,8 @@ def quantizers(
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 
-    Those named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means), and
-    each operand is written once.
+    Quantisers named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means),
+    and each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
 

@@ -15,20 +15,20 @@ from typing import Any, cast
 import torch
 
 from sage_hf.attention import attend, chosen_fallback, sage_attention
-from sage_hf.names import NAMES, name_of
+from sage_hf.names import NAMES
 from sage_hf.sparse.layer import running_layer
 from sage_kernels.spec.options import Options
 
 from .bridge import (
+    Shards,
     add_backend,
-    attention_across_processes,
     choose_backend,
     function_modes_are_active,
     scores_are_skipped,
 )
 from .errors import UnsupportedAttentionError
 from .heads import end_trial
-from .parallel import NO_SHARDS, gather_mask, mask_of_own_heads
+from .parallel import NO_SHARDS
 from .shards import SplitTokens
 
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
@@ -71,32 +71,7 @@ def choosing(backend: Any) -> Iterator[Choice]:
         _thread.choice = before
 
 
-def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Callable[..., Any]:
-    def forward_op(
-        ctx: object,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        _save_ctx: bool = True,
-        _parallel_config: Any = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend to one shard in diffusers' context parallelism: (B, N, H, D) tensors; LSE is (B, N, H)."""
-        attn_mask = mask_of_own_heads(attn_mask, query.shape[2], _parallel_config.context_parallel_config)
-        out = backend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-        return (out[0], out[1].transpose(1, 2).contiguous()) if return_lse else out
-
-    def backward_op(ctx: object, grad_out: torch.Tensor, *args: object) -> None:
-        raise NotImplementedError(
-            f"{name_of(recipe, fallback)} has no backward pass under context parallelism: "
-            'use the "native" attention backend to train'
-        )
-
+def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
     def backend(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -118,29 +93,17 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
             sparse = running_layer()
             if _thread.choice is not None:
                 _thread.choice.reached = True
-        if _parallel_config is not None:
-            if sparse is not None:
+        if (split := _split_of(_parallel_config)) is not None:
+            if sparse is not None and (split is not _parallel_config or split.shards.ring > 1):
                 raise UnsupportedAttentionError(NO_SHARDS)
-            if isinstance(_parallel_config, SplitTokens):
-                given: Any = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-                query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-                out = _parallel_config.attend(attend_heads_first, query, key, value, attn_mask, **given)
-                return out.transpose(1, 2)
-            attn_mask = gather_mask(attn_mask, key.shape[1], _parallel_config.context_parallel_config)
-            return attention_across_processes(dispatch)(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                return_lse,
-                forward_op=forward_op,
-                backward_op=backward_op,
-                _parallel_config=_parallel_config,
-            )
+            if is_causal or enable_gqa or return_lse:
+                raise UnsupportedAttentionError(
+                    "attention across processes is not causal, has as many heads of keys as of queries, and no "
+                    "log-sum-exp"
+                )
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            out = split.attend(attend_heads_first, query, key, value, attn_mask, dropout_p=dropout_p, scale=scale)
+            return out.transpose(1, 2)
         arguments: dict[str, Any] = {
             "attn_mask": attn_mask,
             "dropout_p": dropout_p,
@@ -176,13 +139,21 @@ def _make_backend(dispatch: ModuleType, recipe: str, fallback: str | None) -> Ca
     return backend
 
 
+def _split_of(config: Any) -> SplitTokens | None:
+    """Return how tokens are split by diffusers' ParallelConfig, or by a plan of ours; None if they are not."""
+    if config is None or isinstance(config, SplitTokens):
+        return config
+    config = config.context_parallel_config
+    return None if config is None else SplitTokens(Shards.of(config))
+
+
 def register_backends(dispatch: ModuleType) -> None:
     """Register every name of NAMES; `dispatch` is diffusers.models.attention_dispatch.
 
     Ours also attend where a processor names no backend, while it runs inside `choosing`.
     """
     for name, choice in NAMES.items():
-        _MEMBERS[choice] = add_backend(dispatch, name, _make_backend(dispatch, *choice))
+        _MEMBERS[choice] = add_backend(dispatch, name, _make_backend(*choice))
     choose_backend(dispatch, _chosen)
 
 

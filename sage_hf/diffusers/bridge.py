@@ -1,6 +1,6 @@
 """Names of diffusers that are private or depend on its version: every use of one is here.
 
-A name that a version lacks costs speed or raises UnsupportedAttentionError with the reason; it never changes a result.
+A name that a version lacks costs speed; it never changes a result.
 Importing this file imports neither diffusers nor torch.
 """
 
@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from .errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     import torch
@@ -140,21 +138,6 @@ def active_backend(dispatch: ModuleType) -> str:
     """Return the name of the backend of `with attention_backend(...)`, or of the process; "" if it is not known."""
     active = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
     return getattr(active, "value", "")
-
-
-def attention_across_processes(dispatch: ModuleType) -> Callable[..., Any]:
-    """Return diffusers' attention in context parallelism, which calls a backend's operators for one shard.
-
-    Raises:
-        UnsupportedAttentionError: this version has none.
-    """
-    attention: Callable[..., Any] | None = getattr(dispatch, "_templated_context_parallel_attention", None)
-    if attention is None:
-        raise UnsupportedAttentionError(
-            "this version of diffusers has no attention across processes that sage_hf knows: run this model without "
-            "enable_parallelism()"
-        )
-    return attention
 
 
 # Processors
@@ -317,9 +300,20 @@ class Shards:
         return self._config._ring_mesh.get_group()
 
     @property
+    def all_group(self) -> Any:
+        """Return the group of all processes, in the order in which diffusers splits tokens."""
+        return self._config._flattened_mesh.get_group()
+
+    @property
+    def near(self) -> slice:
+        """Return the places among all of those that exchange tokens for heads with this process."""
+        start = self.part - self.rank
+        return slice(start, start + self.ulysses)
+
+    @property
     def part(self) -> int:
         """Return this process's place among all, by which diffusers splits tokens."""
-        part: int = self._config._flattened_mesh.get_local_rank()
+        part: int = self._config._ring_local_rank * self.ulysses + self.rank
         return part
 
 
@@ -353,7 +347,7 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def skip_as_original(helpers: ModuleType, ours: tuple[type, ...], original_of: Callable[[Any], Any]) -> None:
-    """Let diffusers skip the attention of layers with our processors as it skips that of their originals.
+    """Let diffusers skip the attention of layers with our processors as it skips their originals'.
 
     Args:
         helpers: diffusers.hooks._helpers.

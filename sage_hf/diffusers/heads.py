@@ -281,7 +281,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Check whether anything is called beside a module's forward pass; true if this PyTorch does not tell."""
+    """Check whether anything else is called than a module's forward pass; true if this PyTorch does not tell."""
     if any(vars(module).get(name, True) for name in HOOKS):
         return True
     of_all_modules: Callable[[], bool] | None = getattr(nn.modules.module, "_has_any_global_hook", None)
@@ -304,7 +304,7 @@ def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
             heads · head_dim), where all heads have one norm, or of any other size, if nothing is rotated.
     """
     if x.dim() == 3:
-        # What is not rotated may be divided in any way.
+        # Channels that are not rotated may be divided in any way.
         head_dim = LARGE_ROW if rope is None else rope.cosine.shape[-1] * (2 if rope.sine is None else 1)
         heads = x.unflatten(-1, (-1, math.gcd(head_dim, x.shape[-1])))
         return norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)

@@ -48,7 +48,7 @@ class Sage(Protocol):
     sparse: SparseLayer | None
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
+        """Return the recipe for an attention module, of training or of evaluation, by the module's mode."""
 
     def attend(self, attn: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend with that recipe, on (B, H, N, D) tensors."""

@@ -132,19 +132,19 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
         model: the model that the plan was made for.
         config: diffusers' ParallelConfig or ContextParallelConfig.
     """
-    degree = Shards.of(getattr(config, "context_parallel_config", None) or config).ulysses
+    shards = Shards.of(getattr(config, "context_parallel_config", None) or config)
     layers = _split_layers(model)
     if not layers:
         raise UnsupportedAttentionError(f"the plan was made for another model than {type(model).__name__}")
     for name, layer in layers.items():
-        if layer.heads < degree:
+        if layer.heads < shards.ulysses:
             raise UnsupportedAttentionError(
-                f"ulysses_degree {degree} is more than the {layer.heads} heads of {name}: use ring_degree as well"
+                f"ulysses_degree {shards.ulysses} is more than the {layer.heads} heads of {name}: use ring_degree too"
             )
         sage = sage_of(layer)
         if sage is None:
             _bind_exact(name, layer)
-        elif sage.sparse is not None:
+        elif sage.sparse is not None and shards.ring > 1:
             raise UnsupportedAttentionError(f"{name}: {NO_SHARDS}")
 
 

@@ -52,7 +52,7 @@ class SageAttnProcessor(BackendProcessor):
         self._by_backend = False  # whether that was for `set_attention_backend`
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """Return the recipe for an attention module: that of training or of evaluation, by the module's mode."""
+        """Return the recipe for an attention module, of training or of evaluation, by the module's mode."""
         return self.training if self.training is not None and attn.training else self.recipe
 
     def attend(

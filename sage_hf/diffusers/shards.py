@@ -4,14 +4,17 @@ Ulysses (arXiv 2309.14509) exchanges tokens for heads, so that a process has all
 2310.01889) has each process attend with its own queries to all keys, which are gathered first: one attention over all
 keys, in the order of one process. Both may be combined, with rings of processes that exchange tokens for heads.
 
+Queries, keys and values travel together: one exchange before attention and one after it, and one gathering in a ring.
+
 Tokens of other streams, such as a prompt's, may be on every process. Then they stay where they are in the sequence,
 whatever their number, and every process computes the same for them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,16 +34,17 @@ class SplitTokens:
     Attributes:
         shards: the processes.
         last: whether the stream that is split lies behind the others in the sequence.
-        number: number of its tokens on this process, in one call.
+        number: number of its tokens on this process, in one call; None: there are no others, and keys may have another
+            number than queries.
     """
 
     shards: Shards
-    last: bool
-    number: int = 0
+    last: bool = False
+    number: int | None = None
 
     def in_call(self, hidden_states: torch.Tensor) -> SplitTokens:
         """Return the tokens of a call whose stream (batch, tokens of this process, dim) is split."""
-        return SplitTokens(self.shards, self.last, hidden_states.shape[1])
+        return replace(self, number=hidden_states.shape[1])
 
     def attend(
         self,
@@ -57,13 +61,14 @@ class SplitTokens:
             attend: attention of (batch, heads, tokens, head_dim) tensors within a process: attend(query, key, value,
                 attn_mask=..., **options).
             query, key, value: (batch, heads, tokens, head_dim), of the tokens on this process.
-            attn_mask: (batch or 1, 1, 1, keys of all processes) or None, the same on every process.
+            attn_mask: None, or (batch or 1, all heads or 1, 1, keys), of this process's keys or of all processes' in
+                their order. In Ulysses without a ring, its third dimension may be the queries of all processes.
 
         Returns:
             The output for the queries of this process, (batch, heads, tokens, head_dim).
 
         Raises:
-            ValueError: a mask of another shape, or more processes in Ulysses than heads.
+            ValueError: a mask of another shape, more processes in Ulysses than heads, or fewer heads of keys.
             NotImplementedError: gradients are computed through it.
         """
         end_trial(query, key)
@@ -89,50 +94,170 @@ class SplitTokens:
         shards, heads = self.shards, query.shape[1]
         if heads < shards.ulysses:
             raise ValueError(f"ulysses_degree {shards.ulysses} is more than the {heads} heads of this attention")
-        cut = [self._cut(x.transpose(1, 2), self.number) for x in (query, key, value)]
-        shared, split = [x for x, _ in cut], [x for _, x in cut]
-        lengths = [self.number]
+        if key.shape[1] != heads:
+            raise ValueError(f"attention across processes has {key.shape[1]} heads of keys: it needs all {heads}")
+        given: Sequence[torch.Tensor] = (query, key, value)
+        cut = [self._cut(x, self.number) for x in given]
+        shared: Sequence[torch.Tensor] = [x for x, _ in cut]
+        split: Sequence[torch.Tensor] = [x for _, x in cut]
+        of_text = [x.shape[2] for x in shared]
+        queries, keys = self._lengths(split[0].shape[2], split[1].shape[2], query.device)
+        every = heads, of_text[0] + sum(queries), of_text[1] + sum(keys)
+        attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, every, keys)
         if shards.ulysses > 1:
-            lengths = _lengths(self.number, shards.group, shards.ulysses, shards.uneven, query.device)
             own = _parts(heads, shards.ulysses)[shards.rank]
-            split = _tokens_to_heads(split, lengths, shards)
-            shared = [x[:, :, own] for x in shared]
+            shared = [x[:, own] for x in shared]
+            if attn_mask is not None and attn_mask.shape[1] > 1:
+                attn_mask = attn_mask[:, own]
+            beside = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
+            if queries == keys and of_text[0] == of_text[1]:
+                given = self._exchange(beside, split, queries[shards.near])
+            else:
+                query_of_all = self._exchange(beside[:1], split[:1], queries[shards.near])
+                given = *query_of_all, *self._exchange(beside[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
-            split = [split[0], *_gather_tokens(split[1:], shards)]
-        query, key, value = (self._join(*both).transpose(1, 2) for both in zip(shared, split, strict=True))
-        _check_mask(attn_mask, key)
-        output = attend(query, key, value, attn_mask=attn_mask, **options)
-        if shards.ulysses > 1:
-            return self._heads_to_tokens(output.transpose(1, 2), heads, lengths).transpose(1, 2)
-        return output
+            query = given[0] if shards.ulysses == 1 else self._join(shared[0], given[0])
+            split = split if shards.ulysses == 1 else given
+            given = query, *self._gather(shared[1:], split[1:], keys)
+        output = attend(*given, attn_mask=attn_mask, **options)
+        return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[shards.near])
 
-    def _cut(self, x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens on every process and those `number` that are split, of (batch, tokens, ...)."""
-        at = x.shape[1] - number if self.last else number
-        return (x[:, :at], x[:, at:]) if self.last else (x[:, at:], x[:, :at])
+    def _cut(self, x: torch.Tensor, number: int | None, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens on every process and those `number` that are split; None: all are."""
+        tokens = x.shape[dim]
+        if number is None:
+            return x.narrow(dim, 0, 0), x
+        first = tokens - number if self.last else number
+        before, behind = x.narrow(dim, 0, first), x.narrow(dim, first, tokens - first)
+        return (before, behind) if self.last else (behind, before)
 
     def _join(self, shared: torch.Tensor, split: torch.Tensor) -> torch.Tensor:
-        """Return (batch, tokens, ...) tensors one behind another, in the order of the sequence."""
-        if not shared.shape[1]:
-            return split
-        return torch.cat([shared, split] if self.last else [split, shared], dim=1)
+        """Return (batch, heads, tokens, head_dim) tensors one behind another, in the order of the sequence."""
+        return torch.cat([shared, split] if self.last else [split, shared], dim=2)
 
-    def _heads_to_tokens(self, x: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
-        """Return (batch, tokens, own heads, head_dim) as (batch, tokens of this process, all heads, head_dim)."""
-        batch, _, own, head_dim = x.shape
-        shared, split = self._cut(x, sum(lengths))
-        rest = shared.shape[1]
-        sizes = [(length + rest) * batch * own * head_dim for length in lengths]
-        sent = x.new_empty(sum(sizes))
-        for buffer, part in zip(sent.split(sizes), split.split(lengths, dim=1), strict=True):
-            tokens_first = buffer.view(rest + part.shape[1], batch, own, head_dim).transpose(0, 1)
-            for place, states in zip(self._cut(tokens_first, part.shape[1]), (shared, part), strict=True):
-                place.copy_(states)
-        shape = self.number + rest, batch, -1, head_dim
-        parts = _parts(heads, self.shards.ulysses)
-        each = shape[0] * batch * head_dim
-        received = _all_to_all(sent, sizes, [(part.stop - part.start) * each for part in parts], self.shards.group)
-        return torch.cat([one.view(shape) for one in received], dim=2).transpose(0, 1)
+    def _lengths(self, queries: int, keys: int, device: torch.device) -> tuple[list[int], list[int]]:
+        """Return the number of tokens of each process, of queries and of keys."""
+        processes = self.shards.ring * self.shards.ulysses
+        if not self.shards.uneven:
+            return [queries] * processes, [keys] * processes
+        found = torch.empty(processes, 2, dtype=torch.int64, device=device)
+        _all_gather(found, found.new_tensor([[queries, keys]]), self.shards.all_group)
+        of_queries, of_keys = found.t().tolist()
+        return of_queries, of_keys
+
+    def _mask_of_all(self, mask: torch.Tensor, sizes: tuple[int, int, int], keys: list[int]) -> torch.Tensor:
+        """Return the mask for the keys of all processes, (batch or 1, heads or 1, queries or 1, keys or 1).
+
+        Args:
+            mask: for these, or for the keys of this process.
+            sizes: number of all heads, queries and keys.
+            keys: number of keys of each process.
+
+        Raises:
+            ValueError: the mask is of another shape.
+        """
+        shards, given = self.shards, tuple(mask.shape)
+        mask, (heads, queries, every_key) = mask[(None,) * (4 - mask.dim())], sizes
+        if self.number is None and mask.shape[-1] == keys[shards.part] != every_key:
+            longest = max(keys)
+            sent = torch.nn.functional.pad(mask, (0, longest - mask.shape[-1])).movedim(-1, 0).contiguous()
+            received = sent.new_empty(len(keys) * longest, *sent.shape[1:])
+            _all_gather(received, sent, shards.all_group)
+            mask = torch.cat(_without_padding(received, longest, keys)).movedim(0, -1)
+        rows = (1, queries) if shards.ring == 1 else (1,)
+        if mask.shape[1] not in (1, heads) or mask.shape[2] not in rows or mask.shape[3] not in (1, every_key):
+            raise ValueError(
+                f"attn_mask has shape {given}: attention across processes takes a mask of keys, "
+                f"(batch, 1 or {heads}, 1, {every_key}) for all processes, and in Ulysses a mask of queries and keys"
+            )
+        return mask
+
+    def _room(self, shared: Sequence[torch.Tensor], tokens: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return tensors with the tokens on every process and room for others, and this room of all in one.
+
+        Args:
+            shared: (batch, heads, tokens, head_dim) each.
+            tokens: number of tokens for which there is room.
+
+        Returns:
+            (batch, heads, all tokens, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
+        """
+        batch, heads, rest, head_dim = shared[0].shape
+        whole = shared[0].new_empty(rest + tokens, len(shared), batch, heads, head_dim)
+        beside, room = self._cut(whole, tokens, 0)
+        if rest:
+            torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=beside)
+        return whole.permute(1, 2, 3, 0, 4).unbind(), room
+
+    def _exchange(
+        self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Exchange some tokens of all heads for all tokens of some heads, all tensors at once.
+
+        Args:
+            shared: (batch, heads of this process, tokens on every process, head_dim) each.
+            split: (batch, all heads, tokens of this process, head_dim) each.
+            lengths: number of tokens of each process.
+
+        Returns:
+            (batch, heads of this process, all tokens, head_dim) each.
+        """
+        batch, heads, number, head_dim = split[0].shape
+        processes = self.shards.ulysses
+        of_head = len(split) * batch * head_dim
+        sizes = [number * (part.stop - part.start) * of_head for part in _parts(heads, processes)]
+        share, more = divmod(heads, processes)
+        if not more:
+            sent = _messages(split, processes)
+        else:  # so many processes have one head more
+            first = more * (share + 1)
+            few = _messages([x[:, first:] for x in split], processes - more)
+            sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
+        whole, room = self._room(shared, sum(lengths))
+        of_token = room[0].numel()
+        _all_to_all(room.view(-1), sent, [length * of_token for length in lengths], sizes, self.shards.group)
+        return whole
+
+    def _gather(
+        self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (batch, heads, tokens, head_dim) tensors with the tokens of all processes of a ring, gathered at once.
+
+        Args:
+            shared: the tokens on every process.
+            split: the tokens of this process of the ring.
+            lengths: number of tokens of each process, in the ring or not.
+        """
+        near = self.shards.ulysses
+        lengths = [sum(lengths[at : at + near]) for at in range(0, len(lengths), near)]
+        longest, sent = max(lengths), torch.stack([x.permute(2, 0, 1, 3) for x in split], dim=1)
+        whole, room = self._room(shared, sum(lengths))
+        if min(lengths) == longest:
+            _all_gather(room, sent, self.shards.ring_group)
+            return whole
+        sent = torch.cat([sent, sent.new_zeros(longest - len(sent), *sent.shape[1:])])
+        received = sent.new_empty(len(lengths) * longest, *sent.shape[1:])
+        _all_gather(received, sent, self.shards.ring_group)
+        torch.cat(_without_padding(received, longest, lengths), out=room)
+        return whole
+
+    def _give_heads_back(self, output: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
+        """Return (batch, own heads, tokens, head_dim) as (batch, all heads, tokens of this process, head_dim)."""
+        batch, own, tokens, head_dim = output.shape
+        rest = tokens - sum(lengths)
+        number = lengths[self.shards.rank] + rest
+        if rest:
+            shared, split = self._cut(output, sum(lengths))
+            order = 1 if self.last else -1
+            messages = [x for part in split.split(lengths, dim=2) for x in (shared, part)[::order]]
+            output = torch.cat(messages, dim=2)
+        sent = output.permute(2, 0, 1, 3).contiguous().view(-1)
+        sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
+        sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
+        received = sent.new_empty(sum(sizes))
+        _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
+        parts = [part.view(number, batch, -1, head_dim).transpose(0, 1) for part in received.split(sizes)]
+        return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def across_processes(
@@ -176,6 +301,7 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
+@functools.cache
 def _parts(number: int, processes: int) -> list[slice]:
     """Return the share of each process as a slice; the first ones have one more where `number` does not divide."""
     share, more = divmod(number, processes)
@@ -183,63 +309,28 @@ def _parts(number: int, processes: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
-def _lengths(own: int, group: Any, processes: int, uneven: bool, device: torch.device) -> list[int]:
-    """Return the number of tokens of each process in a group."""
-    if not uneven:
-        return [own] * processes
-    found = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(processes)]
-    dist.all_gather(found, torch.full_like(found[0], own), group=group)
-    return [int(length) for length in found]
+def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
+    """Return a vector of what each process gets of (batch, heads, tokens, head_dim) tensors, as many heads each.
 
-
-def _all_to_all(sent: torch.Tensor, sizes: list[int], sizes_of_others: list[int], group: Any) -> list[torch.Tensor]:
-    """Send the parts of a vector to the processes of a group, and return the parts that they sent to this one."""
-    received = sent.new_empty(sum(sizes_of_others))
-    dist.all_to_all_single(received, sent, sizes_of_others, sizes, group=group)
-    return list(received.split(sizes_of_others))
-
-
-def _tokens_to_heads(streams: Sequence[torch.Tensor], lengths: list[int], shards: Shards) -> list[torch.Tensor]:
-    """Exchange tensors of the same shape at once: some tokens of all heads become all tokens of some heads.
-
-    Args:
-        streams: (batch, tokens of this process, all heads, head_dim) each.
-        lengths: number of tokens of each process.
-
-    Returns:
-        (batch, tokens of all processes, heads of this process, head_dim) each.
+    A message is (tokens, tensors, batch, heads of its process, head_dim).
     """
-    batch, own, heads, head_dim = streams[0].shape
-    parts = _parts(heads, shards.ulysses)
-    shapes = [(own, len(streams), batch, part.stop - part.start, head_dim) for part in parts]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    sent = streams[0].new_empty(sum(sizes))
-    for buffer, shape, part in zip(sent.split(sizes), shapes, parts, strict=True):
-        for place, stream in zip(buffer.view(shape).unbind(1), streams, strict=True):
-            place.copy_(stream[:, :, part].transpose(0, 1))
-    each = torch.Size(shapes[shards.rank]).numel() // own
-    received = torch.cat(_all_to_all(sent, sizes, [length * each for length in lengths], shards.group))
-    return [x.transpose(0, 1) for x in received.view(-1, *shapes[shards.rank][1:]).unbind(1)]
+    parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
+    return torch.stack(parts, dim=2).view(-1)
 
 
-def _gather_tokens(streams: Sequence[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
-    """Return (batch, tokens, heads, head_dim) tensors of the same shape with the tokens of all processes of a ring."""
-    sent = torch.stack([x.transpose(0, 1) for x in streams], dim=1)
-    lengths = _lengths(len(sent), shards.ring_group, shards.ring, shards.uneven, sent.device)
-    longest = max(lengths)
-    if len(sent) < longest:
-        sent = torch.cat([sent, sent.new_zeros(longest - len(sent), *sent.shape[1:])])
-    received = sent.new_empty(shards.ring * longest, *sent.shape[1:])
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
-    all_gather(received, sent, group=shards.ring_group)
-    if min(lengths) < longest:
-        received = torch.cat([x[:length] for x, length in zip(received.split(longest), lengths, strict=True)])
-    return [x.transpose(0, 1) for x in received.unbind(1)]
+def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[torch.Tensor]:
+    """Return the parts of (processes · longest, ...) as long as the processes say."""
+    return [part[:length] for part, length in zip(x.split(longest), lengths, strict=True)]
 
 
-def _check_mask(attn_mask: torch.Tensor | None, key: torch.Tensor) -> None:
-    if attn_mask is not None and tuple(attn_mask.shape[1:]) != (1, 1, key.shape[2]):
-        raise ValueError(
-            f"attn_mask has shape {tuple(attn_mask.shape)}: attention across processes takes a key-padding mask "
-            f"(batch, 1, 1, {key.shape[2]}) for the keys of all processes"
-        )
+def _all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, sizes: list[int], sizes_sent: list[int], group: Any
+) -> None:
+    """Exchange runs of elements of two vectors among the processes of a group."""
+    dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
+
+
+def _all_gather(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+    """Receive the tensors that the processes of a group sent, one behind another."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    gather(received, sent, group=group)

@@ -1,4 +1,4 @@
-"""The grid of video tokens in diffusers' denoisers, where text lies beside it, and what else has a row for each."""
+"""The grid of video tokens in diffusers' denoisers, where text lies next to it, and what else has a row for each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arguments_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, of which `names` are those of its positional ones."""
+    """Return a call's arguments by name; `names` are its positional arguments'."""
     return {names[place]: x for place, x in enumerate(args[: len(names)])} | kwargs
 
 

@@ -16,6 +16,7 @@ from huggingface_hub.utils import logging
 from torch import nn
 
 from sage_hf.attention import chosen_fallback, sage_attention
+from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.request import Request
@@ -78,8 +79,10 @@ class SparseModel:
         model = inner(denoiser)
         self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
         if self.reordering is not None:
-            # A block that is run again for its gradients would be given tokens in raster order.
-            grid = None if torch.is_grad_enabled() or model is not denoiser else self.grid
+            # A block that is run again for its gradients would be given tokens in raster order; one whose tokens are
+            # split among processes would be given rotary embeddings of a part of them.
+            whole = not torch.is_grad_enabled() and model is denoiser and not hasattr(model, SPLIT)
+            grid = self.grid if whole else None
             enough = grid is not None and math.prod(grid) >= self.settings.from_tokens
             self.reordering.begin_call(grid if enough else None)
 

@@ -30,7 +30,7 @@ def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
     """Return the settings that follow from a model's `sparse_attention_config`; what they leave out is logged.
 
     `target_sparsity` becomes `keep`, its complement; layers of `ignore` become dense ones; `initial_disabled_steps`
-    becomes `dense_steps`. Fields are read from the group of skip-softmax (ModelOpt 0.45), or from beside the groups
+    becomes `dense_steps`. Fields are read from the group of skip-softmax (ModelOpt 0.45), or from next to the groups
     (earlier). The router and its smallest number of tokens are our defaults.
 
     Args:

@@ -1,8 +1,8 @@
 """Video tokens of a denoiser in 4×4×4 order from its first block to its last, instead of inside each call of attention.
 
 Attention without a mask, like all that a block computes token by token, gives each token the same result in any order.
-So hidden states are put into the order in front of the first block, and back behind the last; what a block is given
-besides with one row for each token, as rotary embeddings are, is put into it once a call of the model.
+So hidden states are put into the order in front of the first block, and back behind the last; any other
+argument of a block with one row for each token, as rotary embeddings are, is put into it once a call of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .order import TileOrder
 FOR_ALL_TOKENS = frozenset(
     ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")
 )
-"""Arguments of blocks, beside `Layout.of_tokens`, that are known to have no entry for each video token.
+"""Arguments of blocks, `Layout.of_tokens` apart, that are known to have no entry for each video token.
 
 Masks have entries for text; over video tokens they are constant."""
 
@@ -125,7 +125,7 @@ class Reordering:
 
 
 def _parameters(block_class: Any) -> list[str]:
-    """Return the names of the parameters of a block's forward; what it takes besides, it does not use."""
+    """Return the names of the parameters of a block's forward; other arguments it does not use."""
     found = inspect.signature(block_class.forward).parameters.values()
     return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD or one.kind is one.KEYWORD_ONLY][1:]
 

@@ -63,7 +63,7 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def asks_for_implementation(names: tuple[str, ...]) -> bool:
-    """Check whether the names that code reads include that of a config's implementation."""
+    """Check whether the names that code reads include a config's implementation."""
     return "_attn_implementation" in names
 
 

@@ -1,4 +1,4 @@
-"""The mask functions registered beside the attention function; without one, transformers silently drops padding."""
+"""The mask functions registered with the attention function; without one, transformers silently drops padding."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
 
 
 def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the padding (batch, kv_len) of a causal mask that can be left to `is_causal` beside it, or None."""
+    """Return the padding (batch, kv_len) of a causal mask that can be left to `is_causal` with it, or None."""
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
         return None
@@ -121,8 +121,8 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
 def _hands_padding_on(config_class: type) -> bool:
     """Check whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 
-    Models that transformers runs with flash attention do, unless they ask for its name. Others may combine it with
-    masks of four dimensions, and causality would be lost.
+    Models that transformers runs with flash attention do, unless they ask for its name. Other models may combine it
+    with masks of four dimensions, and causality would be lost.
     """
     models = models_of(config_class)
     return bool(models) and all(runs_flash_attention(model) and not asks_for_sdpa(model) for model in models)

@@ -137,7 +137,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
 
 
 def _kind(curve: Curve) -> tuple[str, bool, bool]:
-    """Return of which calls a curve is: those of all runners of the same kind are compared, so of the same GPU."""
+    """Return the kind of a curve's calls: curves of one kind are compared, so all are of the same GPU."""
     return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
 
 
@@ -258,7 +258,7 @@ def gpu_us(call: Callable[[], object]) -> float:
 
 
 def _heat(device: torch.device) -> None:
-    """Work until the GPU's clocks are those of a busy one."""
+    """Work until the GPU's clocks are as high as under load."""
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     for _ in range(200):
         torch.mm(x, x)

@@ -21,6 +21,8 @@ from train_tiny_video import DEFAULT_FOLDER, encode, to_model_range
 
 from tests.helpers.tiny_video import SIZE
 
+pytestmark = pytest.mark.audit
+
 STEPS, POINTS, PROMPTS = 40, 2, 4
 
 

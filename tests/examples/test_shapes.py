@@ -29,11 +29,13 @@ def drawn() -> torch.Tensor:
     return draw_clips(all_scenes(), generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.audit
 def test_drawn_clips_are_read_right_in_at_least_95_percent_for_every_attribute(drawn):
     for name, share in share_right(drawn, all_scenes()).items():
         assert share >= 0.95, name
 
 
+@pytest.mark.audit
 def test_reading_survives_noise_and_blur(drawn):
     clips = drawn[::3]
     noisy = clips + 0.05 * torch.randn(clips.shape, generator=torch.Generator().manual_seed(0))

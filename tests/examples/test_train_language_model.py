@@ -13,6 +13,8 @@ from source_text import held_out_windows, read_text, standard_library, training_
 from train_language_model import SIZES, build_model, train, use_recipe
 from training_loop import TrainingPlan, kernels_that_ran
 
+pytestmark = pytest.mark.audit
+
 EXAMPLES = Path(train_language_model.__file__).parent
 PRETRAIN_STEPS, FINETUNE_STEPS, POINTS = 18, 9, 3
 
@@ -176,7 +178,6 @@ def test_the_two_architectures_differ_by_the_gains_of_qk_norm_alone():
     assert llama.items() <= qwen3.items()
 
 
-@pytest.mark.audit
 def test_diffusers_is_not_needed(tmp_path):
     code = "import sys; sys.modules['diffusers'] = None; import train_language_model as t; t.main()"
     options = ["pretrain", "--size", "tiny", "--recipes", "sage_bwd", "--seeds", "0", "--pretrain-steps", "2"]

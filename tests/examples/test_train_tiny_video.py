@@ -109,6 +109,7 @@ def test_every_caption_is_made_of_known_words_and_fits_the_prompt():
     assert tokenizer("a purple circle").input_ids[1] == tokenizer.unk_token_id
 
 
+@pytest.mark.audit
 def test_the_committed_pipeline_is_small_and_draws_what_it_is_asked_for():
     assert sum(path.stat().st_size for path in COMMITTED.rglob("*")) <= 16_000_000
     pipe = CogVideoXPipeline.from_pretrained(COMMITTED)

@@ -22,11 +22,7 @@ RECIPES = ("sage2", "sage1", "exact", "sage_bwd")
 CANARY = 0x5A
 
 
-@pytest.fixture(autouse=True)
-def nothing_known():
-    cache.forget()
-    yield
-    cache.forget()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 def draw(device, *shape, count=3):

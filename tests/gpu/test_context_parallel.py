@@ -11,8 +11,8 @@ def test_two_gpus_agree_with_one(tmp_path: Path):
     diffusers = pytest.importorskip("diffusers")
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this diffusers has no context parallelism")
-    from tests.helpers.context_parallel import run_pair  # an older diffusers has nothing to import
+    from tests.helpers.processes import run_processes  # an older diffusers has nothing to import
 
-    found = run_pair(tmp_path, "cuda", 600)
+    found = run_processes(tmp_path, 2, device="cuda", seconds=600)
     assert len(found) > 10
     assert not {case: what for case, what in found.items() if what}

@@ -183,6 +183,25 @@ def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(m
         assert_equal(gradients(call, kept=kept), expected)
 
 
+@pytest.mark.parametrize(("head_dim", "kv_len", "is_causal"), pairwise([64, 128, 40], [256, 200], [False, True]))
+def test_blocks_of_keys_may_be_split(monkeypatch, head_dim, kv_len, is_causal, device):
+    """Where they are the last of several rounds of the multiprocessors, or all of them are fewer than those."""
+    whole = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    for heads in (3, whole + 1):
+        call = Draw(device).call("sage_bwd", 1, 2 * heads, heads, 600, kv_len, head_dim, is_causal=is_causal)
+        kept = dispatch.attend_and_save(call.forward, "error")
+        with monkeypatch.context() as patch:
+            patch.setattr(int8_backward, "parts_of_last", lambda *_: 1)
+            expected = gradients(call, kept=kept)
+        parts = 1 if is_causal and heads > whole else min(int8_backward.MOST_PARTS, 20 // int8_backward.STEPS_OF_PART)
+        backward_call = call.backward(*kept)
+        assert int8_backward.parts_of_last(backward_call, 2 * whole) == parts
+        query, *others = gradients(call, kept=kept)
+        assert torch.equal(query, expected[0])  # sums of integers
+        for x, y in zip(others, expected[1:], strict=True):
+            torch.testing.assert_close(x, y, rtol=0.01, atol=1e-3 * y.abs().max().item())
+
+
 @pytest.mark.parametrize(("head_dim", "is_causal"), pairwise([128, 64], [False, True]))
 def test_long_sequences_are_as_near_to_exact_attention_as_the_reference(head_dim, is_causal, device):
     call = Draw(device).call("sage_bwd", 1, 4, 2, 4113, 4113, head_dim, is_causal=is_causal)

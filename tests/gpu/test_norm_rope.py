@@ -8,7 +8,6 @@ import torch
 from sage_kernels.dispatch.head_kernels import head_kernel
 from sage_kernels.norm_rope import norm_rope
 from sage_kernels.reference.norm_rope import norm_rope as reference
-from sage_kernels.replay import cache
 from sage_kernels.spec.heads import Norm, Rope
 from tests.helpers.heads import CASES, HeadCase
 
@@ -20,11 +19,7 @@ LARGE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_known():
-    cache.forget()
-    yield
-    cache.forget()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,11 +12,7 @@ from sage_kernels.replay import cache
 SHAPE = (2, 4, 320, 64)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known():
-    cache.forget()
-    yield
-    cache.forget()
+pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
 def draw(device, *shape, dtype=torch.bfloat16, count=3):

@@ -1,5 +1,8 @@
 """Calls as tests write them."""
 
+from collections.abc import Iterable
+from itertools import accumulate
+
 import torch
 
 from sage_kernels.spec.block_list import BlockList
@@ -59,6 +62,11 @@ def new_backward_call(
         softmax_scale(scale, head_dim),
         lengths,
     )
+
+
+def pack(lengths: Iterable[int]) -> torch.Tensor:
+    """Return where sequences of these lengths start in packed tokens, and where the last one ends: int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _keys(valid: torch.Tensor | None, blocks: BlockList | None, kv_len: int) -> Mask:

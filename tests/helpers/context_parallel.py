@@ -1,44 +1,25 @@
-"""Two processes that run diffusers' context parallelism: `context_parallel.py STORE DEVICE REPORT FAMILIES`.
-
-DEVICE is "cpu" (gloo, float32) or "cuda" (NCCL, bfloat16, a GPU for each process). REPORT is the JSON file that the
-first process writes: by case what is wrong, or "" where the processes agree with one. FAMILIES are names, by commas.
-"""
+"""Cases of diffusers' context parallelism by its own plans: processes agree with one."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import diffusers
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from diffusers import ContextParallelConfig
 
 import sage_hf
 from sage_hf import SageAttnProcessor
 from sage_hf.diffusers import attention_layers
-from sage_kernels.dispatch.select import select
-from sage_kernels.spec.recipe import RECIPES as ALL_RECIPES
 from tests.helpers.families import FAMILIES, Family, Inputs, family, run
+from tests.helpers.processes import Case, degrees_of, with_heads
 
-ROOT = Path(__file__).parents[2]
 RECIPES = ("exact", "sage3")
 MORE_RECIPES = {"wan-t2v": ("sage2",)}
 """Recipes that one family runs for all: how tokens are split does not depend on the format."""
-MODES: dict[str, dict[str, Any]] = {
-    "ulysses": {"ulysses_degree": 2},
-    "ring": {"ring_degree": 2},
-    "ulysses-anything": {"ulysses_degree": 2, "ulysses_anything": True},
-    "ring-anything": {"ring_degree": 2, "ring_anything": True},
-}
 DOORS: dict[str, Callable[[Any, str], object]] = {
     "set_attn_processor": lambda model, recipe: model.set_attn_processor(SageAttnProcessor(recipe, "emulate")),
     "set_attention_backend": lambda model, recipe: model.set_attention_backend(_backend(recipe)),
@@ -46,53 +27,28 @@ DOORS: dict[str, Callable[[Any, str], object]] = {
 }
 FAILING_PLANS = ("ltx-2", "ltx-2-gated")
 """diffusers' plan splits the video but not the rotary embedding of its cross-attention: no backend gets there."""
+OF_MORE_HEADS = ("wan-t2v", "flux", "qwen-image")
+"""Families that more than two processes run: their number of heads is not repeated elsewhere in their configuration."""
 ODD_LENGTHS = (5, 9, 13, 17)
-"""Token counts of the families that two processes cannot share alike; none is the size of anything else."""
+"""Token counts of the families that an even number of processes cannot share alike; nothing else has such a size."""
 
 
-def run_pair(
-    folder: Path, device: str, seconds: float, names: Collection[str] = tuple(case.name for case in FAMILIES)
-) -> dict[str, str]:
-    """Return the findings of two processes, as `main` reports it.
-
-    Args:
-        folder: an empty one, for the processes' files.
-        device: "cpu" or "cuda".
-        seconds: how long they may take.
-        names: the families to run.
-    """
-    report = folder / "report.json"
-    command = [sys.executable, "-m", __spec__.name, str(folder / "store"), device, str(report), ",".join(names)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=seconds)
-    return json.loads(report.read_text())
-
-
-def main(rank: int, store: str, device_type: str, report: str, names: str) -> None:
-    """Run every case, and let the first process write what it found."""
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    diffusers.logging.set_verbosity_error()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
-    if device.type == "cpu":
-        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
-    known = {field.name for field in fields(ContextParallelConfig)}
-    modes = {name: degrees for name, degrees in MODES.items() if known.issuperset(degrees)}
-    found = {}
+def cases(processes: int, device: torch.device) -> dict[str, Case]:
+    """Return the cases of models that diffusers has plans for."""
+    modes = degrees_of(processes)
+    found: dict[str, Case] = {}
     for case in FAMILIES:
         planned = getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is not None
-        if planned and case.name in names.split(",") and case.name not in FAILING_PLANS:
+        if planned and case.name not in FAILING_PLANS and (processes == 2 or case.name in OF_MORE_HEADS):
             for name, degrees in modes.items():
-                found[f"{case.name}-{name}"] = agrees_with_one(case, degrees, device)
+                found[f"{case.name}-{name}"] = partial(agrees_with_one, with_heads(case, processes), degrees, device)
+    flux, wan = (with_heads(family(name), processes) for name in ("flux", "wan-t2v"))
     for name in ("ulysses", "ring"):
-        found[f"doors-{name}"] = doors_agree(family("flux"), MODES[name], device)
-    found["restore"] = restores(family("wan-t2v"), device)
-    found["two-models"] = shares_a_processor(family("wan-t2v"), device)
-    dist.destroy_process_group()
-    if rank == 0:
-        with open(report, "w") as file:
-            json.dump(found, file)
+        found[f"doors-{name}"] = partial(doors_agree, flux, modes[name], device)
+        found[f"compiled-{name}"] = partial(compiles, flux, modes[name], device)
+    found["restored"] = partial(restores, wan, modes["ulysses"], device)
+    found["two-models"] = partial(shares_a_processor, wan, modes["ring"], device)
+    return found
 
 
 def _backend(recipe: str) -> str:
@@ -104,12 +60,10 @@ def _build(case: Family, device: torch.device) -> torch.nn.Module:
 
 
 def _inputs(case: Family, degrees: dict[str, Any], device: torch.device) -> Inputs:
-    """Inputs that `degrees` can share: even numbers of tokens, and no mask on a ring."""
+    """Inputs that `degrees` can share: even numbers of tokens."""
     anything = any(name.endswith("anything") for name in degrees)
 
     def shared(name: str, value: Any) -> Any:
-        if "mask" in name and "ring_degree" in degrees:
-            return None
         if isinstance(value, int) and value in ODD_LENGTHS and not anything:
             return value - 1
         if not isinstance(value, torch.Tensor):
@@ -140,11 +94,9 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device)
     model = _build(case, device)
     recipes = RECIPES + MORE_RECIPES.get(case.name, ())
     alone = {}
-    # Each process of a ring has its own first keys: of these small models so few that none are heavy.
-    with without_heavy_keys() if "ring_degree" in degrees else nullcontext():
-        for recipe in recipes:
-            model.set_attention_backend(_backend(recipe))
-            alone[recipe] = _distance(run(model, inputs), reference)
+    for recipe in recipes:
+        model.set_attention_backend(_backend(recipe))
+        alone[recipe] = _distance(run(model, inputs), reference)
     model.enable_parallelism(config=ContextParallelConfig(**degrees))
     wrong = []
     for recipe in recipes:
@@ -155,16 +107,6 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device)
         if not alone[recipe] / 1.5 <= together <= 1.5 * alone[recipe] + rounding:
             wrong.append(f"{recipe}: error {together:.2e}, of one process {alone[recipe]:.2e}")
     return "; ".join(wrong)
-
-
-@contextmanager
-def without_heavy_keys() -> Iterator[None]:
-    """Compute all recipes without heavy keys."""
-    changed = {name: replace(recipe, heavy_keys=0) for name, recipe in ALL_RECIPES.items()}
-    select.cache_clear()
-    with patch.dict(ALL_RECIPES, changed):
-        yield
-    select.cache_clear()
 
 
 def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
@@ -185,14 +127,26 @@ def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> 
     return ", ".join(name for name, output in outputs.items() if not torch.equal(output, first))
 
 
-def restores(case: Family, device: torch.device) -> str:
+def compiles(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
+    """Blocks compiled as whole graphs attend across processes too."""
+    inputs = _inputs(case, degrees, device)
+    model = _build(case, device)
+    sage_hf.apply(model, "exact")
+    model.enable_parallelism(config=ContextParallelConfig(**degrees))
+    expected = run(model, inputs)
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    distance = _distance(run(model, inputs), expected)
+    return "" if distance < (1e-6 if device.type == "cpu" else 1e-2) else f"distance {distance:.2e}"
+
+
+def restores(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
     """Check that what `restore` puts back attends across processes, though it was not in place when they joined."""
-    inputs = _inputs(case, MODES["ulysses"], device)
+    inputs = _inputs(case, degrees, device)
     model = _build(case, device)
     expected = run(model, inputs)
     originals = {name: layer.processor for name, layer in attention_layers(model).items()}
     handle = sage_hf.apply(model, "sage3_paper")
-    model.enable_parallelism(config=ContextParallelConfig(**MODES["ulysses"]))
+    model.enable_parallelism(config=ContextParallelConfig(**degrees))
     handle.restore()
     if any(layer.processor is not originals[name] for name, layer in attention_layers(model).items()):
         return "another processor came back"
@@ -200,23 +154,15 @@ def restores(case: Family, device: torch.device) -> str:
     return "" if distance < (1e-6 if device.type == "cpu" else 1e-2) else f"distance {distance:.2e}"
 
 
-def shares_a_processor(case: Family, device: torch.device) -> str:
+def shares_a_processor(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
     """One processor serves a model of two processes and a model of one, whose inputs the other does not see."""
-    inputs = _inputs(case, MODES["ring"], device)
+    inputs = _inputs(case, degrees, device)
     processor = SageAttnProcessor("sage3", "emulate")
     alone, together = _build(case, device), _build(case, device)
     alone.set_attn_processor(processor)
     own_inputs = inputs | {"hidden_states": inputs["hidden_states"].roll(dist.get_rank(), dims=-1)}
     expected = run(alone, own_inputs)
     together.set_attn_processor(processor)
-    together.enable_parallelism(config=ContextParallelConfig(**MODES["ring"]))
+    together.enable_parallelism(config=ContextParallelConfig(**degrees))
     run(together, inputs)
     return "" if torch.equal(run(alone, own_inputs), expected) else "the model of one process sees the other's inputs"
-
-
-if __name__ == "__main__":
-    # Two processes of one that has imported everything, models too. One that has found GPUs cannot be copied.
-    on_gpus = sys.argv[2] == "cuda"
-    for case in () if on_gpus else FAMILIES:
-        getattr(diffusers, case.model_class, None)
-    torch.multiprocessing.start_processes(main, sys.argv[1:], nprocs=2, start_method="spawn" if on_gpus else "fork")

@@ -89,26 +89,9 @@ def registered_kernels() -> dict[str, Kernel]:
 
 
 @contextmanager
-def registrations_undone() -> Iterator[None]:
-    """Forget in the end which forward kernels were registered meanwhile."""
-    with mock.patch.dict(registry.forwards):
-        yield
-    registry.forget_choices()
-
-
-@contextmanager
-def preferred_forward(kernel: Kernel) -> Iterator[None]:
-    """Prefer a forward kernel to those registered, for a while."""
-    with mock.patch.dict(registry.forwards, {kernel.name: kernel, **registry.forwards}, clear=True):
-        registry.forget_choices()
-        yield
-    registry.forget_choices()
-
-
-@contextmanager
-def preferred_backward(kernel: Kernel) -> Iterator[None]:
-    """Prefer a backward kernel to those registered, for a while."""
-    with mock.patch.dict(registry.backwards, {kernel.name: kernel, **registry.backwards}, clear=True):
+def preferred(kernel: Kernel, kernels: dict[str, Kernel] = registry.forwards) -> Iterator[None]:
+    """Prefer a kernel to all others of a kind, for a while."""
+    with mock.patch.dict(kernels, {kernel.name: kernel, **kernels}, clear=True):
         registry.forget_choices()
         yield
     registry.forget_choices()

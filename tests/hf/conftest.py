@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,16 @@ from sage_kernels.spec.recipe import RECIPES
 def fresh_record() -> None:
     """Forget the plans of other tests, and which messages were logged once."""
     record.clear()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CogVideoX pipeline as it is stored; tests change copies of it alone."""
+    from tests.helpers import tiny_pipelines as tiny
+
+    path = tmp_path_factory.mktemp("pipeline")
+    tiny.cogvideox().save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")

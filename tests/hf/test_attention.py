@@ -86,13 +86,6 @@ def test_rows_that_may_attend_to_nothing_are_zero_whatever_pytorch_makes_of_them
     assert output[:, :, 4].all()
 
 
-def test_nothing_is_mutated():
-    inputs = draw()
-    before = [x.clone() for x in inputs]
-    sage_attention(*inputs)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-
-
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.backward is None])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_gradient_is_never_cut(recipe, position, caplog):
@@ -195,7 +188,7 @@ def test_lse_compiles_once_for_all_lengths(recipe):
     compiled = torch.compile(
         lambda *x: sage_attention(*x, recipe=recipe, return_lse=True), fullgraph=True, dynamic=True, backend="eager"
     )
-    for length in range(64, 84):
+    for length in (64, 65, 83):
         inputs = draw(q_len=length, kv_len=length)
         assert torch.allclose(
             compiled(*inputs)[1], sage_attention(*inputs, recipe=recipe, return_lse=True)[1], atol=1e-5

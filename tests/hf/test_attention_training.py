@@ -182,8 +182,7 @@ def test_checkpointing_recomputes_what_exact_attention_saved_in_each_call(recipe
     [
         "plain",
         "causal padding",
-        "additive",
-        *(pytest.param(one, marks=pytest.mark.audit) for one in ("causal", "padding")),
+        *(pytest.param(one, marks=pytest.mark.audit) for one in ("causal", "padding", "additive")),
     ],
 )
 def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
@@ -248,22 +247,6 @@ def test_padding_beside_causality_is_the_mask_of_both(recipe, grad, no_recent_ke
 def test_the_public_signature_is_pytorchs_in_refusing_mask_and_causality_together():
     with pytest.raises(ValueError, match="exclude each other"):
         sage_attention(*draw(), attn_mask=VALID[:, None, None], is_causal=True, enable_gqa=True, recipe="sage_bwd")
-
-
-@pytest.mark.parametrize("recipe", TRAINABLE)
-def test_a_bad_gradient_of_one_row_spoils_what_exact_attentions_would(recipe):
-    inputs = draw(q_len=90)
-    bad = torch.ones(2, 4, 90, 32)
-    bad[0, 1, 40] = torch.nan
-    finite = []
-    for name in (recipe, "exact"):
-        output = sage_attention(*inputs, is_causal=True, enable_gqa=True, recipe=name)
-        finite.append([gradient.isfinite() for gradient in torch.autograd.grad(output, inputs, bad)])
-    assert not finite[0][0][0, 1, 40].any()
-    assert torch.equal(finite[0][0], finite[1][0])
-    for ours, exactly in zip(finite[0][1:], finite[1][1:], strict=True):
-        assert not ours[0, 0, :41].any() and not exactly[0, 0, :41].any()
-        assert ours[1].all() and ours[:, 1].all()  # other samples, and other heads of K and V
 
 
 @pytest.mark.parametrize("recipe", TRAINABLE)

@@ -44,7 +44,7 @@ def own_names(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("library", "names"),
     [
-        ("diffusers", PROCESSORS | {"_AttentionBackendRegistry", "_templated_context_parallel_attention"}),
+        ("diffusers", PROCESSORS | {"_AttentionBackendRegistry"}),
         ("transformers", {"_attn_implementation", "_supports_sdpa", "_supports_flash_attn"}),
     ],
 )

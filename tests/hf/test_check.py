@@ -12,7 +12,7 @@ from sage_hf.nominal import nominal_request
 from sage_kernels.dispatch import self_check, verdicts
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import get_recipe
-from tests.helpers.kernels import StandInForward, preferred_forward
+from tests.helpers.kernels import StandInForward, preferred
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def test_every_recipe_of_a_cpu_is_right(tmp_path, capsys):
 
 def test_a_wrong_kernel_fails_and_is_passed_over_from_then_on(capsys, monkeypatch):
     monkeypatch.setattr(check, "RECIPES", {"sage1": get_recipe("sage1")})  # the others take seconds
-    with preferred_forward(DoubledScale("wrong", "sage1")):
+    with preferred(DoubledScale("wrong", "sage1")):
         assert main(["check", "--device", "cpu"]) == 1
         printed = capsys.readouterr().out
         assert "wrong: sage1, head_dim 64: " in printed and "times as far" in printed

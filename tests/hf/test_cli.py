@@ -22,13 +22,6 @@ from tests.helpers import tiny_pipelines as tiny
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pipeline")
-    tiny.cogvideox().save_pretrained(path)
-    return path
-
-
 def run_example(monkeypatch, name: str, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as stop:

@@ -238,6 +238,7 @@ assert sageattention.sageattn == "theirs"
     )
 
 
+@pytest.mark.audit
 def test_diffusers_own_sage_backends_run_on_it(forks):
     forks.run(
         """

@@ -21,13 +21,6 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pipeline")
-    tiny.cogvideox().save_pretrained(path)
-    return path
-
-
 def options(folder: Path, output: Path, config: SageConfig | None = None, **settings) -> GenerateOptions:
     settings = {"prompts": ("a red ball",), "steps": 2, "height": 64, "width": 64, "frames": 9, **settings}
     return GenerateOptions(config or SageConfig("sage3"), "sage3", output, pretrained=str(folder), **settings)
@@ -97,7 +90,12 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize(
-    ("after", "videos"), [("01-exact.mp4", []), ("01-sage3.mp4", []), ("02-exact.mp4", ["01-side-by-side.mp4"])]
+    ("after", "videos"),
+    [
+        pytest.param("01-exact.mp4", [], marks=pytest.mark.audit),
+        pytest.param("01-sage3.mp4", [], marks=pytest.mark.audit),
+        ("02-exact.mp4", ["01-side-by-side.mp4"]),
+    ],
 )
 def test_what_is_finished_survives_an_error(folder, tmp_path, after, videos):
     written = []
@@ -181,7 +179,10 @@ def refuse_constant(name: str):
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.mark.parametrize("broken", ["vae.decoder.conv_out.conv.bias", "transformer.patch_embed.proj.bias"])
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param("vae.decoder.conv_out.conv.bias", marks=pytest.mark.audit), "transformer.patch_embed.proj.bias"],
+)
 def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog, broken):
     load = module.load_pipeline
 
@@ -211,9 +212,9 @@ def test_a_video_that_is_not_nan_is_not_said_to_be(folder, tmp_path):
     ("label", "compare", "name"),
     [
         ("Exact", True, "sage-exact"),
-        ("side by side", True, "sage-side-by-side"),
-        ("exact", False, "exact"),
-        ("шесть", True, "sage"),
+        pytest.param("side by side", True, "sage-side-by-side", marks=pytest.mark.audit),
+        pytest.param("exact", False, "exact", marks=pytest.mark.audit),
+        pytest.param("шесть", True, "sage", marks=pytest.mark.audit),
     ],
 )
 def test_no_file_takes_the_place_of_another(folder, tmp_path, label, compare, name):
@@ -345,6 +346,7 @@ def test_captions_claim_no_more_than_ran(recipe, numerics, caption):
     assert module.captions_of(["exact", "sage3"], explanation) == {"exact": "exact", "sage3": caption}
 
 
+@pytest.mark.audit
 def test_the_trained_tiny_model_keeps_its_picture_in_four_bits(tmp_path):
     prompts = ("a red circle moving left",)
     options = {"compare": True, "steps": 1, "frames": 9}

@@ -12,14 +12,13 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.calls import new_backward_call, new_call
+from tests.helpers.calls import new_backward_call, new_call, pack
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend_and_save, backward
 
 ADA, HOPPER = (8, 9), (9, 0)
 NAMES = ("sage_bwd", "sage_bwd_int8")
-recipes = pytest.mark.parametrize("recipe", [RECIPES[name] for name in NAMES], ids=NAMES)
-# For promises that both recipes' kernels keep by the same code, beside how they round P and dS.
+# For promises that both recipes' kernels keep by the same code, but for how they round P and dS.
 layout_recipes = pytest.mark.parametrize(
     "recipe", [RECIPES[NAMES[0]], pytest.param(RECIPES[NAMES[1]], marks=pytest.mark.audit)], ids=NAMES
 )
@@ -111,7 +110,7 @@ CASES = {
     "one row": ({"q_len": 1}, {}),
 }
 # Cases that others cover in part; the audit runs them.
-SELDOM = ("gaps", "padded left", "negative scale", "causal", "causal, rows without a key", "head_dim 40, 80")
+SELDOM = ("gaps", "padded left", "negative scale", "causal", "causal, rows without a key", "head_dim 40, 80", "plain")
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.audit if name in SELDOM else (), id=name) for name, case in CASES.items()],
@@ -173,9 +172,6 @@ def test_tiles_by_tensor_descriptor_are_those_tiles(recipe, is_causal):
 def test_packed_sequences_are_those_sequences_to_the_bit(recipe, is_causal):
     q_lengths, kv_lengths, used = [130, 1, 0, 70], [100, 70, 30, 300], [200, 0, 20, 250]
 
-    def pack(lengths):
-        return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-
     lengths = Lengths(pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))
     tokens = {"q_len": sum(q_lengths), "kv_len": sum(kv_lengths)}
     *tensors, gradient = draw(q_heads=2, kv_heads=1, head_dim=32, v_head_dim=32, **tokens)
@@ -198,7 +194,7 @@ def test_packed_sequences_are_those_sequences_to_the_bit(recipe, is_causal):
         assert torch.equal(whole, expected)
 
 
-@recipes
+@layout_recipes
 def test_what_does_not_exist_has_no_gradient(recipe):
     valid = exist(100, 0, tokens=150)
     inputs = draw(batch=2)
@@ -251,7 +247,7 @@ def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe
 
 @layout_recipes
 def test_strides_change_nothing(recipe):
-    inputs = draw(batch=2, q_heads=2, kv_heads=1)
+    inputs = draw(q_heads=2, kv_heads=1)
     inputs[3] = inputs[3][:, :, :1, :1].expand_as(inputs[3])  # as of a sum
     options = options_of()
     *tensors, gradient = inputs
@@ -273,7 +269,7 @@ def test_strides_change_nothing(recipe):
 
 @layout_recipes
 def test_inputs_are_not_changed(recipe):
-    *tensors, gradient = draw(batch=2)
+    *tensors, gradient = draw(batch=2, q_heads=2, kv_heads=1)
     options = options_of(valid=exist(100, 0, tokens=150), scale=-0.2)
     before = [x.clone() for x in (*tensors, gradient)]
     output, saved = kernel_forward(*tensors, recipe, options)
@@ -301,8 +297,8 @@ def test_padding_beside_packed_sequences_is_refused():
     *tensors, gradient = draw()
     lengths = Lengths(*(torch.tensor([0, 9], dtype=torch.int32),) * 2, 9, 9)
     both = options_of(lengths=lengths, valid=exist(9, tokens=150))
-    with pytest.raises(ValueError, match="no mask beside them"):
+    with pytest.raises(ValueError, match="no mask with them"):
         kernel_forward(*tensors, "sage_bwd", both)
     kept = kernel_forward(*tensors, "sage_bwd", options_of())
-    with pytest.raises(ValueError, match="no mask beside them"):
+    with pytest.raises(ValueError, match="no mask with them"):
         kernel_gradients(gradient, tensors[2], *kept, "sage_bwd", both, 64)

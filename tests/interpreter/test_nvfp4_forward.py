@@ -63,7 +63,11 @@ def check(query, key, value, recipe="sage3", capability=HOPPER, **options):
 
 
 @pytest.mark.parametrize(
-    "q_len, kv_len, head_dim, v_head_dim", [(128, 256, 64, 64), (200, 300, 128, 128), (1, 131, 40, 96), (70, 1, 96, 16)]
+    "q_len, kv_len, head_dim, v_head_dim",
+    [
+        *((200, 300, 128, 128), (1, 131, 40, 96), (70, 1, 96, 16)),
+        pytest.param(128, 256, 64, 64, marks=pytest.mark.audit),
+    ],
 )
 def test_any_length_and_head_dim_has_the_recipe_s_error(q_len, kv_len, head_dim, v_head_dim):
     check(*random_inputs(q_len, kv_len, q_heads=2, head_dim=head_dim, v_head_dim=v_head_dim))
@@ -79,7 +83,9 @@ def test_sage3_paper_has_its_own_error(capability):
     check(*random_inputs(130, 260, q_heads=2, kv_heads=2), recipe="sage3_paper", capability=capability)
 
 
-@pytest.mark.parametrize("q_len, kv_len", [pytest.param(300, 300, marks=pytest.mark.audit), (150, 290), (290, 150)])
+@pytest.mark.parametrize(
+    "q_len, kv_len", [*(pytest.param(*s, marks=pytest.mark.audit) for s in ((300, 300), (290, 150))), (150, 290)]
+)
 def test_causal_rows_see_the_keys_up_to_theirs(q_len, kv_len):
     query, key, value = random_inputs(q_len, kv_len, q_heads=2)
     value[:, :, 100:] *= 3
@@ -88,7 +94,7 @@ def test_causal_rows_see_the_keys_up_to_theirs(q_len, kv_len):
 
 @pytest.mark.parametrize("offset", [-40, pytest.param(130, marks=pytest.mark.audit)])
 def test_a_causal_offset_is_a_mask(offset):
-    query, key, value = random_inputs(200, 270, q_heads=2)
+    query, key, value = random_inputs(200, 270)
     row, column = torch.arange(200)[:, None], torch.arange(270)
     mask = (column <= row + offset)[None, None]
     output, lse = run(query, key, value, "first keys", is_causal=True, causal_offset=offset)
@@ -102,15 +108,14 @@ def test_a_causal_offset_is_a_mask(offset):
 
 
 def test_grouped_queries_use_their_own_keys():
-    check(*random_inputs(100, 200, q_heads=4, kv_heads=2))
+    check(*random_inputs(40, 140, q_heads=4, kv_heads=2))
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        (2, 1, 1, 150),
         (1, 2, 140, 1),
-        *(pytest.param(s, marks=pytest.mark.audit) for s in [(1, 1, 140, 150), (2, 2, 140, 150)]),
+        *(pytest.param(s, marks=pytest.mark.audit) for s in [(2, 1, 1, 150), (1, 1, 140, 150), (2, 2, 140, 150)]),
     ],
 )
 def test_boolean_masks_of_every_broadcast_shape(shape):
@@ -167,7 +172,7 @@ def test_the_mean_of_a_block_of_q_comes_back_in_that_block():
 
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
-    inputs = random_inputs(300, 200)
+    inputs = random_inputs(200, 130)
     together = run(*inputs, is_causal=True)
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", 1e-9)
     apart = run(*inputs, is_causal=True)
@@ -191,7 +196,10 @@ def test_what_is_not_finite_spoils_the_rows_that_use_it(operand, bad):
 @pytest.mark.parametrize(
     ("dtype", "accuracy"),
     # Sums in float32; a mean in two parts, of which the second is rounded to half of 2⁻⁸, or of 2⁻¹¹, of half of that.
-    [(torch.float32, 1e-5), (torch.float16, 1e-5), (torch.bfloat16, 2.0**-17 + 1e-5)],
+    [
+        (torch.bfloat16, 2.0**-17 + 1e-5),
+        *(pytest.param(dtype, 1e-5, marks=pytest.mark.audit) for dtype in (torch.float32, torch.float16)),
+    ],
 )
 def test_the_scores_of_the_means_are_accurate_to_their_two_parts(dtype, accuracy):
     query, key, value = random_inputs(300, 200, q_heads=2, head_dim=128, dtype=dtype)
@@ -212,7 +220,7 @@ def test_the_scores_of_the_means_are_accurate_to_their_two_parts(dtype, accuracy
 @pytest.mark.parametrize("delta_share", [pytest.param(nvfp4_forward.DELTA_SHARE, marks=pytest.mark.audit), 1e-9])
 def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", delta_share)
-    query, key, value = random_inputs(300, 280, q_heads=2)
+    query, key, value = random_inputs(300, 280)
     q_starts, k_starts = [0, 130, 130, 300], [0, 90, 100, 280]
     lengths = Lengths(*(torch.tensor(starts, dtype=torch.int32) for starts in (q_starts, k_starts)), 170, 180)
     output, lse = run(query, key, value, lengths=lengths)

@@ -24,6 +24,7 @@ VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), (False, True
 PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8}
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(("channels", "dtype", "is_fixed"), VARIANTS, ids=str)
 def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, is_fixed):
@@ -42,6 +43,7 @@ def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channel
     assert code.registers == 168  # of each of 384 threads; warpgroups exchange them
 
 
+@pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
 def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
@@ -128,6 +130,26 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
 def test_serves_the_recipes_with_gradients_in_16_bit():
     served = [name for name, recipe in RECIPES.items() if HopperFusedBackward().serves(recipe)]
     assert served == ["sage_bwd"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "kv_len", "is_causal", "parts"),
+    [
+        (64, 8192, 8192, False, 8),  # 4 of 4096 blocks are left for 132 multiprocessors
+        (30, 17776, 17776, False, 1),  # 78 are: a second part of each would have to wait
+        (64, 8192, 8192, True, 1),
+        (33, 8192, 512, False, 1),  # none is
+        (8, 8192, 1024, True, 2),
+        (8, 1024, 1024, False, 2),
+        (2, 1024, 128, False, 4),  # of 16 tiles
+        (2, 64, 128, False, 1),
+    ],
+)
+def test_the_last_blocks_of_keys_are_split_where_multiprocessors_would_wait(heads, q_len, kv_len, is_causal, parts):
+    query, key = (torch.empty(1, heads, n, 64, dtype=torch.bfloat16, device="meta") for n in (q_len, kv_len))
+    saved = Saved(*empty_saved(Call(query, key, key, RECIPES["sage_bwd"]), torch.empty(1, heads, q_len, device="meta")))
+    call = BackwardCall(query, key, query, saved, 64, RECIPES["sage_bwd"], Mask.of_keys(None), is_causal)
+    assert int8_backward.parts_of_last(call, 132) == parts
 
 
 @pytest.mark.parametrize(("is_fixed", "padded", "is_causal"), product((False, True), repeat=3))

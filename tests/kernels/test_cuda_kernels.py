@@ -3,7 +3,6 @@
 import re
 import subprocess
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,14 +32,6 @@ LONG = replace(
     Request("sage2", "cuda", (9, 0), torch.bfloat16, 2, 32, 8, 20_000, 20_000, 128, 128, "none", False, False),
     aligned=True,
 )
-
-
-@pytest.fixture
-def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-    select.cache_clear()
-    yield
-    select.cache_clear()
 
 
 @pytest.mark.audit
@@ -194,16 +185,11 @@ class OtherQuantizer(HopperQuantizer):
         return KeyPadding(valid, torch.empty(valid.shape[0], 3, dtype=torch.int32, device=valid.device))
 
 
-def sources_of(request, monkeypatch, note=lambda *_, **__: None):
-    """Return the sources that a request's call launches; `note` sees each launch."""
+def sources_of(request, monkeypatch):
+    """Return the sources that a request's call launches."""
     launched = {quantize: [], int8_forward: [], block_lists: []}
-
-    def launch(kernel, *arguments, to, **options):
-        to.append(kernel.source)
-        note(kernel, *arguments, **options)
-
-    for module, kernels in launched.items():
-        monkeypatch.setattr(module, "launch", partial(launch, to=kernels))
+    for module, sources in launched.items():
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, to=sources, **__: to.append(kernel.source))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
     monkeypatch.setattr(int8_forward, "compile_together", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
@@ -259,26 +245,3 @@ def test_forbidden_to_compile_what_is_cached_is_chosen_and_nothing_else(request_
         other = select(replace(request_, **change))
         assert "hopper" not in other.kernel
         assert any("SAGE_KERNELS_COMPILE=0" in reason for _, reason in other.passed_over)
-
-
-@pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage_bwd"])
-@pytest.mark.parametrize("mask", ["none", "keys", "blocks"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_quantiser_clears_the_queue_that_causal_items_are_taken_from(recipe, mask, is_causal, monkeypatch):
-    queues, clears = {}, {}
-
-    def note(kernel, blocks, parameters, *_, **__):
-        clears[kernel.name] = kernel.source.macros.get("QUEUE")
-        arguments = {"quantize": "o", "int8_forward": "arguments"}.get(kernel.name)
-        if arguments:
-            queues[kernel.name] = getattr(parameters, arguments).queue
-
-    monkeypatch.setattr(HopperQuantizer, "unsupported", lambda *_: "")
-    sizes = (128, 128) if mask == "blocks" else (0, 0)
-    request = replace(LONG, recipe=recipe, mask=mask, is_causal=is_causal, list_sizes=sizes)
-    sources_of(request, monkeypatch, note)
-    expected = is_causal and mask != "blocks"
-    assert clears["quantize"] == expected
-    assert (queues["quantize"] is not None) == expected
-    if mask != "blocks":
-        assert queues["int8_forward"] is queues["quantize"]

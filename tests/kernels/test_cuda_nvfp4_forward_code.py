@@ -121,11 +121,6 @@ def request():
     return replace(made, aligned=True)
 
 
-@pytest.fixture
-def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-
-
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [

@@ -92,11 +92,7 @@ def unsupported(query, key, value):
     return HopperQuantizer().unsupported(replace(request, device_type="cuda", capability=(9, 0), aligned=aligned))
 
 
-@pytest.fixture(autouse=True)
-def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-
-
+@pytest.mark.usefixtures("can_compile")
 def test_serves_what_is_aligned():
     assert not unsupported(*tensors())
     assert not unsupported(*tensors(40, 64, torch.float16))
@@ -107,6 +103,7 @@ def test_serves_what_is_aligned():
     assert not unsupported(query[:1], key[:1, :1], value[:1, :1])
 
 
+@pytest.mark.usefixtures("can_compile")
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim"),
     [(32, 32), (128, 64), (64, 128), (256, 256), (100, 100), (128, 100), (36, 64), (130, 128)],
@@ -115,6 +112,7 @@ def test_does_not_serve_other_channels(head_dim, v_head_dim):
     assert unsupported(*tensors(head_dim, v_head_dim))
 
 
+@pytest.mark.usefixtures("can_compile")
 @pytest.mark.parametrize("number", range(3))
 def test_does_not_serve_other_layouts(number):
     def with_one(change):
@@ -156,6 +154,7 @@ def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
         assert not serves(replace(get_recipe(name), heavy_keys=128))
 
 
+@pytest.mark.usefixtures("can_compile")
 def test_does_not_serve_float32_masks_of_scores_or_packed_sequences():
     assert "dtype" in unsupported(*tensors(dtype=torch.float32))
     request = replace(Request.of(*tensors(), recipe="sage2"), device_type="cuda", capability=(9, 0), aligned=True)

@@ -114,11 +114,6 @@ def unsupported(**facts):
     return NVFP4Quantizer().unsupported(replace(request, device_type="cuda", capability=(9, 0), aligned=True, **facts))
 
 
-@pytest.fixture
-def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
-
-
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [

@@ -6,13 +6,13 @@ import torch
 import sage_kernels
 from sage_kernels import ops, training
 from sage_kernels.dispatch import run
-from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import pack
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
@@ -50,17 +50,6 @@ def test_the_operator_runs_the_reference(recipe):
 def test_the_output_is_laid_out_so_that_merging_heads_is_free(recipe):
     output, _ = ops.attention(*draw(), recipe=recipe)
     assert output.transpose(1, 2).is_contiguous()
-
-
-def test_one_compiled_graph_serves_all_lengths_without_breaks():
-    compiled = torch.compile(
-        lambda *tensors: ops.attention(*tensors, return_lse=True), fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    with torch.compiler.set_stance("default"):
-        for q_len, kv_len in ((70, 90), (100, 64), (33, 300)):
-            inputs = draw(q_len=q_len, kv_len=kv_len)
-            for actual, expected in zip(compiled(*inputs), ops.attention(*inputs, return_lse=True), strict=True):
-                assert torch.equal(actual, expected)
 
 
 def test_listeners_hear_the_plan_also_of_compiled_calls():
@@ -107,10 +96,6 @@ def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     assert (output - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum() + 1e-5 * truth.abs().sum()
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
     assert not output[:, :, : max(0, -offset)].any()
-
-
-def pack(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
@@ -178,37 +163,6 @@ def test_a_mask_of_another_kind_is_refused():
             ops.attention(*draw(), mask=bad)
 
 
-@pytest.mark.parametrize("recipe", ["sage3", "sage1", "exact"])
-def test_a_row_biased_alike_in_float64_is_uniform(recipe):
-    query, key, value = draw()
-    mask = torch.zeros(1, 1, 70, 90, dtype=torch.float64)
-    mask[:, :, 3], mask[:, :, 4] = torch.finfo(torch.float64).min, torch.finfo(torch.float64).max
-    output, lse = ops.attention(query, key, value, mask=mask, recipe=recipe, return_lse=True)
-    assert lse.isfinite().all()
-    mean = value.mean(2, keepdim=True).repeat_interleave(2, 1)
-    assert (output[:, :, 3:5] - mean).abs().max() < 0.1
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "sizes", [(0, 4, 2, 70, 90), (2, 0, 0, 70, 90), (2, 0, 2, 70, 90), (2, 4, 2, 0, 90), (2, 4, 2, 70, 0)]
-)
-@pytest.mark.parametrize("fallback", ["native", "emulate"])
-def test_calls_without_elements_give_nothing_in_querys_dtype(recipe, sizes, fallback):
-    batch, q_heads, kv_heads, q_len, kv_len = sizes
-    query = torch.randn(batch, q_heads, q_len, 64, dtype=torch.float16)
-    key, value = (torch.randn(batch, kv_heads, kv_len, d, dtype=torch.float16) for d in (64, 32))
-    for mask in (None, torch.ones(1, 1, 1, kv_len, dtype=torch.bool), torch.zeros(1, 1, q_len, kv_len)):
-        for return_lse in (False, True):
-            output, lse = ops.attention(
-                query, key, value, mask=mask, recipe=recipe, fallback=fallback, return_lse=return_lse
-            )
-            assert (output.shape, output.dtype) == ((batch, q_heads, q_len, 32), torch.float16)
-            assert (lse.shape, lse.dtype) == ((batch, q_heads, q_len) if return_lse else (0,), torch.float32)
-            assert not output.any()
-            assert (lse == -torch.inf).all()
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("q_lengths", "kv_lengths"), [([], []), ([0, 0], [5, 70]), ([70, 3], [0, 0])])
 def test_packed_calls_without_elements_give_nothing_in_querys_dtype(recipe, q_lengths, kv_lengths):
@@ -222,21 +176,6 @@ def test_packed_calls_without_elements_give_nothing_in_querys_dtype(recipe, q_le
     if RECIPES[recipe].backward is not None:
         output = training.packed_attention(query, key, value, *lengths, recipe=recipe)
         assert (output.shape, output.dtype) == ((sum(q_lengths), 4, 32), torch.float16)
-
-
-@pytest.mark.parametrize("recipe", ["sage2", "sage_bwd"])
-def test_a_head_dim_of_no_recipe_runs_exactly(recipe):
-    query, key, value = (x[..., :8] for x in draw(q_heads=2))
-    heard = []
-    run.plan_listeners.append(heard.append)
-    try:
-        output, _ = ops.attention(query, key, value, recipe=recipe)
-    finally:
-        run.plan_listeners.remove(heard.append)
-    assert torch.allclose(output.double(), sdpa.attention(query, key, value)[0], atol=1e-5)
-    assert [(plan.kernel, plan.reason) for plan in heard] == [("sdpa", "head_dim outside 16…256")]
-    with pytest.raises(KernelUnavailableError, match="head_dim outside"):
-        training.attention(query, key, value)
 
 
 def test_the_package_opens_the_doors_of_its_operators():

@@ -9,87 +9,13 @@ from sage_kernels.exact import sdpa
 from sage_kernels.formats import fp8, fp16, int8, nvfp4
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
-from sage_kernels.spec.recipe import RECIPES, Recipe, get_recipe
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 
 def draw(tokens=256, head_dim=64):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, tokens, head_dim, generator=generator) + 1.0 for _ in range(3))
     return query, key, value
-
-
-def test_the_recipes_are_those_of_the_table():
-    nvfp4_both = {"qk": "nvfp4", "pv": "nvfp4", "smooth_q": True, "smooth_k": True}
-    assert {
-        "sage3": Recipe(
-            "sage3",
-            **nvfp4_both,
-            smooth_v=True,
-            rotate=True,
-            equalize=True,
-            tensor_scale=True,
-            heavy_keys=64,
-            heavy_choice="heaviest",
-            recent_keys=4,
-            scale_steps=(-1, 1, 4, 5, 6),
-            key_scale_steps=(-1, 1, 2, 3, 4, 5, 6),
-            denominator="quantized_p",
-        ),
-        "sage3_paper": Recipe(
-            "sage3_paper",
-            **nvfp4_both,
-            smooth_v=False,
-            rotate=False,
-            tensor_scale=False,
-            scale_steps=(),
-            key_scale_steps=(),
-        ),
-        "sage2": Recipe(
-            "sage2",
-            qk="int8",
-            pv="fp8",
-            smooth_k=True,
-            smooth_v=True,
-            rotate=True,
-            equalize=True,
-            heavy_keys=64,
-            heavy_choice="heaviest",
-            denominator="p",
-        ),
-        "sage1": Recipe(
-            "sage1",
-            qk="int8",
-            pv="fp16",
-            smooth_k=True,
-            rotate=True,
-            equalize=True,
-            heavy_keys=64,
-            heavy_choice="heaviest",
-            denominator="p",
-        ),
-        "sage_bwd": Recipe(
-            "sage_bwd",
-            qk="int8",
-            pv="fp16",
-            smooth_k=True,
-            rotate=True,
-            equalize=True,
-            denominator="p",
-            backward="16bit",
-        ),
-        "sage_bwd_int8": Recipe(
-            "sage_bwd_int8",
-            qk="int8",
-            pv="int8",
-            smooth_k=True,
-            smooth_v=True,
-            rotate=True,
-            equalize=True,
-            denominator="p",
-            backward="int8",
-        ),
-        "exact": Recipe("exact", qk="exact", pv="exact"),
-    } == RECIPES
 
 
 @pytest.mark.parametrize("name", ["sage4", ["sage3"], None])

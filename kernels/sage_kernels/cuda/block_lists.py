@@ -36,7 +36,7 @@ class SortedLists:
 
     @classmethod
     def empty(cls, call: Call, padding: KeyPadding | None) -> SortedLists:
-        """Allocate those of a call; `padding` says which keys exist, None: all do."""
+        """Allocate the lists of a call; `padding` says which keys exist, None: all do."""
         blocks, (batch, q_heads, _, _) = call.mask.blocks, call.query.shape
         assert blocks is not None
         batches, heads, row_blocks, places = blocks.tiles.shape

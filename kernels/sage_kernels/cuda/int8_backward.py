@@ -18,6 +18,7 @@ from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, c
 from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe
 from . import tokens
+from .item_order import last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .padding import read_padding
 from .parameters import (
@@ -42,12 +43,14 @@ PART_CHANNELS = 64  # of dQ, that are summed and rounded together
 LINE_BYTES = 128  # side by side in shared memory, of operands in 16 bits
 THREADS = 384
 PREPARING_THREADS, FINISHING_THREADS = 256, 128
+THREAD_CHANNELS = 8  # of a token, that a thread has which prepares
 STAGES = {64: 4, 128: 2}
 """Tiles of queries in shared memory by channels."""
 BUFFERS = 2  # of dS, and of parts of dQ
 CONTROL_BYTES = 256  # of shared memory, for barriers
 STATISTICS = 3  # of a query: its scale, its LSE, its delta
 HEADS_TOGETHER = 4
+MOST_PARTS, STEPS_OF_PART = 8, 4  # of a block of keys, whose partial sums are added up; the fewest tiles of one
 SUMS_BYTES = 24 * 2**20
 """Bytes of sums of dQ that blocks may add to at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
@@ -160,6 +163,22 @@ class QueryArguments:
 
 
 @dataclass(slots=True)
+class Order:
+    """The order in which blocks of the grid take blocks of keys.
+
+    Attributes:
+        pairs, kv_heads: heads of K, of all batch elements and of one.
+        heads_together: heads of K whose blocks are taken in turn.
+        whole: blocks of keys of which each is one block's; the others come last and are split.
+    """
+
+    pairs: Int
+    kv_heads: Int
+    heads_together: Int
+    whole: Int
+
+
+@dataclass(slots=True)
 class FinishingArguments:
     """Arguments of `finish_query_gradient`: dQ, which is written, and its sums."""
 
@@ -170,6 +189,20 @@ class FinishingArguments:
     q_heads: Int
     head_dim: Int
     softmax_scale: Float
+
+
+@dataclass(slots=True)
+class KeyFinishingArguments:
+    """Arguments of `finish_key_gradients`: dK and dV, which are written, and the rest as in `Arguments`."""
+
+    key_gradient: Gradient
+    value_gradient: Gradient
+    keys: Axis
+    order: Order
+    partials: ConstFloats
+    parts: Int
+    head_dim: Int
+    v_head_dim: Int
 
 
 @dataclass(slots=True)
@@ -193,26 +226,28 @@ class Arguments:
         key_scale: K's of `operands.Saved`.
         statistics, sums, fixed_point: those of `prepare_queries`; sums are added to.
         valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
+        partials: (blocks of keys that are split, parts, 2, BLOCK, channels), partial sums of dK and of dV, written; or
+            None.
+        parts: of a block of keys that is split; each has some of its steps.
         group: heads of Q that share a head of K.
-        heads_together: heads of K whose blocks are taken in turn.
     """
 
     key_gradient: Gradient
     value_gradient: Gradient
     queries: Axis
     keys: Axis
+    order: Order
     key_scale: ConstHalfWords
     statistics: ConstFloats
     sums: Floats
     fixed_point: ConstFloats
+    partials: Floats
     valid: ConstBytes
     spans: ConstInts
     valid_stride: Int
     spans_stride: Int
-    batch: Int
-    kv_heads: Int
+    parts: Int
     group: Int
-    heads_together: Int
     is_causal: Int
     causal_offset: Int
     head_dim: Int
@@ -242,6 +277,13 @@ class FinishingParameters:
 
 
 @dataclass(slots=True)
+class KeyFinishingParameters:
+    """Parameters of `finish_key_gradients`."""
+
+    a: KeyFinishingArguments
+
+
+@dataclass(slots=True)
 class Parameters:
     """Parameters of `int8_backward`."""
 
@@ -251,12 +293,13 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a call, in the order of their launches."""
+    """The kernels of a call, in the order of their launches; `finish_keys` runs only where blocks of keys are split."""
 
     prepare_keys: Kernel
     prepare_queries: Kernel
     backward: Kernel
     finish: Kernel
+    finish_keys: Kernel
 
 
 @cache
@@ -270,6 +313,7 @@ def kernels(channels: int, dtype: torch.dtype, is_fixed: bool) -> Kernels:
             "prepare_keys": KeyParameters,
             "prepare_queries": QueryParameters,
             "finish_query_gradient": FinishingParameters,
+            "finish_key_gradients": KeyFinishingParameters,
         },
         {**common, "THREADS": PREPARING_THREADS},
     )
@@ -280,6 +324,7 @@ def kernels(channels: int, dtype: torch.dtype, is_fixed: bool) -> Kernels:
         Kernel(operands, "prepare_queries", PREPARING_THREADS),
         Kernel(backward, "int8_backward", THREADS, shared_bytes),
         Kernel(operands, "finish_query_gradient", FINISHING_THREADS),
+        Kernel(operands, "finish_key_gradients", PREPARING_THREADS),
     )
 
 
@@ -298,7 +343,7 @@ def unavailable(request: Request) -> str:
 
 
 def heads_together(call: BackwardCall) -> int:
-    """Return how many heads of K have their blocks taken in turn.
+    """Return the number of heads of K whose blocks are taken in turn.
 
     Blocks of a causal head differ in length: head after head, the longest blocks of the last one would start when all
     others end. More heads at once add to more sums, which should stay in the cache.
@@ -308,6 +353,20 @@ def heads_together(call: BackwardCall) -> int:
     group = call.output.shape[1] // call.value.shape[1]
     bytes_of_head = 4 * group * call.channels * call.q_len
     return max(1, min(HEADS_TOGETHER // group, SUMS_BYTES // bytes_of_head))
+
+
+def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
+    """Return in how many parts the blocks of keys are split that are left for a last round of the multiprocessors.
+
+    Those of a causal call that has more than one round are short, and not split.
+    """
+    queries, keys = call.token_axes
+    q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
+    blocks = keys.blocks * call.batch * kv_heads
+    if call.is_causal and blocks > multiprocessors:
+        return 1
+    steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
+    return last_parts(blocks, multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -349,6 +408,12 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         fixed_point = torch.empty_like(saved.query_scale)
     statistics = saved.lse.new_empty((*saved.query_scale.shape, STATISTICS))
     sums = saved.lse.new_empty(saved.query.shape)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, multiprocessors), None
+    left = blocks % multiprocessors if parts > 1 else 0
+    if left:
+        partials = saved.lse.new_empty((left, parts, 2, BLOCK, channels))
+    order = Order(call.batch * kv_heads, kv_heads, heads_together(call), blocks - left)
 
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)
@@ -414,30 +479,45 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         query=tensor_map(query, box, LINE_BYTES),
         gradient=tensor_map(call.output_gradient if gradient_copy is None else gradient_copy, box, LINE_BYTES),
     )
+    of_key = Gradient(key_gradient, *_strides(key_gradient, keys))
+    of_value = Gradient(value_gradient, *_strides(value_gradient, keys))
     arguments = Arguments(
-        key_gradient=Gradient(key_gradient, *_strides(key_gradient, keys)),
-        value_gradient=Gradient(value_gradient, *_strides(value_gradient, keys)),
+        key_gradient=of_key,
+        value_gradient=of_value,
         queries=Axis.of(queries),
         keys=Axis.of(keys),
+        order=order,
         key_scale=saved.key_scale,
         statistics=statistics,
         sums=sums,
         fixed_point=fixed_point,
+        partials=partials,
         valid=valid,
         spans=spans,
         valid_stride=valid_stride,
         spans_stride=spans_stride,
-        batch=call.batch,
-        kv_heads=kv_heads,
+        parts=parts,
         group=q_heads // kv_heads,
-        heads_together=heads_together(call),
         is_causal=call.is_causal,
         causal_offset=call.kernel_offset,
         head_dim=call.head_dim,
         v_head_dim=call.value.shape[3],
         softmax_scale=call.scale,
     )
-    launch(used.backward, keys.blocks * call.batch * kv_heads, Parameters(maps, arguments), device)
+    launch(used.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
+    if partials is not None:
+        finishing = KeyFinishingArguments(
+            key_gradient=of_key,
+            value_gradient=of_value,
+            keys=Axis.of(keys),
+            order=order,
+            partials=partials,
+            parts=parts,
+            head_dim=call.head_dim,
+            v_head_dim=call.value.shape[3],
+        )
+        threads = 2 * BLOCK * channels // THREAD_CHANNELS
+        launch(used.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
     launch(
         used.finish,
         tiles * (channels // PART_CHANNELS),

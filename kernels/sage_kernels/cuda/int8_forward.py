@@ -50,7 +50,7 @@ class Config:
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
     three are (631 against 557; in float16 2×32×8192: 550, 509). 96 keys a tile is as many as a thread's 160 registers
-    hold when there are three, beside 128 channels or float16 weights.
+    hold when there are three, with 128 channels or float16 weights.
     """
 
     head_dim: int
@@ -77,7 +77,7 @@ class Config:
     ) -> Config:
         """Return the fastest one.
 
-        Three warpgroups have no shared memory for Q in 16 bits beside 128 channels; beside P in float16 the compiler
+        Three warpgroups have no shared memory for Q in 16 bits with 128 channels; with P in float16 the compiler
         would wait for each matrix product.
         """
         if lists:
@@ -192,7 +192,7 @@ class Parameters:
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP; if Q comes in 16 bits, those of
             heavy_key have MEAN_PARTS more rows.
-        query_tokens: Q in 16 bits, beside heavy keys and Q in INT8, or NO_TOKENS.
+        query_tokens: Q in 16 bits, with heavy keys and Q in INT8, or NO_TOKENS.
         arguments: the others.
     """
 
@@ -208,7 +208,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which is that of Q in 16 bits, for so many late keys."""
+    """Return `int8_forward` with outputs of that dtype, which Q in 16 bits has too, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),

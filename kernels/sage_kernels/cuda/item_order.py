@@ -11,14 +11,14 @@ LONG_BYTES = 12 * 2**20  # of the cache, for keys and values of causal calls wit
 
 
 def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
-    """Return how many heads of Q have their K and V stay in so many bytes of the L2 cache together."""
+    """Return the number of heads of Q whose K and V stay in so many bytes of the L2 cache together."""
     _, kv_heads, kv_len, head_dim = call.key.shape
     bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
     return max(1, cache_bytes // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 
 def heads_at_once(call: Call) -> int:
-    """Return how many heads of Q have their causal items, which blocks take as they get free, taken together.
+    """Return the number of heads of Q whose causal items, which blocks take as they get free, are taken together.
 
     With few heads at once 1×32×16384×128 takes 1.3 % less time than with as many as `L2_BYTES` hold. With shorter ones
     the end of a group, where items are short, comes too often: 4×32×4096×128 then takes 0.8 % more. Items of one head

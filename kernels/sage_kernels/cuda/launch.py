@@ -109,7 +109,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
 def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
 
-    What does not compile says so when it is launched. Nothing is compiled by a call that is traced.
+    A kernel that does not compile says so when it is launched. Nothing is compiled by a call that is traced.
     """
     if trace.current() is None:
         _compile_together(kernels, device)

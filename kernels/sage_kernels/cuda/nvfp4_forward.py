@@ -28,7 +28,7 @@ from .tokens import NO_TOKENS, Tokens
 
 WARPS = 8  # that attend, to 16 rows each
 THREADS = 32 * (WARPS + 4)  # a warp brings tiles; its warpgroup gives registers to the others
-STAGES = 3  # of tiles of K and V: as many as the 99 KiB of shared memory hold beside the heavy keys
+STAGES = 3  # of tiles of K and V: as many as the 99 KiB of shared memory hold with the heavy keys
 STAGE_ALIGNMENT = 1024  # bytes: of the widest swizzle
 HEAVY_KEYS = 64
 LINE_CHANNELS = 64  # of heavy keys, side by side in shared memory
@@ -38,7 +38,7 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time choices: those of the call and of its recipe.
+    """Compile-time choices of the call and of its recipe.
 
     Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
     the last `late_keys` of which are late ones, and so are each row's `recent_keys` latest ones; `native`: products in
@@ -129,8 +129,8 @@ class Parameters:
         key: boxes (BLOCK, CHANNELS / 2).
         value: boxes (CHANNELS, BLOCK / 2).
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
-        query_tokens: Q in 16 bits beside heavy or recent keys, or NO_TOKENS.
-        key_tokens, value_tokens: K and V in 16 bits beside recent keys, or NO_TOKENS.
+        query_tokens: Q in 16 bits with heavy or recent keys, or NO_TOKENS.
+        key_tokens, value_tokens: K and V in 16 bits with recent keys, or NO_TOKENS.
         arguments: the others.
     """
 
@@ -146,7 +146,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, dtype: torch.dtype) -> Kernel:
-    """Return `nvfp4_forward` with outputs of that dtype, which is that of Q in 16 bits."""
+    """Return `nvfp4_forward` with outputs of that dtype, which Q in 16 bits has too."""
     macros = {
         **tokens.macros(config.channels, dtype),
         "WARPS": WARPS,

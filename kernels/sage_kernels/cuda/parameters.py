@@ -80,7 +80,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a struct: its fields, including those of structs inside it, and its size and alignment in bytes."""
+    """Layout of a struct: its fields, with the fields of structs inside it, and its size and alignment in bytes."""
 
     fields: tuple[Field, ...]
     size: int
@@ -219,7 +219,7 @@ def layout(member: CType | type) -> Layout:
 
 
 def _declare(member: CType | type, structs: dict[type, str]) -> None:
-    """Add the text of a struct, and before it those of structs inside it, to those that are there."""
+    """Add the text of a struct, behind the texts of structs inside it."""
     if isinstance(member, CType) or member in structs:
         return
     for inside in members(member).values():

@@ -153,7 +153,7 @@ class QuantizeParameters:
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms beside those of each recipe, with fields as in `Recipe`.
+    """Transforms in addition to those of each recipe, with fields as in `Recipe`.
 
     Attributes:
         padded: keys may not exist.
@@ -188,7 +188,7 @@ class Features:
         return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
     def statistic_rows(self, channels: int) -> int:
-        """Return the rows of a pair's statistics, besides two for each block of tokens."""
+        """Return the rows of a pair's statistics without the two for each block of tokens."""
         candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
         return self.factors_row + self.rotate + 2 * SHARERS * self.equalize + self.padded + candidates
 

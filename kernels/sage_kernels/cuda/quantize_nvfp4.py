@@ -99,7 +99,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class Operands:
-    """Buffers that `quantize` writes: those of `operands.NVFP4Operands` and of its heavy keys, if there are any.
+    """Buffers that `quantize` writes: fields of `operands.NVFP4Operands` and of its heavy keys, if there are any.
 
     Attributes:
         search, key_search: `nvfp4.search_table` for Q and V, and for K.
@@ -242,7 +242,7 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 
 @cache
 def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
-    """Return how many of so many blocks of tokens a block of the grid takes, one after the other.
+    """Return the number of blocks of tokens, of so many, that a block of the grid takes one after the other.
 
     Of few, each has its own: all multiprocessors should have some. Of many, the next one is on its way meanwhile, and
     what they share is found once. More than four are no faster, as measured on an H200.

@@ -20,7 +20,7 @@ THREADS = 128
 
 @dataclass(slots=True)
 class Arguments:
-    """Tensors that the kernel reads beside K, and writes, and sizes.
+    """Tensors that the kernel reads (K apart) and writes, and sizes.
 
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.

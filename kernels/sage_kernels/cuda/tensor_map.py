@@ -12,7 +12,7 @@ from .parameters import TensorMap
 
 
 def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
-    """Return how the tensor memory accelerator finds a tensor's boxes.
+    """Return the map by which the tensor memory accelerator finds a tensor's boxes.
 
     Elements beyond the tensor's ends read as 0. A box begins a multiple of 16 bytes behind the start of the last axis,
     or the kernel fails.

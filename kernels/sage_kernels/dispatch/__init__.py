@@ -1,1 +1,1 @@
-"""Who serves a call, and why: requests, the registry of kernels, costs, and the run of a plan."""
+"""Choose who serves a call, and say why: requests, the registry of kernels, costs, and the run of a plan."""

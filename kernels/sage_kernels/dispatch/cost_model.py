@@ -39,7 +39,7 @@ KEYS_OF_FEW = 4
 TRAINING = ", forward and backward"
 """End of the name of a runner whose calls compute gradients."""
 
-# What the host needs for a call, which hides behind the GPU's work only where that takes longer.
+# Host time of a call, which hides behind the GPU's work only where that takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
@@ -243,6 +243,11 @@ def is_measured_faster(request: Request, runner: str, other: str) -> bool:
     return len(us) == 2 and us[0] < us[1]
 
 
+def measured_us(request: Request, providers: Sequence[str]) -> float | None:
+    """Return the time in µs of a call by the fastest of the providers; None if the table has it of none of them."""
+    return min((curve.us(sizes_of(request)) for curve in _curves(request, providers)), default=None)
+
+
 def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
     """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
 
@@ -307,7 +312,7 @@ def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
 
 @lru_cache(maxsize=256)
 def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
-    """Return the reason for calls of the curves' kind, whose limit is that of self-attention with NOMINAL_HEADS."""
+    """Return the reason for calls of the curves' kind, with the limit of self-attention with NOMINAL_HEADS."""
     heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
     of_mask, _, special = low_bit.mask.partition(", ")
@@ -347,7 +352,7 @@ def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
 
 
 def _pytorch_curves(request: Request) -> list[Curve]:
-    """Find the curves of those of PyTorch's backends that PyTorch would choose for a call."""
+    """Find the curves of the backends that PyTorch would choose for a call."""
     if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
         return _curves(request, ["flash"])
     curves = _curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)

@@ -46,14 +46,14 @@ class Schedule:
 
 
 class Weights(NamedTuple):
-    """Microseconds for each unit of work. Those per width are for a head_dim of NOMINAL_WIDTH once it is padded.
+    """Microseconds for each unit of work. Weights per width are for a head_dim of NOMINAL_WIDTH once it is padded.
 
     Attributes:
         launch: of the call.
         queries, keys: of a thousand tokens over heads and batch, per width.
         item, wide_item: of a round of items; the latter per width.
         tile, wide_tile: of a round of tiles; the latter per width.
-        ragged: of a round of tiles beside a ragged number of keys, per width.
+        ragged: of a round of tiles with a ragged number of keys, per width.
         score: of reading a mask of a million scores.
     """
 

@@ -1,4 +1,4 @@
-"""Who decides that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `select`.
+"""Decide that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `select`.
 
 Both decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
 shows it.

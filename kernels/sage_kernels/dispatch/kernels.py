@@ -92,7 +92,7 @@ class Backward(Kernel, Protocol):
 
 
 class Exact(Protocol):
-    """Kernel of exact attention beside PyTorch's own."""
+    """Kernel of exact attention that is not PyTorch's own."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Compilation in threads: of all kernels of a call at the same time, and of those of its backward pass meanwhile."""
+"""Compilation in threads: all kernels of a call at the same time, and meanwhile the kernels of its backward pass."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
             run(replace(call, query=query, key=key, value=value, mask=mask))
         except Exception as error:  # the call itself runs next: its failure shows
             logger.info("kernels of %s are compiled one by one: %s: %s", plan.kernel, type(error).__name__, error)
-    # That of attention comes last and takes longest.
+    # The attention kernel comes last and takes longest.
     threads = [_begin(partial(_compile_on, device, one)) for one in reversed(traced.compilations or ())]
     for thread in threads:
         thread.join()

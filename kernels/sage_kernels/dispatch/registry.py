@@ -17,7 +17,7 @@ quantizers: dict[str, Quantizer] = {}
 forwards: dict[str, Forward] = {}
 backwards: dict[str, Backward] = {}
 exacts: dict[str, Exact] = {}
-"""Kernels of exact attention besides PyTorch's."""
+"""Kernels of exact attention other than PyTorch's."""
 
 forgetters: list[Callable[[], None]] = [cache.forget]
 """Functions by which choices are forgotten that were made among the kernels, and what follows from them."""

@@ -245,7 +245,7 @@ def _attend_exactly(
     if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, call.value, gqa):
         return sdpa.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
     if is_causal and (call.causal_offset != 0 or mask is not None):
-        # PyTorch's other kernels support only one causal alignment, and no mask beside it.
+        # PyTorch's other kernels support only one causal alignment, and no mask with it.
         mask, is_causal = with_causality(mask, query, key, call.causal_offset), False
     options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
     output = masked_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
@@ -262,14 +262,14 @@ def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def shares_rows(call: Call) -> bool:
-    """Return whether an exact call without cuDNN is that of `_attend_groups_as_rows`."""
+    """Return whether `_attend_groups_as_rows` runs an exact call without cuDNN."""
     return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
 
 
 def _attend_groups_as_rows(call: Call, by: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by `_attend_exactly` with the single queries that share keys and values as rows of one head.
 
-    Beside a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
+    With a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
     """
     batch, q_heads, _, head_dim = call.query.shape
     rows = call.query.reshape(batch, call.key.shape[1], -1, head_dim)

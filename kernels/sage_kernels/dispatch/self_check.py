@@ -27,7 +27,7 @@ and in emulation only, so that their first call is checked on the machine that m
 
 
 def keep(plan: Plan, found: list[Verdict]) -> bool:
-    """Keep verdicts on a plan's kernels; return whether all are right. Others are passed over from now on."""
+    """Keep verdicts on a plan's kernels; return whether all are right. Wrong kernels are passed over from now on."""
     capability, size = plan.request.capability, plan.request.head_dim
     failed = [one for one in found if one.reason]
     for one in failed:

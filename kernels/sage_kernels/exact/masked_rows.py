@@ -5,7 +5,7 @@ cuDNN's gives NaN where -inf is added throughout (PyTorch 2.11, one query).
 
 Without gradients, PyTorch's GPU kernels give zeros where an additive mask is -inf throughout. A bool mask is made
 additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
-Here that takes one launch, with -inf. What the kernels of a head_dim give is tried once; where they give something
+Here that takes one launch, with -inf. The kernels of a head_dim are tried once; where they give something
 else, zeros are chosen afterwards.
 """
 

@@ -20,11 +20,11 @@ LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where
 
 pytorch_sdpa = torch_private.scaled_dot_product_attention
 _LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
-"""Backends besides cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
+"""Backends other than cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
-    """Return how many rows of scores fit in a chunk of bounded size, so that memory stays linear in sequence length."""
+    """Return the rows of scores that fit in a chunk of bounded size, so that memory stays linear in sequence length."""
     rows = ELEMENTS_PER_CHUNK // max(1, batch_heads * columns)
     return max(multiple, rows // multiple * multiple)
 
@@ -199,7 +199,7 @@ def sdpa(
     misread; elsewhere tensors are handed on as they are.
 
     Args:
-        query, key, value, is_causal, scale: as in `attention`; is_causal not beside a mask.
+        query, key, value, is_causal, scale: as in `attention`; is_causal not with a mask.
         mask: bool or additive of any floating dtype, broadcastable to (batch, q_heads, q_len, kv_len). In query's dtype
             it is read as it is: PyTorch's GPU kernels take finite numbers beyond ±2¹²⁷ for infinite.
         enable_gqa: q_heads may be a multiple of kv_heads.
@@ -320,7 +320,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 @dynamo.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
 def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """Return the mask in a dtype that PyTorch takes beside query, and on a GPU as its kernels read it.
+    """Return the mask in a dtype that PyTorch takes with query, and on a GPU as its kernels read it.
 
     There it has four dimensions, of size 1 where it is broadcast (PyTorch turns a bool mask into an additive one as
     large as the mask it is given) but for the last one, whose elements lie one after the other.

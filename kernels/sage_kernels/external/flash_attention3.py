@@ -82,7 +82,7 @@ class Others(Exact, Protocol):
 
 
 class PaddedFlashAttention3:
-    """FlashAttention 3's forward pass beside a mask of keys, for the batch elements whose keys come first.
+    """FlashAttention 3's forward pass with a key-padding mask, for the batch elements whose keys come first.
 
     It takes their number from the GPU's memory, and no mask. Which elements those are is found out on the GPU, and
     another kernel computes the others: no host waits for a mask's values, and none can make the output wrong.
@@ -152,7 +152,7 @@ _row_blocks_found: dict[tuple[Any, ...], int] = {}
 
 
 def _row_blocks(call: Call) -> int:
-    """Return how many blocks of rows the operator has in one batch element; 0 where it makes its plan itself.
+    """Return the number of blocks of rows that the operator has in one batch element; 0 where it makes its plan itself.
 
     Its own plan takes one more launch, which waits for the lengths, and differs only in the order of the elements,
     where no keys are divided. The number of blocks is read from the GPU's memory once for calls of a size, so never

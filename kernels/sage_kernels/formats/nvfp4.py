@@ -78,7 +78,7 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, ...] = ()) -> tuple[to
 
     Args:
         x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
-        scale_steps: besides e4m3(amax/6), the e4m3 scales that lie so many codes above it are tried (`search_groups`).
+        scale_steps: next to e4m3(amax/6), the e4m3 scales that lie so many codes above it are tried (`search_groups`).
 
     Returns:
         (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
@@ -176,7 +176,7 @@ def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
 
 
 MAX_STEPS = 7
-"""Scales besides the nearest that kernels can try."""
+"""Scales other than the nearest that kernels can try."""
 STEPS_ROW = BINS
 """Row of `search_table` that holds the steps."""
 

@@ -53,7 +53,7 @@ def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def heads_together(call: BackwardCall) -> int:
-    """Return how many heads of Q have their programs of dQ taken together, the longest ones first.
+    """Return the number of heads of Q whose programs of dQ are taken together, the longest ones first.
 
     Head after head, the longest programs of the last one would start when all others end: 2 to 5 % of a causal call's
     time. Heads that share keys stay together. Without causality all programs are equally long.
@@ -108,7 +108,7 @@ def _run(run: BackwardLaunch) -> None:
     def held_tiles(x: torch.Tensor) -> object:
         return stage_tiles(x, ROWS.value, channels)
 
-    with overlapping(call.value.device) as beside:
+    with overlapping(call.value.device) as apart:
         launch(
             hopper_bwd_dkdv,
             run.key_grid(key_tile["BLOCK_N"]),
@@ -130,7 +130,7 @@ def _run(run: BackwardLaunch) -> None:
             **run.arguments,
             **key_tile,
         )
-        with beside:
+        with apart:
             launch(
                 hopper_bwd_dq,
                 run.query_grid(query_tile["BLOCK_M"]),

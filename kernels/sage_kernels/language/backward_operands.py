@@ -28,7 +28,7 @@ BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
 
 @dataclass(frozen=True)
 class QueryOperands:
-    """Operands of the kernel that walks over queries; rows are those of `Saved`, channels powers of two.
+    """Operands of the kernel that walks over queries; rows are as in `Saved`, channels powers of two.
 
     "16 bit" is the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with the
     tokens of each 16 in the order of `tiles.operand_token`. Beyond a sequence everything is 0.

@@ -74,7 +74,7 @@ def dequantize(packed, scale):
 
 @triton.jit
 def native_log2(x):
-    """Return the binary logarithm of x ≥ 0 by the special function unit; that of 0 is -inf."""
+    """Return the binary logarithm of x ≥ 0 by the special function unit; -inf for 0."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 

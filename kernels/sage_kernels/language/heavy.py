@@ -45,7 +45,7 @@ def attend_heavy_keys(
     MASK: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Attend to heavy keys beside others, as two parts of a row are merged by their maxima and sums.
+    """Attend to heavy keys and to others, and merge the two parts of a row by their maxima and sums.
 
     Args:
         query, mask: pointers to the caller's Q of a (batch, head), and its mask as in `mask_scores`.

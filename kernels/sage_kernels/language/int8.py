@@ -17,7 +17,7 @@ BYTE_ROUNDER = tl.constexpr(1.5 * 2.0**10)
 
 @triton.jit
 def magnitude(x):
-    """Return the bits of float32 |x|, which order like the numbers; those of non-finite x are the largest."""
+    """Return the bits of float32 |x|, which order like the numbers; non-finite x have the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

@@ -85,7 +85,7 @@ def masked_softmax_tile(x, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def scale_scores(s, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return integer scores times their scales, which are those of `softmax_tile`."""
+    """Return integer scores times their scales, as `softmax_tile` takes them."""
     s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2)).to(tl.float32)
     return tl.reshape(s * scale[:, :, None, :, None], (BLOCK_M, BLOCK_N))
 

@@ -96,8 +96,8 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
         yield contextlib.nullcontext()
         return
     if (traced := trace.current()) is not None:
-        with traced.overlapping() as beside:
-            yield beside
+        with traced.overlapping() as apart:
+            yield apart
         return
     current = torch.cuda.current_stream(device)
     with driver.side_stream(current.device_index, current.cuda_stream) as side:
@@ -236,8 +236,8 @@ def _launching(device: torch.device) -> Iterator[None]:
 def start_compiler() -> None:
     """Begin in threads what Triton's first compilation of a process does in a row, and return at once.
 
-    A C compiler builds its driver, and its files are digested for the keys of its cache. What fails here fails again
-    where Triton does it, with its error.
+    A C compiler builds its driver, and its files are digested for the keys of its cache. A step that fails here
+    fails again where Triton does it, with its error.
     """
     with _lock:
         if not _starting and not INTERPRETED:

@@ -6,7 +6,7 @@ import triton.language as tl
 from .scores import LOG2E, base_2
 from .tokens import tail_source
 
-WIDTH = tl.constexpr(32)  # channels of Q and K that are multiplied at once, beside an output that fills the registers
+WIDTH = tl.constexpr(32)  # channels of Q and K that are multiplied at once, with an output that fills the registers
 
 
 @triton.jit

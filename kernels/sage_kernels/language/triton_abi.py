@@ -135,7 +135,7 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
 
 
 def digest(function: Any) -> None:
-    """Have Triton digest the source of a kernel, by which its cache finds it, after those of the functions it calls.
+    """Have Triton digest the source of a kernel, by which its cache finds it, after the functions that it calls.
 
     A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
     before: a process that launches other kernels first would not find this one, and compile it again.

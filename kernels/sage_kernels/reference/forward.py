@@ -64,7 +64,7 @@ class Operands:
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None without a mask.
 
-    These are the keys that some query may attend to. An additive mask of -10,000 and less, as padding often has,
+    Keys count that some query may attend to. An additive mask of -10,000 and less, as padding often has,
     forbids a key to all queries as -inf does, provided that each of them has another key left.
 
     Args:
@@ -210,9 +210,9 @@ def attention(
         scale: default head_dim ** -0.5.
         block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and equalizer are those
-            of all keys, listed or not. Beside a list no key is heavy, and recent ones are as others.
+            of all keys, listed or not. With a list no key is heavy, and recent keys are as others.
 
-    Beside a mask that says more than which keys exist heavy keys are the first ones. Causal rows attend to their latest
+    With an attention bias, heavy keys are the first ones. Causal rows attend to their latest
     `recent_keys` keys in the caller's dtype.
 
     Returns:

@@ -126,7 +126,7 @@ def _handle(name: str, *arguments: object) -> int:
 
 
 def ensure_context(index: int) -> bool:
-    """Give a thread that has no context that of GPU `index`, which PyTorch uses too; return whether it had none."""
+    """Give a thread that has no context GPU `index`'s, which PyTorch uses too; return whether it had none."""
     if _handle("cuCtxGetCurrent"):
         return False
     _call("cuCtxSetCurrent", _primary_context(index))
@@ -140,7 +140,7 @@ def _primary_context(index: int) -> int:
 
 @contextlib.contextmanager
 def device_context(index: int) -> Iterator[None]:
-    """Make GPU `index` PyTorch's current one, and its context that of the thread, while the block runs."""
+    """Make GPU `index` PyTorch's current one, and its context the thread's, while the block runs."""
     with torch.cuda.device(index):
         ensure_context(index)
         yield
@@ -274,7 +274,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def side_stream(index: int, stream: int) -> Iterator[SideStream]:
-    """Lend a stream for work beside that of a stream of GPU `index`; no other graph captures it than that one's."""
+    """Lend a stream for work at the same time as a stream's of GPU `index`; only that stream's graph captures it."""
     ensure_context(index)
     graph = _captured_by(stream)
     with _lock:

@@ -1,4 +1,4 @@
-"""Launches with packed parameters: one that runs at once, and those of a traced call, run with other addresses."""
+"""Launches with packed parameters: one that runs at once, and a traced call's, run with other addresses."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def launch_now(packed: PackedLaunch, index: int) -> None:
 class LaunchPlan:
     """The launches of a traced call; run as often as there are calls that differ in addresses.
 
-    Outputs have memory of their own, from PyTorch's allocator. All buffers besides are parts of one more allocation, in
+    Outputs have memory of their own, from PyTorch's allocator. All other buffers are parts of one more allocation, in
     which buffers that are not needed at the same time may share bytes. Any thread may run the plan, on any stream of
     the device, and graphs capture it.
 
     Attributes:
         device: the GPU.
         launches: how many kernels it runs.
-        workspace_bytes: of the buffers that it allocates besides outputs.
+        workspace_bytes: of the buffers that it allocates, outputs apart.
     """
 
     def __init__(

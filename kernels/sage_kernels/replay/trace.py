@@ -99,20 +99,20 @@ class Trace:
 
     Attributes:
         memories: those it reads and those it allocates, by number.
-        steps: its launches in order, each with whether it runs beside the stream (`language.launch.overlapping`);
+        steps: its launches in order, each with whether it runs next to the stream (`language.launch.overlapping`);
             "fork" and "join", between which it may; and operators, which run on the stream.
-        beside: whether launches run beside the stream now.
+        apart: whether launches run next to the stream now.
         compilations: functions that compile the kernels that would be launched, where only that is wanted; None:
             launches are noted.
     """
 
     memories: list[Memory] = field(default_factory=list)
     steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
-    beside: bool = False
+    apart: bool = False
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
-        """Return a stand-in for an argument, with a memory of its own, on a device, by default that of x."""
+        """Return a stand-in for an argument, with a memory of its own, on a device, by default x's."""
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
         return StandIn(meta, self.new_memory(meta), device or x.device, self)
 
@@ -124,7 +124,7 @@ class Trace:
 
     def launched(self, launch: PackedLaunch) -> None:
         """Note a launch."""
-        self.steps.append((launch, self.beside))
+        self.steps.append((launch, self.apart))
 
     def ran(self, run: Callable[..., object], *arguments: torch.Tensor) -> None:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
@@ -140,14 +140,14 @@ class Trace:
     def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
         """Do as `language.launch.overlapping`."""
         self.steps.append("fork")
-        yield self._run_beside()
+        yield self._run_apart()
         self.steps.append("join")
 
     @contextlib.contextmanager
-    def _run_beside(self) -> Iterator[None]:
-        self.beside = True
+    def _run_apart(self) -> Iterator[None]:
+        self.apart = True
         yield
-        self.beside = False
+        self.apart = False
 
 
 def is_stand_in(address: int) -> bool:

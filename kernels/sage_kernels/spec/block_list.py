@@ -15,8 +15,8 @@ BLOCK_SIZES = (64, 128)
 class BlockList(NamedTuple):
     """Tiles of keys that each block of rows attends to. Every row of a block attends to the same tiles.
 
-    The last block of rows and the last tile of keys may be partial. Beside a list, keys that do not exist and
-    causality hide scores of listed tiles as they do without one. No key is heavy beside a list
+    The last block of rows and the last tile of keys may be partial. With a list, keys that do not exist and
+    causality hide scores of listed tiles as they do without one. No key is heavy with a list
     (`recipe.Recipe.heavy_keys`): what it does not list is not attended to, and all that it lists is in few bits.
 
     Attributes:

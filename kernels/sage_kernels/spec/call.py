@@ -62,7 +62,7 @@ class Mask:
 
     @classmethod
     def of_blocks(cls, blocks: BlockList, mask: torch.Tensor | None, kv_len: int) -> Mask:
-        """Return the Mask of a block list beside a 4-D mask that says which keys exist, or None.
+        """Return the Mask of a block list with a 4-D mask that says which keys exist, or None.
 
         Raises:
             ValueError: the mask says more than that.
@@ -70,7 +70,7 @@ class Mask:
         keys = cls.of(mask, kv_len)
         if keys.kind not in ("none", "keys"):
             raise ValueError(
-                "beside a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
+                "with a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
                 f"got one of kind {keys.kind!r}"
             )
         return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
@@ -117,7 +117,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask with them")
 
     @property
     def batch(self) -> int:
@@ -148,7 +148,7 @@ class Call:
     def heavy_keys(self) -> int:
         """Return the number of keys of each sequence that are attended to in 16 bits.
 
-        Beside a block list there are none.
+        With a block list there are none.
         """
         return heavy_keys_of(self.recipe, self.kv_len, self.mask.kind)
 
@@ -179,7 +179,7 @@ class Call:
     def recent_keys(self) -> int:
         """Return the number of keys, the latest that a causal row sees, that are attended to in 16 bits.
 
-        Heavy keys among them are heavy. Without causality, and beside a block list, there are none.
+        Heavy keys among them are heavy. Without causality, and with a block list, there are none.
         """
         return self.recipe.recent_keys if self.is_causal and self.mask.blocks is None else 0
 
@@ -269,7 +269,7 @@ class BackwardCall:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask beside them")
+            raise ValueError("packed sequences say by their lengths which keys exist: give no mask with them")
 
     @property
     def batch(self) -> int:

@@ -167,7 +167,7 @@ class KVCache:
         self.length = length
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Replace the sequences by those of these numbers, int64 (new batch,)."""
+        """Replace the sequences by the sequences of these numbers, int64 (new batch,)."""
         sequences = sequences.to(self.device)
         for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):
             x = getattr(self, name)

@@ -11,7 +11,7 @@ import torch
 BLOCK = 128
 """Tokens a block; the rows of an operand are padded to a multiple of it."""
 KEY_BLOCK = 64
-"""Keys whose scales one quad of threads holds, each thread that of `THREAD_TOKENS` keys."""
+"""Keys whose scales one quad of threads holds, each thread the scale of `THREAD_TOKENS` keys."""
 THREAD_TOKENS = 16
 MIN_CHANNELS = 32
 """Least number of channels of an INT8 operand: the depth of an INT8 matrix instruction."""
@@ -85,7 +85,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """The token axis of Q, or that of K and V.
+    """The token axis of Q, or of K and V.
 
     Attributes:
         tokens: the longest sequence's length.
@@ -136,7 +136,7 @@ class Sequences:
 
 
 def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[Sequences, Sequences]:
-    """Return the token axis of Q and that of K and V; packed ones have q_tokens and kv_tokens in total."""
+    """Return the token axes of Q, and of K and V; packed ones have q_tokens and kv_tokens in total."""
     if lengths is None:
         return Sequences.equal(q_tokens), Sequences.equal(kv_tokens)
     return (

@@ -69,9 +69,9 @@ class HeavyKeys:
     """Keys of each sequence that are attended to in 16 bits; in the caller's dtype: `Call.first_keys`, then late ones.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): beside NVFP4, K without the mean that the other keys lose; beside INT8,
+        key: (batch, kv_heads, keys, channels): with NVFP4, K without the mean that the other keys lose; with INT8,
             K as it is, whose scores lose `Int8Operands.mean_score`. Channels are as many as the other keys have, in the
-            order of `layout.heavy_order`; those beyond head_dim are 0, as is a key that does not exist. Beside queries
+            order of `layout.heavy_order`; channels beyond head_dim are 0, as is a key that does not exist. With queries
             in 16 bits channels are in their own order, and MEAN_PARTS more rows follow, whose sum is the mean.
         value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
         late: int32 (batch, kv_heads, late keys), the results of `transforms.late_keys`; None without late keys.
@@ -87,7 +87,7 @@ class Int8Operands:
     """Q, K and V of the INT8 recipes.
 
     Operand batch is 1 for packed sequences, else the caller's; channels are head_dim rounded up to a power of two, rows
-    those of `layout.Sequences`; what lies beyond a sequence is 0. Beside heavy keys, K and V are those of `Call.tail`,
+    those of `layout.Sequences`; what lies beyond a sequence is 0. With heavy keys, K and V are those of `Call.tail`,
     with the first keys in the places of those that are heavy instead.
 
     Attributes:
@@ -102,7 +102,7 @@ class Int8Operands:
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
         mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, which heavy keys' scores
-            lose, and the LSE gets; None without either, and beside queries in 16 bits.
+            lose, and the LSE gets; None without either, and with queries in 16 bits.
         heavy: the keys that are attended to in 16 bits; None: none are.
         equalizer: float32 (batch, kv_heads, channels), the factors of `transforms.equalize`, 1 beyond head_dim; None
             without equalizing.

@@ -27,11 +27,11 @@ class Recipe:
             keys than that has none, nor has one with a block list. Not with `backward`.
         heavy_choice: which they are. "first": the first ones. "heaviest": those, but keys with much larger scores take
             the places of some (transforms.heavy_places), and with causality of a few, for rows that see such a key
-            (transforms.late_keys); not beside masks that say more than which keys exist.
+            (transforms.late_keys); not with an attention bias.
         recent_keys: number of keys, the latest that a causal row sees, that are attended to in the caller's dtype. Rows
             of language models give their own key and its neighbours so much weight that the rounding of these alone
-            carries most of the error. Not beside a block list, nor with `backward`.
-        tensor_scale: NVFP4 keeps a float32 scale beside the e4m3 scales of the groups: one per 128 tokens of Q and K,
+            carries most of the error. Not with a block list, nor with `backward`.
+        tensor_scale: NVFP4 keeps a float32 scale next to the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
             (formats.nvfp4.search_groups); empty: no search. Not without `tensor_scale`, which keeps elements within

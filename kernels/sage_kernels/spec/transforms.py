@@ -93,7 +93,7 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
 
 def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which keys count in K's mean and in the equalizer: those of groups that are not loud.
+    """Return which keys count in K's mean and in the equalizer: keys of groups that are not loud.
 
     One key that is much louder than all others would move the mean away from these, and decide the equalizer alone. Any
     vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the median is
@@ -199,7 +199,7 @@ def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 def heavy_places(
     query: torch.Tensor, key: torch.Tensor, places: int, scale: float, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the key that takes each of the first places, which are those of heavy keys.
+    """Return the key that takes each of the first places, where heavy keys stand.
 
     A key may take place p if its number is p modulo `places`. Of these the one with the largest score, and the first
     among equals, takes it, provided that this score exceeds that of key p by HEAVY_MARGIN; otherwise key p stays.
@@ -278,7 +278,7 @@ def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Let tokens change places: that of number p, for each p, with that of number chosen[…, p].
+    """Let tokens change places: token p, for each p, with token chosen[…, p].
 
     Args:
         x: (batch, heads, tokens, channels).
@@ -325,7 +325,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def unrotate(x: torch.Tensor) -> torch.Tensor:
-    """Undo `rotate`; this also turns the gradient of a rotated tensor into that of the original."""
+    """Undo `rotate`; this also turns the gradient of a rotated tensor into the gradient of the original."""
     block = rotation_block(x.shape[-1])
     return (_walsh_hadamard(x.unflatten(-1, (-1, block))) * rotation_signs(block).to(x.device)).flatten(-2)
 

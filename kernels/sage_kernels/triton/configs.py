@@ -59,7 +59,7 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
 
 
 def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
-    """Return a configuration whose tiles lie inside those of a block list, block_m rows by block_n keys."""
+    """Return a configuration whose tiles lie inside the tiles of a block list, block_m rows by block_n keys."""
     if config.block_m > block_m:
         config = replace(config, block_m=block_m, num_warps=4)
     return replace(config, block_n=min(config.block_n, block_n))
@@ -89,7 +89,7 @@ def splitkv_forward_config(head_dim: int, rows: int) -> Config:
 
     Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, cuDNN 39. At head_dim 64 there
     is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs, with one 15.6. Left to itself the compiler
-    would take 96 registers beside a mask, and spill.
+    would take 96 registers with a mask, and spill.
     """
     return Config(rows, 128, 4, 3, 255) if head_dim <= 128 else Config(rows, 64, 4, 2)
 

@@ -308,7 +308,7 @@ def int8_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
+    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; with it
     FIRST is 0.
 
     `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count FIRST keys, which `key` and `value` do not have.

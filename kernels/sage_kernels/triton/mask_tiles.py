@@ -1,4 +1,4 @@
-"""Tile lists of a mask: the tiles of scores to compute, those of them that need the mask, and the keys that count."""
+"""Tile lists of a mask: the tiles of scores to compute, which of them need the mask, and the keys that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact attention in the caller's 16 bits beside masks: each mask is read once, and tiles that it hides are skipped.
+"""Exact attention in the caller's 16 bits with masks: each mask is read once, and tiles that it hides are skipped.
 
 PyTorch's kernels turn a bool mask into an additive one as large, compute every tile, and leave it to the backend what a
 row without a key gives. Here such rows are 0, and grouped queries share their keys.

@@ -1,4 +1,4 @@
-"""Exact attention beside masks of keys for two kernels: one takes right padding as lengths, this one all other masks.
+"""Exact attention with key-padding masks by two kernels: one takes right padding as lengths, this one all other masks.
 
 Batch elements whose keys come first, as right padding leaves them, are only counted, for a kernel that follows on the
 GPU. In one launch, because it stands before each such call: no list of tiles is made where no program needs one.
@@ -209,7 +209,7 @@ def nonprefix_forward(
 
 @triton.jit
 def count_adjacent(base, kv_len, WIDTH: tl.constexpr):
-    """Return how many of the bytes from `base` on are not 0, and behind which one none is: WIDTH words at once.
+    """Count the bytes from `base` on that are not 0, and find the place behind the last: WIDTH words at once.
 
     Every program waits for this, so loads are of whole vectors, and of bytes where a vector would not lie inside.
     """

@@ -365,7 +365,7 @@ def norm_rope_backward(
     ANGLES_BY_PAIR: tl.constexpr,
     ROUNDS_PRODUCTS: tl.constexpr,
 ):
-    """Write the gradients of blocks of tokens, and their sums for those of weight and bias."""
+    """Write the gradients of blocks of tokens, and their sums for weight and bias."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     batch, pair = tl.program_id(2).to(tl.int64), tl.arange(0, PAIRS)
     weight_sum_a = tl.zeros((TOKENS, HEADS, PAIRS), tl.float32)

@@ -375,7 +375,7 @@ def nvfp4_forward(
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
-    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; beside it
+    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; with it
     FIRST and RECENT are 0. `kv_len`, `causal_offset` and `mask` count FIRST keys, which `key`, `value` and `delta` do
     not have; in place of each of the LATE keys these have the first key that gave way to it. `source_query`,
     `source_key` and `source_value` are the caller's tensors.

@@ -134,7 +134,7 @@ def list_most(
         scores: float32 (batch, heads, blocks of rows, tiles).
         numbers: tiles of a block, at least 1, for each head.
         rows: uint8 (1, 1, blocks of rows) or of the batch's and heads' sizes, not 0 where a block keeps all tiles.
-        columns: uint8 (1, 1, tiles), not 0 where a tile is kept by all blocks besides; sizes likewise.
+        columns: uint8 (1, 1, tiles), not 0 where all blocks keep a tile as well; sizes likewise.
 
     Returns:
         (counts, tiles): those of a `BlockList`, tiles in ascending order.

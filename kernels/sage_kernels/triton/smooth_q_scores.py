@@ -1,8 +1,8 @@
 """Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back.
 
 With up to 128 channels the matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose
-sum is the mean to 2⁻¹⁷ of it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. What
-is missing of a mean then multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
+sum is the mean to 2⁻¹⁷ of it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. The
+rest of a mean then multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def attend_to_part(
     """Attend with all queries of one (batch, kv head) to one part of the keys.
 
     With WHOLE the part is all, and `output` the call's; otherwise it is float32 (batch · kv heads, rows, parts,
-    V_CHANNELS), and `sums` and `maxima` are written beside it.
+    V_CHANNELS), and `sums` and `maxima` are written as well.
     """
     part, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = kv_len

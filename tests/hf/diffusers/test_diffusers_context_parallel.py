@@ -1,4 +1,4 @@
-"""diffusers' context parallelism with our attention: two processes agree with one, or it is refused before it runs."""
+"""Context parallelism with our attention: processes agree with one, or it is refused before it runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import diffusers
 import pytest
-import torch
 
 import sage_hf
 from sage_hf import SageAttnProcessor
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, parallel, plans
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans
 from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
@@ -24,14 +23,25 @@ WITHOUT_PLAN = [
 ]
 
 
-@pytest.mark.parametrize(
-    "names", [("wan-t2v", "flux"), pytest.param([case.name for case in FAMILIES], marks=pytest.mark.audit)], ids=len
-)
-def test_two_processes_agree_with_one(names: list[str], tmp_path: Path):
-    from tests.helpers.context_parallel import run_pair  # an older diffusers has nothing to import
+FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-*", "wan-t2v-ring")
+FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "restored")
+"""Cases that two processes run each time: families with a plan of ours, each mode, and what went wrong for others."""
 
-    found = run_pair(tmp_path, "cpu", 180, names)
-    assert len(found) > 4
+
+@pytest.mark.parametrize(
+    ("processes", "names"),
+    [
+        (2, FEW),
+        pytest.param(2, ("*",), marks=pytest.mark.audit),
+        pytest.param(4, ("[!c]*", "c[!o]*", "co[!m]*"), marks=pytest.mark.audit),  # all but what is compiled
+        pytest.param(8, ("cogvideox-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit),
+    ],
+    ids=["few", "all", "four", "eight"],
+)
+def test_processes_agree_with_one(processes: int, names: tuple[str, ...], tmp_path: Path):
+    from tests.helpers.processes import run_processes  # an older diffusers has nothing to import
+
+    found = run_processes(tmp_path, processes, names)
     assert not {case: what for case, what in found.items() if what}
 
 
@@ -71,40 +81,3 @@ def test_a_layer_that_does_not_dispatch_is_refused_where_tokens_are_split_alread
     with pytest.raises(UnsupportedAttentionError, match=r"CogVideoXAttnProcessor2_0.*enable_parallelism"):
         DOORS[door](model)
     assert [layer.processor for layer in attention_layers(model).values()] == originals
-
-
-def test_a_ring_refuses_a_mask_which_diffusers_would_apply_to_the_keys_of_every_process():
-    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-
-    states = torch.zeros(1, 8, 2, 16)
-    config = SimpleNamespace(context_parallel_config=diffusers.ContextParallelConfig(ring_degree=2))
-    with pytest.raises(ValueError, match=r"ring_degree=2.*ulysses_degree"):
-        dispatch_attention_fn(
-            states,
-            states,
-            states,
-            attn_mask=torch.ones(1, 8, dtype=torch.bool),
-            backend=AttentionBackendName("sage3"),
-            parallel_config=config,
-        )
-
-
-@pytest.mark.parametrize("lengths", [(3, 2, 2), (2, 2, 3)], ids=str)
-def test_a_mask_is_whole_where_processes_have_unequal_numbers_of_keys(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-):
-    whole = torch.tensor([[True, False, True, True, True, False, True]])
-    masks = list(whole.split(lengths, dim=1))
-
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-        theirs = [torch.tensor([length]) for length in lengths] if mine.dtype == torch.int64 else masks
-        for part, sent in zip(parts, theirs, strict=True):
-            part[..., : sent.shape[-1]] = sent
-            part[..., sent.shape[-1] :] = True  # a pad that would be seen
-
-    monkeypatch.setattr(parallel.dist, "all_gather", all_gather)
-    config = SimpleNamespace(
-        ring_degree=1, ulysses_degree=3, ulysses_anything=True, _ulysses_mesh=SimpleNamespace(get_group=lambda: None)
-    )
-    for mask in masks:
-        assert torch.equal(parallel.gather_mask(mask, mask.shape[1], config), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -27,11 +28,17 @@ def set_backend(model: torch.nn.Module, recipe: str, fallback: str | None) -> No
 
 
 Switch = Callable[[torch.nn.Module, str, str | None], None]
-each_way = pytest.mark.parametrize("switch", [share, bind_each, set_backend], ids=lambda way: way.__name__)
+QUICK = {(share, torch.float32), (bind_each, torch.bfloat16), (set_backend, torch.float32)}
 
 
-@each_way
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("switch", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.audit)
+        for case in product((share, bind_each, set_backend), (torch.float32, torch.bfloat16))
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @each_family
 def test_exact_recipe_equals_the_original_processors_to_the_bit(case: Family, dtype: torch.dtype, switch: Switch):
     model, inputs = case.build(dtype), case.make_inputs(dtype)
@@ -57,7 +64,11 @@ def test_original_processors_come_back_to_the_bit(case: Family):
     assert not any("sage" in attribute for module in model.modules() for attribute in vars(module))
 
 
-@each_way
+@pytest.mark.parametrize(
+    "switch",
+    [share, *(pytest.param(way, marks=pytest.mark.audit) for way in (bind_each, set_backend))],
+    ids=lambda way: way.__name__,
+)
 @each_family
 def test_every_layer_runs_the_low_bit_recipe(case: Family, switch: Switch):
     model, inputs = case.build(), case.make_inputs()

@@ -43,6 +43,7 @@ def test_diffusers_is_completed_in_every_order_of_imports(first, forks):
     forks.run(f"import warnings; warnings.simplefilter('error', ImportWarning); {first}\n{CHECK}")
 
 
+@pytest.mark.audit
 def test_a_diffusers_that_moved_what_we_complete_imports_and_works_without_us(forks):
     output = forks.run("""
 import logging

@@ -158,6 +158,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool):
     assert difference.abs().sum() <= (1e-6 if reentrant else 0.0) * expected.abs().sum()
 
 
+@pytest.mark.audit
 def test_a_compiled_model_trains_as_the_model_does():
     case = family("cogvideox")
     model, inputs = in_training(case), case.make_inputs()

@@ -58,8 +58,13 @@ def test_registering_again_changes_nothing() -> None:
     ("first", "second"),
     [
         ("sage_hf", "transformers.modeling_utils"),
-        ("sage_hf.transformers.masks", "transformers.modeling_utils"),
-        pytest.param("transformers.modeling_utils", "sage_hf", marks=pytest.mark.audit),
+        *(
+            pytest.param(*order, marks=pytest.mark.audit)
+            for order in (
+                ("sage_hf.transformers.masks", "transformers.modeling_utils"),
+                ("transformers.modeling_utils", "sage_hf"),
+            )
+        ),
     ],
 )
 def test_import_order_does_not_matter_and_sage_hf_imports_no_transformers(
@@ -77,6 +82,7 @@ assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_A
     forks.run(code)
 
 
+@pytest.mark.audit
 def test_a_transformers_that_moved_what_we_complete_imports_and_works_without_us(forks: Forks) -> None:
     output = forks.run("""
 import logging
@@ -266,9 +272,11 @@ def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        ("llama", "sage3"),
         ("gemma2", "sage3"),
-        *(pytest.param(*case, marks=pytest.mark.audit) for case in (("llama", "sage_exact"), ("mistral", "sage3"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.audit)
+            for case in (("llama", "sage3"), ("llama", "sage_exact"), ("mistral", "sage3"))
+        ),
     ],
 )
 def test_a_forward_compiles_into_one_graph(name: str, implementation: str, no_recent_keys: None) -> None:
@@ -282,7 +290,7 @@ def test_a_forward_compiles_into_one_graph(name: str, implementation: str, no_re
     assert (output - plain).abs().max() <= 1e-4 * plain.abs().max()
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("padding", ["left", pytest.param("right", marks=pytest.mark.audit)])
 def test_a_compiled_model_attends_to_padded_batches_as_the_model_does(padding: str) -> None:
     """Causality is said beside the padding, so both have the latest keys of a row in 16 bits."""
     tiny = MODELS["llama"]

@@ -10,6 +10,13 @@ DEVICE void store_matrices(uint32 at, const uint32* x) {
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
+// Load such a part.
+DEVICE void load_matrices(uint32 (&x)[4], uint32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(at)
+               : "memory");
+}
 DEVICE void load_matrices_transposed(uint32 (&x)[4], uint32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -6,21 +6,31 @@
 constexpr int LINE_BYTES = 128;               // of 64 channels in 16 bits, side by side in shared memory
 constexpr int CHUNK_BYTES = 64 * LINE_BYTES;  // 64 tokens of 64 channels; the next 64 channels lie behind
 
-// x = A·B in INT8, 32 deep, of rows of CHANNELS bytes.
-#define INT8_64X64(SUMS)                                                                     \
-  asm volatile(                                                                              \
-      "{ .reg .b64 a, b;\n"                                                                  \
-      "mov.b64 a, {%32, %34};\n"                                                             \
-      "mov.b64 b, {%33, %34};\n"                                                             \
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ACCUMULATORS_32 "}, a, b, %35; }" \
-      : OPERANDS_32(SUMS "r", x)                                                             \
-      : "r"(a), "r"(b), "n"(LAYOUT<CHANNELS>), "n"(ADD))
+// x = A·B in INT8, 32 deep; A in registers, B of rows of CHANNELS bytes.
+#define INT8_64X64(SUMS)                                                                                        \
+  asm volatile(                                                                                                 \
+      "{ .reg .b64 b;\n"                                                                                        \
+      "mov.b64 b, {%36, %37};\n"                                                                                \
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ACCUMULATORS_32 "}, {%32, %33, %34, %35}, b, %38; }" \
+      : OPERANDS_32(SUMS "r", x)                                                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<CHANNELS>), "n"(ADD))
 template <bool ADD>
-DEVICE void multiply_int8(int (&x)[32], uint32 a, uint32 b) {
+DEVICE void multiply_int8(int (&x)[32], const uint32* a, uint32 b) {
   if constexpr (ADD)
     INT8_64X64("+");
   else
     INT8_64X64("=&");
+}
+
+// x += A·B, both in shared memory.
+DEVICE void add_shared_int8(int (&x)[32], uint32 a, uint32 b) {
+  asm volatile(
+      "{ .reg .b64 a, b;\n"
+      "mov.b64 a, {%32, %34};\n"
+      "mov.b64 b, {%33, %34};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" ACCUMULATORS_32 "}, a, b, 1; }"
+      : OPERANDS_32("+r", x)
+      : "r"(a), "r"(b), "n"(LAYOUT<CHANNELS>));
 }
 
 // x = A·B in 16 bits, 16 deep; both TRANSPOSED, or neither: rows are along what is summed, or across.
@@ -46,17 +56,17 @@ DEVICE void multiply_shared(float (&x)[32], uint32 a, uint32 b) {
     SHARED_64X64("bf16", "=&");
 }
 
-// x = A·B in 16 bits, 16 deep; A in registers, B transposed.
+// x = A·B in 16 bits, 16 deep; A in registers, B TRANSPOSED or not.
 #define REGISTERS_64X64(TYPE, SUMS)                                                    \
   asm volatile(                                                                        \
       "{ .reg .b64 b;\n"                                                               \
       "mov.b64 b, {%36, %37};\n"                                                       \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" ACCUMULATORS_32 \
       "}, {%32, %33, %34, %35}, b, "                                                   \
-      "%38, 1, 1, 1; }"                                                                \
+      "%38, 1, 1, %39; }"                                                              \
       : OPERANDS_32(SUMS "f", x)                                                       \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<LINE_BYTES>), "n"(ADD))
-template <bool ADD>
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(LAYOUT<LINE_BYTES>), "n"(ADD), "n"(TRANSPOSED))
+template <bool TRANSPOSED, bool ADD>
 DEVICE void multiply_registers(float (&x)[32], const uint32* a, uint32 b) {
   if constexpr (FLOAT16 && ADD)
     REGISTERS_64X64("f16", "+");

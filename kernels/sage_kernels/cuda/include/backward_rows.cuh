@@ -36,5 +36,19 @@ DEVICE int64 operand_row(const Axis& axis, const Range& range, int sequence, int
 DEVICE int tiles_of(int tokens) { return (tokens + TILE - 1) / TILE; }
 DEVICE int blocks_of(int tokens) { return (tokens + BLOCK - 1) / BLOCK; }
 
+// Where a block of keys is whose number in the order of blocks is given: block after block of heads that are taken
+// together.
+struct Place {
+  int sequence, head, block;
+
+  DEVICE Place(const Order& order, int number, const Axis& keys) {
+    const int of_group = blocks_of(keys.tokens) * order.heads_together, group = number / of_group;
+    const int first = group * order.heads_together, together = min(order.heads_together, order.pairs - first);
+    number -= group * of_group;
+    const int pair = first + number % together;
+    sequence = pair / order.kv_heads, head = pair % order.kv_heads, block = number / together;
+  }
+};
+
 // Round two numbers to the gradients' dtype; the first is in the lower half.
 DEVICE uint32 pack(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }

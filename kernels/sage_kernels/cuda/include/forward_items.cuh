@@ -31,7 +31,7 @@ static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT")
 static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
 static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
 static_assert(!LISTS || WARPGROUPS == 2 && BLOCK_N == 128 && !HEAVY,
-              "LISTS are of 128 rows and tiles of 128 keys, and beside them no key is heavy");
+              "LISTS are of 128 rows and tiles of 128 keys, and with them no key is heavy");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
@@ -170,8 +170,8 @@ DEVICE int get_place(int round, TakenPlace& taken) {
 
 // Find item `round` of this block; of the QUEUE, one of the three threads that do `takes` its place. There the longest
 // of a group of heads come first, and a group of fewer heads is the first one: in the end all blocks have short items.
-// Of other items a head's last may have fewer rows: blocks take turns with these. Those that are left for the last
-// round are split in parts, so that more blocks have some.
+// Of other items a head's last may have fewer rows: blocks take turns with these. Items left for the last round
+// are split in parts, so that more blocks have some.
 DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;

@@ -3,7 +3,7 @@
 // instead, and not among the heavy ones. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are
 // done with all others; these are rescaled.
 //
-// Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found beside the
+// Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found with the
 // last P·V. Else it comes from memory, in parts that registers hold.
 #pragma once
 #include "forward_rows.cuh"

@@ -352,7 +352,7 @@ struct Found {
 };
 
 // Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
-// `threadIdx.x`, and the sum of K's squares; beside K read what is needed of Q, and with CHOICE write K's candidates
+// `threadIdx.x`, and the sum of K's squares; with K read what is needed of Q, and with CHOICE write K's candidates
 // for heavy keys.
 template <bool OF_VALUE>
 DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair,
@@ -388,7 +388,7 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
     if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
     if (careful) {
       reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
-      if (SQUARES)  // read again: a thread lacks registers for this beside the other
+      if (SQUARES)  // read again: a thread lacks registers for both
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
       __syncthreads();

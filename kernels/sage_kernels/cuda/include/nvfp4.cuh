@@ -40,7 +40,7 @@ struct Search {
   const SharedSearch& shared;
 };
 
-// The scales that are tried beside the nearest.
+// The scales that are tried next to the nearest.
 template <bool OF_KEY>
 struct Steps {
   static constexpr int COUNT = OF_KEY ? KEY_SEARCHED : SEARCHED;

@@ -1,4 +1,4 @@
-// Heavy keys beside others: a warp attends to them in 16 bits, and merges them with what it has of the others, as two
+// Heavy keys: a warp attends to them in 16 bits, and merges them with what it has of the others, as two
 // parts of a row are merged by their maxima and sums. It does what `language/heavy.py` does.
 //
 // Lane 4g + t has rows g and g + 8. Keys lie in shared memory, and their values, in lines of 64 channels, 128 bytes,

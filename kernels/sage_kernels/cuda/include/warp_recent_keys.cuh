@@ -1,4 +1,4 @@
-// Recent keys beside others: a warp attends to the latest keys of each of its rows in 16 bits, and merges them with
+// Recent keys: a warp attends to the latest keys of each of its rows in 16 bits, and merges them with
 // what it has of the others, as two parts of a row are merged by their maxima and sums. It does what
 // `language/recent.py` does.
 //

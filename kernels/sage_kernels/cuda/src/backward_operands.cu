@@ -1,5 +1,6 @@
 // What the backward kernel reads and leaves, in memory-bound passes: `prepare_keys` and `prepare_queries` write its
-// operands and the zeros that dQ is summed onto, `finish_query_gradient` rounds those sums.
+// operands and the zeros that dQ is summed onto, `finish_query_gradient` rounds those sums, and `finish_key_gradients`
+// the partial sums of dK and dV.
 //
 // A thread has 8 channels of a token, LANES threads have a token. The host, `int8_backward.py`, gives the parameters'
 // structs and all compile-time constants that are not defined here.
@@ -202,6 +203,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
       }
     }
   }
+}
+
+// Sum the partial dK and dV of the last blocks of keys, in the order of their parts. A thread has 8 channels of a key
+// of one of the two gradients.
+extern "C" __global__ void __launch_bounds__(THREADS) finish_key_gradients(FINISH_KEY_GRADIENTS_PARAMETERS) {
+  constexpr int OF_BLOCK = 2 * BLOCK / TOKENS_AT_ONCE;
+  const int split = blockIdx.x / OF_BLOCK, row = blockIdx.x % OF_BLOCK * TOKENS_AT_ONCE + threadIdx.x / LANES;
+  const int channel = threadIdx.x % LANES * 8, within = row % BLOCK;
+  const Place place(a.order, a.order.whole + split, a.keys);
+  const Range keys = range_of(a.keys, place.sequence);
+  const int key = place.block * BLOCK + within;
+  const bool of_key = row < BLOCK;
+  if (key >= keys.length || channel >= (of_key ? a.head_dim : a.v_head_dim)) return;
+  float x[8] = {};
+  for (int part = 0; part < a.parts; part++) {
+    const int64 line = static_cast<int64>(split * a.parts + part) * 2 * BLOCK + row;
+    const float4* from = reinterpret_cast<const float4*>(a.partials + line * CHANNELS + channel);
+    const float4 low = from[0], high = from[1];
+    x[0] += low.x, x[1] += low.y, x[2] += low.z, x[3] += low.w;
+    x[4] += high.x, x[5] += high.y, x[6] += high.z, x[7] += high.w;
+  }
+  const Gradient& gradient = of_key ? a.key_gradient : a.value_gradient;
+  *reinterpret_cast<uint4*>(gradient.first + place.sequence * gradient.batch_stride +
+                            place.head * gradient.head_stride + (keys.start + key) * gradient.token_stride + channel) =
+      make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
 // Round dQ, whose sums lie as the registers of `int8_backward` do: 64 rows of queries and 64 channels, or with 64

@@ -8,6 +8,9 @@
 // transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
 // channels of dQ.
 //
+// Shared memory is what all this waits for, so K in INT8 stays in registers, as far as there is room, and with 64
+// channels V too.
+//
 // Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
 // All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
 // all compile-time constants that are not defined here.
@@ -23,6 +26,7 @@ static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys,
 
 constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
+constexpr int HELD = APART ? 2 : 3;  // parts of K in INT8, 32 channels each, that registers have room for
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
@@ -33,25 +37,32 @@ struct Barriers {
   uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
       sums_empty[BUFFERS];
 };
+// Which tile a stage holds, and its first row in operands of all heads of Q.
+struct Tile {
+  int64 row;
+  int number;
+};
 struct Shared {
   uint8 key_codes[2][CODE_BYTES], value[2][TILE_BYTES], key[2][TILE_BYTES], stages[STAGES][STAGE_BYTES];
   uint8 ds[BUFFERS][DS_BYTES], sums[BUFFERS][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
+  Tile tiles[STAGES];
   Barriers barriers;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
 
-// What a block does: `steps` tiles of queries, `count` for each head of the group, from `begin` on. Blocks of keys of
-// one head begin at different ones, `begin` + `start`, so that they add to different sums.
+// What a block does: `steps` tiles of queries, of `count` for each head of the group, from `begin` on. Blocks of keys
+// of one head begin at different ones, `begin` + `start`, so that they add to different sums. Steps of the last blocks
+// of keys are shared out among `parts` blocks of the grid, which leave partial sums of dK and dV.
 struct Item {
   Range queries, keys;
-  int sequence, head, first_key, begin, start, count, steps;
+  int sequence, head, first_key, begin, start, count, first_step, steps;
+  int partial;  // the number of the partial sums, or -1
 
   DEVICE Item(const Arguments& a, int number) {
-    const int blocks = blocks_of(a.keys.tokens), of_group = blocks * a.heads_together, group = number / of_group;
-    number -= group * of_group;
-    const int together = min(a.heads_together, a.batch * a.kv_heads - group * a.heads_together);
-    const int block = number / together, pair = group * a.heads_together + number % together;
-    sequence = pair / a.kv_heads, head = pair % a.kv_heads, first_key = block * BLOCK;
+    const int split = number - a.order.whole, part = split < 0 ? 0 : split % a.parts, parts = split < 0 ? 1 : a.parts;
+    partial = split < 0 || parts == 1 ? -1 : split;
+    const Place place(a.order, split < 0 ? number : a.order.whole + split / parts, a.keys);
+    sequence = place.sequence, head = place.head, first_key = place.block * BLOCK;
     queries = range_of(a.queries, sequence), keys = range_of(a.keys, sequence);
     bool attended = first_key < keys.length;
     if (a.spans) {
@@ -61,8 +72,10 @@ struct Item {
     const int tiles = attended ? tiles_of(queries.length) : 0;
     begin = a.is_causal ? min(max(first_key - a.causal_offset, 0) / TILE, tiles) : 0;
     count = tiles - begin;
-    steps = count * a.group;
-    start = a.is_causal || !count ? 0 : static_cast<int>(static_cast<int64>(block) * count / blocks);
+    start = a.is_causal || !count ? 0 : static_cast<int>(static_cast<int64>(first_key) * count / a.keys.tokens);
+    const int64 all = static_cast<int64>(count) * a.group;
+    first_step = static_cast<int>(all * part / parts);
+    steps = static_cast<int>(all * (part + 1) / parts) - first_step;
   }
 
   // Return whether a key of the sequence exists.
@@ -76,14 +89,18 @@ struct Item {
 struct Walk {
   int member, tile;
 
-  DEVICE Walk(const Item& item) : member(0), tile(item.begin + item.start) {}
+  DEVICE Walk(const Item& item) {
+    const int count = max(item.count, 1);
+    member = item.first_step / count;
+    tile = item.begin + (item.start + item.first_step % count) % count;
+  }
   DEVICE void next(const Item& item) {
     if (++tile == item.begin + item.count) tile = item.begin;
     if (tile == item.begin + item.start) member++;
   }
   // Return the tile's first row in operands of all heads of Q.
   DEVICE int64 row(const Arguments& a, const Item& item) const {
-    const int q_heads = a.kv_heads * a.group;
+    const int q_heads = a.order.kv_heads * a.group;
     return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
   }
 };
@@ -115,6 +132,7 @@ DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item,
   uint8* into = shared.stages[stage];
   const int batch = a.queries.ranges ? 0 : item.sequence, head = item.head * a.group + walk.member;
   const int row = item.queries.operand_start + walk.tile * TILE;
+  shared.tiles[stage] = {walk.row(a, item), walk.tile};
   arrive_expecting(barrier, STAGE_BYTES + STATISTICS_BYTES);
   load_box(maps.query_codes, into, barrier, batch, head, row, 0);
   load_tile(maps.gradient, into + CODE_BYTES, barrier, batch, head, row);
@@ -161,7 +179,8 @@ struct Keys {
 #pragma unroll
     for (int i = 0; i < CHANNELS / 2; i++) dk[i] = dv[i] = 0.0f;
     const int first_key = item.first_key + warpgroup * 64, key = first_key + row;
-    const int64 scales = operand_row(a.keys, item.keys, item.sequence, item.head, a.kv_heads) / 64 + first_key / 64;
+    const int64 scales =
+        operand_row(a.keys, item.keys, item.sequence, item.head, a.order.kv_heads) / 64 + first_key / 64;
     const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
     // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
     int hidden_below[2];
@@ -173,16 +192,26 @@ struct Keys {
     int masked_end = a.is_causal ? tiles_of(max(first_key + 63 - a.causal_offset, 0)) : 0;
     if (__any_sync(~0u, hidden_below[0] > EVERY_TILE / 2 || hidden_below[1] > EVERY_TILE / 2)) masked_end = EVERY_TILE;
 
-    const uint32 k = descriptor(shared.key_codes[warpgroup]), v = descriptor(shared.value[warpgroup], CHUNK_BYTES);
     const uint32 stages = descriptor(shared.stages, CHUNK_BYTES);
-    const int matrix = lane / 8, of_matrix = lane % 8;
-    const uint32 ds_at = shared_address(shared.ds) + warpgroup * CHUNK_BYTES +
-                         (thread / 32 * 16 + of_matrix + 8 * (matrix % 2)) * LINE_BYTES +
-                         ((matrix / 2) ^ of_matrix) * 16;
+    const int matrix = lane / 8, of_matrix = lane % 8, line = thread / 32 * 16 + of_matrix + 8 * (matrix % 2);
+    const uint32 ds_at =
+        shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
-    [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
-    int tile = item.begin + item.start;
     wait(barriers.held, 0);
+    uint32 k[HELD][4];
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+      load_matrices(k[i], shared_address(shared.key_codes[warpgroup]) + line * CHANNELS +
+                              ((i * 2 + matrix / 2) ^ line * CHANNELS / 128 % (CHANNELS / 16)) * 16);
+    [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
+    [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
+    [[maybe_unused]] uint32 v[CHANNELS / 16][4];
+    if (APART) {
+#pragma unroll
+      for (int i = 0; i < CHANNELS / 16; i++)
+        load_matrices(v[i], shared_address(shared.value[warpgroup]) + line * LINE_BYTES +
+                                ((i * 2 + matrix / 2) ^ of_matrix) * 16);
+    }
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++) {
       const int stage = step % STAGES, buffer = step % BUFFERS;
@@ -190,21 +219,30 @@ struct Keys {
                    query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
       wait(barriers.full[stage], step / STAGES & 1);
       fence_products();
-      multiply_int8<false>(s, k, codes);
+      multiply_int8<false>(s, k[0], codes);
 #pragma unroll
-      for (int i = 1; i < CHANNELS / 32; i++) multiply_int8<true>(s, k + 2 * i, codes + 2 * i);
+      for (int i = 1; i < HELD; i++) multiply_int8<true>(s, k[i], codes + 2 * i);
+#pragma unroll
+      for (int i = HELD; i < CHANNELS / 32; i++) add_shared_int8(s, key_codes + 2 * i, codes + 2 * i);
       commit_products();
-      multiply_shared<false, false>(dp, v, gradient);
+      if constexpr (APART) {
+        multiply_registers<false, false>(dp, v[0], gradient);
 #pragma unroll
-      for (int i = 1; i < CHANNELS / 16; i++) {
-        const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
-        multiply_shared<false, true>(dp, v + at, gradient + at);
+        for (int i = 1; i < CHANNELS / 16; i++) multiply_registers<false, true>(dp, v[i], gradient + i * 2);
+      } else {
+        multiply_shared<false, false>(dp, value, gradient);
+#pragma unroll
+        for (int i = 1; i < CHANNELS / 16; i++) {
+          const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
+          multiply_shared<false, true>(dp, value + at, gradient + at);
+        }
       }
       commit_products();
       wait_products<1>();
       pin(s);
 
       auto hide = [&](float (&x)[32]) {
+        const int tile = shared.tiles[stage].number;
         if (tile >= masked_end) return;
         const int low = hidden_below[0] - tile * TILE, high = hidden_below[1] - tile * TILE;
 #pragma unroll
@@ -222,23 +260,13 @@ struct Keys {
       }
       hide(p);
       uint32 weights[16], ds[16];
-      auto pack_weights = [&] {
 #pragma unroll
-        for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
-      };
-      auto add_to_value_gradient = [&] {
+      for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      fence_products();
 #pragma unroll
-        for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
-      };
-      if (APART) {
-        pack_weights();
-        fence_products();
-        add_to_value_gradient();
-        commit_products();
-        wait_products<1>();
-      } else {
-        wait_products<0>();
-      }
+      for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      commit_products();
+      wait_products<1>();
       pin(dp);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -247,7 +275,6 @@ struct Keys {
         for (int i = 0; i < 4; i++) dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
       }
       hide(dp);
-      if (!APART) pack_weights();
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
       if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
@@ -260,8 +287,6 @@ struct Keys {
       fence_products();
       [[maybe_unused]] float dq[32];
       if (!APART) {
-        add_to_value_gradient();
-        commit_products();
         sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
@@ -281,9 +306,8 @@ struct Keys {
         wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
         float factors[2] = {};
         if (FIXED) {
-          const float* fixed_point = a.fixed_point + walk.row(a, item) + row;
+          const float* fixed_point = a.fixed_point + shared.tiles[stage].row + row;
           factors[0] = fixed_point[0], factors[1] = fixed_point[8];
-          walk.next(item);
         }
         put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
         fence_shared();
@@ -296,7 +320,6 @@ struct Keys {
       keep(weights);
       keep(ds);
       arrive_as_warp(barriers.empty[stage]);
-      if (++tile == item.begin + item.count) tile = item.begin;
     }
     store(dk, dv);
   }
@@ -318,6 +341,19 @@ struct Keys {
       if (key >= item.keys.length) continue;
       // A dO that is not finite, times weights of 0, must not count.
       const bool counts = item.exists(a, key) && !(a.is_causal && key >= item.queries.length + a.causal_offset);
+      if (item.partial >= 0) {
+        float* row = a.partials + (static_cast<int64>(item.partial) * 2 * BLOCK + key - item.first_key) * CHANNELS;
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 8; i++) {
+          const int first = 4 * i + 2 * half;
+          float2 of_key = make_float2(dk[first] * a.softmax_scale, dk[first + 1] * a.softmax_scale);
+          float2 of_value = make_float2(dv[first], dv[first + 1]);
+          if (!counts) of_key = of_value = make_float2(0.0f, 0.0f);
+          *reinterpret_cast<float2*>(row + i * 8 + channel) = of_key;
+          *reinterpret_cast<float2*>(row + BLOCK * CHANNELS + i * 8 + channel) = of_value;
+        }
+        continue;
+      }
       uint16 *key_row = rows_of(a.key_gradient, key), *value_row = rows_of(a.value_gradient, key);
 #pragma unroll
       for (int i = 0; i < CHANNELS / 8; i++) {
@@ -401,9 +437,9 @@ DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& 
     wait(barriers.ds_full[buffer], step / BUFFERS & 1);
     const uint32 ds = descriptor(shared.ds[buffer], CHUNK_BYTES);
     fence_products();
-    multiply_registers<false>(dq, k[0], ds);
+    multiply_registers<true, false>(dq, k[0], ds);
 #pragma unroll
-    for (int i = 1; i < 8; i++) multiply_registers<true>(dq, k[i], ds + i * 128);
+    for (int i = 1; i < 8; i++) multiply_registers<true, true>(dq, k[i], ds + i * 128);
     commit_products();
     wait_products<0>();
     pin(dq);

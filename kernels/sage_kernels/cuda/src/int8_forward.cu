@@ -214,7 +214,7 @@ struct Consumer : HeavyRows {
     for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
-      // Beside P in float16 three warpgroups have registers for the item only behind this.
+      // With P in float16 three warpgroups have registers for the item only behind this.
       if (items[q_stage].tiles == 0) break;
       if (PASSES && warpgroup >= items[q_stage].warpgroups) {
         pass_item(round);

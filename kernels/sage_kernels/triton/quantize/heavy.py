@@ -1,4 +1,4 @@
-"""Heavy keys as the forward kernels read them: in the caller's dtype, beside NVFP4 without K's mean."""
+"""Heavy keys as the forward kernels read them: in the caller's dtype, with NVFP4 without K's mean."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def least_power_of_two(amax):
 
 @triton.jit
 def reciprocal(code):
-    """Return the float32 reciprocals of e4m3 scales by their codes; that of 0 is 1."""
+    """Return the float32 reciprocals of e4m3 scales by their codes; 1 for 0."""
     scale = decode_e4m3(code).to(tl.float32)
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0, 1.0, scale))
 

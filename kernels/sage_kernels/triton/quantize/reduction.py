@@ -91,7 +91,7 @@ def all_true(x):
 
 @triton.jit
 def tokens_of_groups(valid, blocks, length, HAS_VALID: tl.constexpr):
-    """Return how many tokens count in each group of `transforms.quiet_keys`: float32 (LOUD_GROUPS,)."""
+    """Return the number of tokens that count in each group of `transforms.quiet_keys`: float32 (LOUD_GROUPS,)."""
     row, token = tl.arange(0, 32), tl.arange(0, BLOCK_ROWS)
     counts = tl.zeros((LOUD_GROUPS,), tl.float32)
     for first in range(0, blocks, 32):

@@ -401,7 +401,7 @@ def value_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the mean and extrema of V of one (batch, kv head) from those of its blocks."""
+    """Compute the mean and extrema of V of one (batch, kv head) from its blocks'."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)

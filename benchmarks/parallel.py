@@ -1,0 +1,343 @@
+"""Measure whole steps of denoisers on one GPU and on several, whose processes share the tokens of one step.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --p2p off
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     on CPUs, to see that the program runs
+
+Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
+<gpu>x<processes>-parallel.json has model, layers, provider ("default": the model as it comes), gpus, mode, p2p, ms (the
+median step, host time included), peak_bytes of a GPU, and rel_l1: how far the output is from that of the model as it
+comes on one GPU. A row that cannot be measured says why. Rows that are in the file from the same commit and versions
+are not measured again, so a run that is cut goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+
+import sage_hf
+from sage_hf import SageConfig, Sparse
+from sage_hf.bench import models, results
+from sage_hf.bench.model_inputs import Draw, flux
+from sage_hf.bench.models import Loaded, Model
+from sage_hf.bench.results import Row, reason
+from sage_hf.bench.timing import synchronize
+
+NAMES = {
+    "hunyuanvideo": "hunyuanvideo-720p",
+    "cogvideox-2b": "cogvideox-2b",
+    "wan-14b": "wan-14b",
+    "mochi": "mochi",
+    "flux": "flux-1024",
+}
+"""Names on the command line -> names in `sage_hf.bench.models`, the more important ones first."""
+KEYS = "model", "provider", "gpus", "mode", "p2p"
+UNFINISHED = "the run ended while this was measured"
+WARM_UP, BLOCKS, MOST_STEPS, BLOCK_SECONDS = 3, 3, 10, 0.3
+KINDS = {
+    "collectives": r"nccl|c10d|gloo|all_to_all|all_gather",
+    "attention": r"scaled_dot|attention|flash|fmha|cudnn.*sdpa|sage|_forward|quantize|_scores|equalize|delta",
+    "products": r"gemm|nvjet|cutlass|addmm|::mm|linear|cublas",
+    "copies": r"copy|CatArray|::cat|Memcpy|Memset|transpose",
+}
+"""Kinds of kernels, or of operators on a CPU -> what their names match."""
+
+
+class TinyDraw(Draw):
+    """Inputs of the same kinds, with few video tokens."""
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Return standard normal elements; a latent video has 8 × 8 places and at most 16 frames."""
+        if len(size) == 5:
+            size = (*size[:2], min(size[2], 16), 8, 8)
+        return super().normal(*size, dtype=dtype)
+
+
+def tiny(model: Model) -> Model:
+    """Return a model with few heads, layers and tokens."""
+    sizes = {"num_attention_heads": 4} | dict.fromkeys(model.depths, 1)
+    draw = flux(128) if model.name.startswith("flux") else model.inputs
+    inputs = lambda given: draw(TinyDraw(given.device))  # noqa: E731
+    return replace(model, config={**model.config, **sizes}, inputs=inputs, layers_of_model=len(model.depths))
+
+
+@dataclass
+class Bench:
+    """Settings that all rows of a run share.
+
+    Attributes:
+        device: of this process.
+        control: a group of all processes for what they agree on, on CPUs.
+        path: the JSON file.
+        result: facts and rows.
+        deadline: when no row is begun any more, in seconds of `time.monotonic`.
+        profile: whether the kernels of each row are printed.
+        references: by model, the output of one GPU as the model comes.
+    """
+
+    device: torch.device
+    control: Any
+    path: Path
+    result: results.Result
+    deadline: float
+    profile: bool
+    references: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def everyones(self, value: Any) -> list[Any]:
+        """Return the values of all processes."""
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def row(self, **keys: Any) -> Row | None:
+        """Return the row of these keys that the first process has; None if it has none."""
+        found = [row for row in self.result["rows"] if all(row[key] == keys[key] for key in KEYS)]
+        return self.everyones(found[0] if found else None)[0]
+
+    def has_time(self) -> bool:
+        """Check whether the first process may begin a row."""
+        return self.everyones(time.monotonic() < self.deadline)[0]
+
+    def write(self, row: Row) -> None:
+        """Put a row into the file, in place of an earlier one with its keys."""
+        rows = self.result["rows"]
+        rows[:] = [one for one in rows if any(one[key] != row[key] for key in KEYS)] + [row]
+        if dist.get_rank() == 0:
+            results.write(self.path, self.result)
+
+    def measure(self, row: Row, prepare: Callable[[], Callable[[], torch.Tensor]]) -> None:
+        """Measure a row unless it was, there is no time, or `prepare`, which returns the step, raises."""
+        if self.row(**row) is not None or not self.has_time():
+            return
+        self.write({**row, "unavailable": UNFINISHED})
+        failed = ""
+        try:
+            step = prepare()
+        except Exception as error:  # a row says why
+            failed = reason(error)
+        if not any(failures := self.everyones(failed)):
+            try:
+                row = {**row, **self._measured(row["model"], step)}
+            except Exception as error:
+                failed = reason(error)
+            failures = self.everyones(failed)
+        if any(failures):
+            row = {**row, "unavailable": next(filter(None, failures))}
+        self.write(row)
+        if dist.get_rank() == 0:
+            print(*(row[key] for key in KEYS), row.get("ms", row.get("unavailable")), row.get("rel_l1", ""), flush=True)
+        if self.profile and "ms" in row:
+            print_kinds(step, self.device)
+
+    def _measured(self, model: str, step: Callable[[], torch.Tensor]) -> Row:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UP if on_gpu else 1):
+            output = step()
+        once = max(self.everyones(self._seconds(step, 1)))
+        count = max(1, min(MOST_STEPS, int(BLOCK_SECONDS / once)))
+        blocks = [max(self.everyones(self._seconds(step, count))) / count for _ in range(BLOCKS if on_gpu else 1)]
+        reference, output = self.references[model], output.float().cpu()
+        return {
+            "ms": round(1e3 * statistics.median(blocks), 3),
+            "rel_l1": float((output - reference).abs().sum() / reference.abs().sum()),
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        }
+
+    def _seconds(self, step: Callable[[], object], count: int) -> float:
+        synchronize(self.device)
+        dist.barrier(group=self.control)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def print_kinds(step: Callable[[], object], device: torch.device) -> None:
+    """Print a step's wall time, and the times and numbers of the kernels of each kind, as the first process sees it."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        start = time.perf_counter()
+        step()
+        launched = time.perf_counter() - start
+        synchronize(device)
+        wall = time.perf_counter() - start
+    times: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key)), "rest")
+        times[kind] += spent * 1e-3
+        numbers[kind] += event.count
+    if dist.get_rank() == 0:
+        kinds = ", ".join(f"{kind} {times[kind]:.1f} ms in {numbers[kind]}" for kind in (*KINDS, "rest"))
+        print(f"    wall {1e3 * wall:.1f} ms, host {1e3 * launched:.1f} ms; {kinds}", flush=True)
+
+
+def config_of(provider: str) -> SageConfig | None:
+    """Return the configuration of a provider: a recipe, or "<recipe>-keep<share>" for sparse attention."""
+    if provider == "default":
+        return None
+    recipe, _, keep = provider.partition("-keep")
+    return SageConfig(recipe, sparse=Sparse("subblock", float(keep)) if keep else None)
+
+
+def build(model: Model, device: torch.device, layers: int | None) -> Loaded:
+    """Return a model with the same random weights in each process."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    return models.load(model, device, layers)
+
+
+def measure_model(
+    bench: Bench, model: Model, layers: int | None, providers: Sequence[str], modes: Sequence[str], p2p: str
+) -> Iterator[None]:
+    """Measure a model on one GPU and in the first mode, and then in one mode after another at each step."""
+    processes = dist.get_world_size()
+    for number, mode in enumerate(modes):
+        loaded = build(model, bench.device, layers)
+        if number == 0:
+            bench.references[model.name] = loaded.step().float().cpu()
+        of_all = {"model": model.name, "layers": loaded.layers}
+        for provider in providers if number == 0 else ():
+            row = {**of_all, "provider": provider, "gpus": 1, "mode": "", "p2p": ""}
+            with Applied(loaded, provider) as applied:
+                bench.measure(row, applied)
+        sharded = Sharded(loaded, degrees_of(mode, processes))
+        for provider in providers:
+            row = {**of_all, "provider": provider, "gpus": processes, "mode": mode, "p2p": p2p}
+            with Applied(loaded, provider, sharded) as applied:
+                bench.measure(row, applied)
+        del loaded, sharded
+        yield
+
+
+class Sharded:
+    """A model whose tokens are split among all processes once it is called.
+
+    Args:
+        loaded: the model.
+        degrees: arguments of diffusers' ContextParallelConfig.
+    """
+
+    def __init__(self, loaded: Loaded, degrees: dict[str, int]) -> None:
+        self.module: Any = loaded.module
+        self.config = ContextParallelConfig(**degrees)
+        self.enabled = False
+
+    def __call__(self) -> None:
+        """Split the tokens, unless they are."""
+        if not self.enabled:
+            self.module.enable_parallelism(config=self.config)
+            self.enabled = True
+
+
+class Applied:
+    """Preparation of a model's step with a provider, which is taken out when the context ends."""
+
+    def __init__(self, loaded: Loaded, provider: str, sharded: Callable[[], None] = lambda: None) -> None:
+        self.loaded, self.provider, self.sharded = loaded, provider, sharded
+        self.handle: Any = None
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.handle is not None:
+            self.handle.restore()
+
+    def __call__(self) -> Callable[[], torch.Tensor]:
+        """Return the step."""
+        config: Any = config_of(self.provider)
+        if config is not None:
+            self.handle = sage_hf.apply(self.loaded.module, config)
+        elif isinstance(self.sharded, Sharded) and self.sharded.module._cp_plan is None:
+            raise NotImplementedError("diffusers has no plan for this model")
+        self.sharded()
+        return torch.no_grad()(self.loaded.step)
+
+
+def degrees_of(mode: str, processes: int) -> dict[str, int]:
+    """Return arguments of ContextParallelConfig; "both" has rings of two."""
+    if mode == "both":
+        return {"ring_degree": 2, "ulysses_degree": processes // 2}
+    return {f"{mode}_degree": processes}
+
+
+def name_of(facts: results.Result, processes: int) -> str:
+    """Return the file's name, by the GPU's short name where that is known."""
+    gpu = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower())
+    gpu = next((f"nvidia-{short}" for short in ("h100", "h200", "b200") if short in gpu), gpu)
+    return f"{gpu}x{processes}-parallel.json"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(NAMES), help="default: %(default)s")
+    parser.add_argument("--providers", default="default,exact,sage2", help="default: %(default)s")
+    parser.add_argument("--modes", default="ulysses,ring", help='default: %(default)s; "both" has rings of two')
+    parser.add_argument("--p2p", choices=("on", "off"), default="on", help="off: as by PCIe, through the host")
+    parser.add_argument("--layers", type=int, help="at most so many layers of each model")
+    parser.add_argument("--seconds", type=float, default=240, help="begin no row later; default: %(default)s")
+    parser.add_argument("--profile", action="store_true", help="print each row's kernels by kind")
+    parser.add_argument("--tiny", action="store_true", help="few tokens and heads, on CPUs")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
+
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if args.p2p == "off":
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if args.tiny:
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    else:
+        torch.cuda.set_device(device)
+    diffusers.logging.set_verbosity_error()
+    limit = timedelta(seconds=120)  # a process that waits for one that failed ends, and all others with it
+    dist.init_process_group("gloo" if args.tiny else "nccl", timeout=limit)
+    control = dist.new_group(backend="gloo", timeout=limit)
+
+    facts = results.facts(device)
+    path = args.output / name_of(facts, dist.get_world_size())
+    before = results.read(path) if dist.get_rank() == 0 else None
+    result = results.merged({**facts, "rows": []}, before, lambda row: tuple(row[key] for key in KEYS), ())
+    bench = Bench(device, control, path, result, deadline, args.profile)
+    known = {model.name: model for model in models.MODELS}
+    chosen = [known[NAMES.get(name, name)] for name in args.models.split(",")]
+    runs = []
+    for model in map(tiny, chosen) if args.tiny else chosen:
+        providers, modes = args.providers.split(","), args.modes.split(",")
+        runs.append(measure_model(bench, model, args.layers, providers, modes, args.p2p))
+    with torch.no_grad():
+        for _ in args.modes.split(","):  # the first mode of every model comes before the second of any
+            for run in runs:
+                next(run, None)
+    dist.barrier(group=control)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

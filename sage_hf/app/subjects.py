@@ -1,0 +1,355 @@
+"""Models as calibration sees them: what a configuration, or one layer with a recipe, changes in the model's output."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sage_hf import record
+from sage_hf.app.mix import StepRange, step_ranges
+from sage_hf.apply import apply
+from sage_hf.changes import changes_of, inner
+from sage_hf.config import LayerRule, SageConfig
+from sage_hf.schedule import StepSchedule
+from sage_hf.targets import Target, architecture_of, find_targets
+from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch.registry import exact_kernels
+from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.select import select
+
+ROWS = 256
+"""Rows of logits that are compared at a time."""
+
+
+class Subject(Protocol):
+    """A model, and the prompts that it can be run on.
+
+    Attributes:
+        measure: name of the error that the budget limits.
+        exponent: power of the error that adds up over layers and steps; this power is the loss.
+        targets: the models whose attention is switched.
+    """
+
+    measure: str
+    exponent: int
+    targets: list[Target]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts, as plain data, on which measurements depend."""
+
+    def ranges(self, prompt: Any) -> tuple[StepRange | None, ...]:
+        """Return the ranges of steps of a run on a prompt; of a model without steps one None."""
+
+    def loss(self, prompt: Any, config: SageConfig) -> float:
+        """Run a configuration on a prompt, and return the loss of its output against exact attention's."""
+
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
+        """Run each layer alone with each recipe but the last, "exact"; return `LayerLosses.to_dict()`.
+
+        `progress` is called after each run of the model.
+        """
+
+
+class LayerLosses:
+    """Sums over the runs of single layers at one step of each range: arrays (layers, ranges, recipes).
+
+    Attributes:
+        losses: losses of the model's output, summed over its calls.
+        products: multiplications of Q·Kᵀ.
+        us: microseconds on this GPU by its table of costs; NaN where the table does not have all calls.
+    """
+
+    def __init__(self, layers: int, ranges: int, recipes: int) -> None:
+        self.losses, self.products, self.us = np.zeros((3, layers, ranges, recipes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums as plain data."""
+        us = None if np.isnan(self.us).any() else self.us.tolist()
+        return {"losses": self.losses.tolist(), "products": self.products.tolist(), "us": us}
+
+
+def call_us(request: Request) -> float | None:
+    """Return the time in µs of what runs a call on its GPU by default, by the table of costs.
+
+    None where the table has no such call, and where another low-bit recipe would run in place of the one asked for:
+    the time would be of other numerics than those that were measured.
+    """
+    plan = select(request, "native")
+    if plan.recipe == "exact":
+        return cost_model.measured_us(request, (*exact_kernels(request), *cost_model.BACKENDS))
+    if plan.recipe != request.recipe or plan.numerics != "native":
+        return None
+    return cost_model.measured_us(request, (cost_model.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer),))
+
+
+def relative_square(exact: Tensor, other: Tensor) -> float:
+    """Return Σ(O − O')² / ΣO² of two outputs of one shape."""
+    exact, other = exact.double(), other.double()
+    total = exact.square().sum().item()
+    return (exact - other).square().sum().item() / total if total else 0.0
+
+
+def divergence(exact: Tensor, other: Tensor) -> float:
+    """Return the mean Kullback-Leibler divergence in nats of predictions from exact ones, logits (tokens, words)."""
+    total = 0.0
+    for start in range(0, len(exact), ROWS):
+        p, q = (logits[start : start + ROWS].double().log_softmax(-1) for logits in (exact, other))
+        total += (p.exp() * (p - q)).sum().item()
+    return total / len(exact)
+
+
+def only(layer: str, recipe: str) -> SageConfig:
+    """Return the configuration that runs a recipe in one layer, and exact attention in the others."""
+    return SageConfig("exact", layers=(LayerRule(layer, recipe),))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a hash of the model's parameter names and shapes, and of a few values of each."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta:
+            found.update(parameter.detach().flatten()[:16].double().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _describe(targets: Sequence[Target]) -> dict[str, Any]:
+    return {
+        "architecture": architecture_of(targets),
+        "layers": [target.label(name) for target in targets for name in target.layers],
+        "weights": [fingerprint(inner(target.model)) for target in targets],
+    }
+
+
+class _Prober:
+    """Runs of single layers of a model on given inputs."""
+
+    def __init__(self, targets: Sequence[Target], sums: LayerLosses, recipes: Sequence[str]) -> None:
+        layers = [(target, name) for target in targets for name in target.layers]
+        self._places = {(id(target), name): place for place, (target, name) in enumerate(layers)}
+        self._sums, self._recipes = sums, recipes
+
+    def probe(
+        self,
+        target: Target,
+        run: Callable[[], Tensor],
+        exact: Tensor,
+        loss: Callable[[Tensor, Tensor], float],
+        column: int,
+        progress: Callable[[], object],
+    ) -> None:
+        """Add the loss and the cost of each layer of `target` with each recipe, against its exact output."""
+        sums = self._sums
+        for name in target.layers:
+            row = self._places[id(target), name]
+            for place, recipe in enumerate(self._recipes[:-1]):
+                requests: list[Request] = []
+
+                def note(call: record.AttentionCall, recipe: str = recipe, noted: list[Request] = requests) -> None:
+                    if call.plan.request.recipe == recipe:
+                        noted.append(call.plan.request)
+
+                with apply(target.model, only(name, recipe), fallback="emulate"), record.observe(note):
+                    sums.losses[row, column, place] += loss(exact, run())
+                self._add_costs(requests, row, column, place)
+                progress()
+            self._add_costs([replace(one, recipe="exact") for one in requests], row, column, -1)
+
+    def _add_costs(self, requests: Sequence[Request], row: int, column: int, place: int) -> None:
+        for request in requests:
+            products = request.batch * request.q_heads * request.q_len * request.kv_len * request.head_dim
+            self._sums.products[row, column, place] += products
+            us = call_us(request)
+            self._sums.us[row, column, place] += np.nan if us is None else us
+
+
+class PipelineSubject:
+    """A diffusers pipeline; its error is the relative one of its latents, sqrt(Σ(O − O')² / ΣO²).
+
+    Args:
+        pipe: the pipeline.
+        settings: arguments of its call, without the prompt.
+        seed: seed of every prompt.
+        count: ranges of steps at most.
+    """
+
+    measure = "relative error of the latents"
+    exponent = 2
+
+    def __init__(self, pipe: Any, settings: Mapping[str, Any], seed: int, count: int) -> None:
+        self.targets = _unchanged_targets(pipe)
+        self._pipe, self._settings, self._seed, self._count = pipe, dict(settings), seed, count
+        self._exact: dict[str, Tensor] = {}
+        self._num_steps = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts, as plain data, on which measurements depend."""
+        settings = {name: str(value) for name, value in self._settings.items()}
+        return {
+            **_describe(self.targets),
+            "pipeline": type(self._pipe).__name__,
+            "settings": settings,
+            "seed": self._seed,
+            "ranges": self._count,
+        }
+
+    def ranges(self, prompt: Any) -> tuple[StepRange, ...]:
+        """Return the ranges of steps of a run on a prompt."""
+        self.exact(prompt)
+        return step_ranges(self._num_steps, self._count)
+
+    def exact(self, prompt: str) -> Tensor:
+        """Return the latents of exact attention, on the CPU; they are rendered once."""
+        if prompt not in self._exact:
+            with self._following() as schedules:
+                self._exact[prompt] = self._render(prompt)
+            self._num_steps = max(one.num_steps or one.step + 1 for one in schedules)
+        return self._exact[prompt]
+
+    def loss(self, prompt: Any, config: SageConfig) -> float:
+        """Run a configuration on a prompt, and return the loss of its latents against exact attention's."""
+        exact = self.exact(prompt)
+        with apply(self._pipe, config, fallback="emulate"):
+            return relative_square(exact, self._render(prompt))
+
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
+        """Run each layer alone with each recipe at the middle step of each range, on exact attention's inputs."""
+        middles = {(span.start + span.stop) // 2: place for place, span in enumerate(self.ranges(prompt))}
+        sums = LayerLosses(sum(len(target.layers) for target in self.targets), len(middles), len(recipes))
+        prober = _Prober(self.targets, sums, recipes)
+        probing = False
+
+        def watch(target: Target, schedule: StepSchedule) -> torch.utils.hooks.RemovableHandle:
+            def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                nonlocal probing
+                if probing or schedule.step not in middles:
+                    return
+                probing = True
+                try:
+                    prober.probe(
+                        target,
+                        lambda: _first_tensor(model(*args, **kwargs)),
+                        _first_tensor(output),
+                        relative_square,
+                        middles[schedule.step],
+                        progress,
+                    )
+                finally:
+                    probing = False
+
+            return target.model.register_forward_hook(hook, with_kwargs=True)
+
+        with self._following() as schedules, ExitStack() as stack:
+            for target, schedule in zip(self.targets, schedules, strict=True):
+                stack.callback(watch(target, schedule).remove)
+            self._render(prompt)
+        return sums.to_dict()
+
+    @contextmanager
+    def _following(self) -> Iterator[list[StepSchedule]]:
+        """Yield a schedule for each target, which knows the step that its model is at."""
+        schedules = [StepSchedule(SageConfig("exact"), {}, self._pipe) for _ in self.targets]
+        handles = [schedule.attach(target.model) for schedule, target in zip(schedules, self.targets, strict=True)]
+        try:
+            yield schedules
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _render(self, prompt: str) -> Tensor:
+        self._pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator("cpu").manual_seed(self._seed)
+        output = self._pipe(prompt=prompt, generator=generator, **{**self._settings, "output_type": "latent"})
+        return _first_tensor(output).float().cpu()
+
+
+class LanguageSubject:
+    """A language model; its error is the mean divergence of its predictions from those with exact attention, in nats.
+
+    A divergence of 0.002 lets the perplexity of text that the model could have written grow by 0.2 %.
+    """
+
+    measure = "mean KL divergence of the predictions, nats a token"
+    exponent = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self.targets = _unchanged_targets(model)
+        self._model = model
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts, as plain data, on which measurements depend."""
+        return _describe(self.targets)
+
+    def ranges(self, prompt: Any) -> tuple[None, ...]:
+        """Return one None, for there are no steps."""
+        return (None,)
+
+    def loss(self, prompt: Any, config: SageConfig) -> float:
+        """Run a configuration on a prompt, int64 (tokens,), and return its divergence from exact attention."""
+        exact = self._predict(prompt)
+        with apply(self._model, config, fallback="emulate"):
+            return divergence(exact, self._predict(prompt))
+
+    def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
+        """Run each layer alone with each recipe on a prompt, int64 (tokens,)."""
+        (target,) = self.targets
+        sums = LayerLosses(len(target.layers), 1, len(recipes))
+        prober = _Prober(self.targets, sums, recipes)
+        prober.probe(target, lambda: self._predict(prompt), self._predict(prompt), divergence, 0, progress)
+        return sums.to_dict()
+
+    @torch.no_grad()
+    def _predict(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next token, (tokens - 1, words)."""
+        device = next(self._model.parameters()).device
+        return self._model(tokens[None].to(device), use_cache=False).logits[0, :-1]
+
+
+def subject_of(
+    pipe_or_model: Any, settings: Mapping[str, Any], seed: int, count: int
+) -> PipelineSubject | LanguageSubject:
+    """Return the subject for a text-to-image or text-to-video pipeline, or for a causal language model.
+
+    Raises:
+        TypeError: it is another model, or settings are given for a language model.
+        ValueError: its attention is switched already, or has no layer that can be.
+    """
+    if not isinstance(pipe_or_model, nn.Module):
+        return PipelineSubject(pipe_or_model, settings, seed, count)
+    if not hasattr(inner(pipe_or_model), "get_output_embeddings") or "labels" not in _parameters(pipe_or_model):
+        raise TypeError(
+            f"expected a diffusers pipeline or a causal language model, got {type(pipe_or_model).__name__}: of a "
+            "denoiser pass the pipeline"
+        )
+    if settings:
+        raise TypeError(f"a language model takes no settings, got {', '.join(settings)}")
+    return LanguageSubject(pipe_or_model)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(inner(model)).forward).parameters
+
+
+def _unchanged_targets(pipe_or_model: object) -> list[Target]:
+    targets = find_targets(pipe_or_model)
+    for target in targets:
+        if changes_of(inner(target.model)):
+            raise ValueError(
+                f"the attention of {type(inner(target.model)).__name__} is switched already: call sage_hf.restore first"
+            )
+    return targets
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """Return the first tensor of a model's or a pipeline's output."""
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output

@@ -1,0 +1,202 @@
+"""Fine-tune a language model with exact and with INT8 attention, then let it answer with exact and with FP4 attention.
+
+python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/results
+
+The task is arithmetic in a few sentences: each text holds as many solved problems as fit in TOKENS tokens, and only the
+answers count in the loss. An answer behind the first UNSCORED tokens is right if each of its tokens is the most likely
+one. The same seed draws the same problems for every training; those of the test are others.
+
+The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written when it
+is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kept_results import Results
+from language_models import check_recipe, read_model, use_recipe
+from torch import Tensor
+
+from sage_hf.bench import results
+from sage_hf.text import markdown_table
+from sage_kernels.dispatch.select import set_routing
+
+TRAINING = ("exact", "sage_bwd")
+INFERENCE = ("exact", "sage3", "sage3_paper")
+METHODS = ("lora", "full")
+RATE = {"lora": 1e-3, "full": 5e-5}
+"""Learning rates."""
+TOKENS = 512
+UNSCORED = 128
+"""First tokens of a text, whose answers are not scored: they see few keys in low bits."""
+IGNORED = -100
+"""Label of tokens that are no answer."""
+NAMES = ("Ada", "Ben", "Cara", "Dan", "Eve", "Finn")
+THINGS = ("apples", "books", "coins", "shells", "pens", "stamps")
+WARM_UP = 20
+"""Steps in which the learning rate rises; it falls to 0 after them."""
+
+
+def problem(draw: random.Random) -> tuple[str, str]:
+    """Draw a problem and its solution."""
+    name, thing = draw.choice(NAMES), draw.choice(THINGS)
+    a, b, c = draw.randint(10, 60), draw.randint(10, 60), draw.randint(2, 9)
+    return draw.choice(
+        (
+            (f"{name} has {a} {thing}, gets {b} more and gives {c} away. How many are left?", str(a + b - c)),
+            (f"{name} fills {c} boxes with {a} {thing} each. How many are there?", str(a * c)),
+            (f"{a} {thing} lie here. {name} adds {b}, and then {c}. How many are there?", str(a + b + c)),
+        )
+    )
+
+
+def texts(tokenizer: Any, draw: random.Random, count: int) -> tuple[Tensor, Tensor]:
+    """Draw texts of solved problems, and their labels: IGNORED but for answers. Both are int64 (count, TOKENS)."""
+
+    def encode(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False).input_ids
+
+    all_ids, all_labels = [], []
+    for _ in range(count):
+        ids: list[int] = []
+        labels: list[int] = []
+        while len(ids) < TOKENS:
+            question, solution = problem(draw)
+            asked, answer, end = encode(f"Question: {question} Answer:"), encode(f" {solution}"), encode(".\n\n")
+            ids += asked + answer + end
+            labels += [IGNORED] * len(asked) + answer + [IGNORED] * len(end)
+        all_ids.append(ids[:TOKENS])
+        all_labels.append(labels[:TOKENS])
+    return torch.tensor(all_ids), torch.tensor(all_labels)
+
+
+def share_right(predicted: Tensor, labels: Tensor) -> float:
+    """Return the share of answers whose tokens are all predicted.
+
+    Args:
+        predicted: int64 (texts, TOKENS), the most likely token at each place.
+        labels: as of `texts`. Answers that begin within the first UNSCORED tokens, or reach the last, do not count.
+    """
+    right = every = 0
+    for guess, wanted in zip(predicted.tolist(), labels.tolist(), strict=True):
+        for start in range(UNSCORED, TOKENS):
+            begins = wanted[start] != IGNORED and wanted[start - 1] == IGNORED
+            if begins and IGNORED in wanted[start:]:
+                stop = wanted.index(IGNORED, start)
+                every += 1
+                right += guess[start:stop] == wanted[start:stop]
+    return right / every
+
+
+def trainable(model: Any, method: str) -> Any:
+    """Return a copy of a model in float32 whose weights, or low-rank additions to them, are to be trained."""
+    # transformers refuses this of models that it read from GGUF, although their weights are dequantised.
+    copy = torch.nn.Module.float(deepcopy(model))
+    if method == "full":
+        return copy
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(copy, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Compute in bfloat16 on a GPU."""
+    return torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def train(model: Any, tokenizer: Any, recipe: str, method: str, seed: int, steps: int, batch: int) -> float:
+    """Train a model with the attention of a recipe, and return the mean loss of the last tenth of the steps."""
+    model.train()
+    use_recipe(model, recipe)
+    device, draw, losses = model.device, random.Random(seed), []
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], RATE[method], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(steps - WARM_UP, 1))
+    )
+    for _ in range(steps):
+        ids, labels = (x.to(device) for x in texts(tokenizer, draw, batch))
+        with autocast(device):
+            logits = model(ids, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    check_recipe(model, recipe)
+    return torch.stack(losses[-max(steps // 10, 1) :]).mean().item()
+
+
+@torch.no_grad()
+def score(model: Any, tokenizer: Any, recipe: str, count: int, batch: int) -> float:
+    """Return the share of the test's answers that are right with the attention of a recipe."""
+    model.eval()
+    use_recipe(model, recipe)
+    ids, labels = texts(tokenizer, random.Random("test"), count)
+    predicted = []
+    for part in ids.split(batch):
+        with autocast(model.device):
+            logits = model(part.to(model.device), use_cache=False).logits
+        predicted.append(F.pad(logits.argmax(-1)[:, :-1], (1, 0)).cpu())
+    check_recipe(model, recipe)
+    return share_right(torch.cat(predicted), labels)
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the right answers, a column for each attention of inference, over all seeds."""
+    lines = []
+    for method, training in dict.fromkeys((row["method"], row["training"]) for row in rows):
+        mine = [row for row in rows if (row["method"], row["training"]) == (method, training)]
+        cells = [[row["right"] for row in mine if row["inference"] == name] for name in INFERENCE]
+        lines.append([method, training, *(" / ".join(f"{right:.1%}" for right in cell) for cell in cells)])
+    return markdown_table(["trained", "with", *(f"right with {name}, a seed each" for name in INFERENCE)], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of safetensors, or a GGUF file")
+    parser.add_argument("--method", choices=METHODS, default="lora")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tested", type=int, default=64, help="texts of the test")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training after this time")
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
+    args = parser.parse_args()
+    start = time.monotonic()
+    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = read_model(args.model, device)
+    facts = results.facts(device)
+    stored = Results(results.path_of(args.output, facts, "finetune_then_fp4"), facts, ("rows",))
+    settings = {"model": args.model.stem, "method": args.method, "steps": args.steps, "batch": args.batch}
+    for seed, training in product(args.seeds, TRAINING):
+        row = settings | {"seed": seed, "training": training}
+        if stored.has("rows", **row):
+            continue
+        if time.monotonic() - start > args.seconds:
+            print(f"stopped after {args.seconds:.0f} s: the same command goes on here", flush=True)
+            break
+        torch.manual_seed(seed)
+        trained = trainable(model, args.method)
+        row["loss"] = train(trained, tokenizer, training, args.method, seed, args.steps, args.batch)
+        rights = {name: score(trained, tokenizer, name, args.tested, args.batch) for name in INFERENCE}
+        stored.add("rows", *(row | {"inference": name, "right": right} for name, right in rights.items()))
+        print(f"{time.monotonic() - start:.0f} s", flush=True)
+    print(markdown(stored.result["rows"]))
+
+
+if __name__ == "__main__":
+    main()

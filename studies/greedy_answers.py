@@ -1,0 +1,46 @@
+"""Greedy answers of a language model: its prompts, and how long an answer stays that with exact attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three animals that lay eggs.",
+    "Write one sentence about the sea.",
+)
+CONTINUED = 1024
+"""Tokens of the text that are continued greedily."""
+NEW_TOKENS = 32
+"""Tokens of a greedy answer."""
+
+
+@torch.no_grad()
+def answer(model: Any, ids: Tensor, **options: Any) -> list[int]:
+    """Continue ids (1, tokens) greedily, and return the new tokens."""
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, **options
+    )
+    return whole[0, ids.shape[1] :].tolist()
+
+
+def prompts(tokenizer: Any, text: Tensor) -> dict[str, Tensor]:
+    """Return prompts by their names, (1, tokens): questions as the model's chats have them, and a text to continue."""
+    found = {f"the first {CONTINUED} tokens of the text": text[None, :CONTINUED]}
+    for question in QUESTIONS:
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": question}]
+            shown = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        else:
+            shown = f"Question: {question}\nAnswer:"
+        found[question] = tokenizer(shown, add_special_tokens=False, return_tensors="pt").input_ids
+    return found
+
+
+def same_beginning(one: list[int], other: list[int]) -> int:
+    """Return how many tokens are equal from the first on."""
+    equal = [a == b for a, b in zip(one, other, strict=False)]
+    return equal.index(False) if False in equal else len(equal)

@@ -1,0 +1,31 @@
+"""Results of a study that are written row by row, so that a run goes on where one before it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_hf.bench import results
+
+
+class Results:
+    """The tables of a JSON file, and the keys of the rows that need not be measured again."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], tables: Sequence[str]) -> None:
+        """Keep the tables of a run with the same facts but the date."""
+        before = results.read(path) or {}
+        same = all(before.get(name) == value for name, value in facts.items() if name != "date")
+        self.path = path
+        self.result = facts | {name: before.get(name, []) if same else [] for name in tables}
+
+    def has(self, table: str, **key: Any) -> bool:
+        """Return whether a table has a row with this key."""
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.result[table])
+
+    def add(self, table: str, *rows: dict[str, Any]) -> None:
+        """Add rows, write the file, and print the rows."""
+        self.result[table] += rows
+        results.write(self.path, self.result)
+        for row in rows:
+            print(table, row, flush=True)

