@@ -299,9 +299,7 @@ def load_query(at, row, INDEX: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.c
 @triton.jit
 def prefetch(at):
     """Ask for the memory lines at these addresses to come into the L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
-    )
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
 
 
 @triton.jit
@@ -363,9 +361,9 @@ def attend_to_part(
 ):
     """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
-    Grid (parts = code_parts + OTHER_PARTS, for each block of rows; kv heads, batch): codes, first tokens, newest tokens. `length`: before
-    the step. `partial` is float32 (batch · kv heads, parts, ROWS, CHANNELS), not divided by the sums; `statistics` (…,
-    parts, 2, ROWS): maxima in base 2, then sums.
+    Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one is of the first
+    tokens and one of the newest. `length`: before the step. `partial` is float32 (batch · kv heads, parts, ROWS,
+    CHANNELS), not divided by the sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
     coded, length = coded_after, length + q_len
     parts = code_parts + OTHER_PARTS
@@ -378,7 +376,9 @@ def attend_to_part(
         # While the tokens are appended, the codes of the first tile come closer.
         if part < code_parts:
             tile = tl.cdiv(coded, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
-            at = (pair * capacity + tile) * (CHANNELS * BITS // 16) + tl.arange(0, WARPS * WARP_TOKENS * CHANNELS * BITS // 1024) * 64
+            at = (pair * capacity + tile) * (CHANNELS * BITS // 16) + tl.arange(
+                0, WARPS * WARP_TOKENS * CHANNELS * BITS // 1024
+            ) * 64
             prefetch(key_codes + at)
             prefetch(value_codes + at)
         tl.extra.cuda.gdc_wait()
@@ -441,7 +441,9 @@ def attend_to_part(
             if BITS == 4:
                 score = tl.dot(unpack(words, 2, BITS), q2, score)
                 score = tl.dot(unpack(words, 3, BITS), q3, score)
-            score = tl.fma(score, tl.broadcast_to(scale[:, :, None], score.shape), low[:, :, None] * query_sum[None, None, :])
+            score = tl.fma(
+                score, tl.broadcast_to(scale[:, :, None], score.shape), low[:, :, None] * query_sum[None, None, :]
+            )
             token = at + index
             is_seen = (token < coded) & ((token < first_token) | (token >= first_token + FIRST))
             is_seen = are_valid(valid, token, is_seen, valid_stride_key, PADDED)
@@ -450,7 +452,9 @@ def attend_to_part(
             shift = 0.0 - finite(new_max)
             decay = tl.exp2(row_max + shift)
             weight = tl.fma(
-                score, tl.broadcast_to(factor[None, None, :], score.shape), tl.broadcast_to(shift[:, None, :], score.shape)
+                score,
+                tl.broadcast_to(factor[None, None, :], score.shape),
+                tl.broadcast_to(shift[:, None, :], score.shape),
             )
             weight = tl.exp2(weight)
             row_max = new_max
@@ -523,7 +527,9 @@ def merge_kv_parts(
         there = some < number
         place = pair * number + some
         maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=there, other=float("-inf"))
-        x = tl.load(partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0)
+        x = tl.load(
+            partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
+        )
         acc += x * tl.exp2(maximum - largest)[:, None]
     acc = tl.sum(acc, 0)[None, :] * (tl.load(value_unit + pair) / tl.where(total == 0.0, 1.0, total))
     into = output + batch.to(tl.int64) * output_stride_batch
