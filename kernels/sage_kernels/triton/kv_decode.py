@@ -38,18 +38,20 @@ MERGE_WARPS = 4
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens of a warp at once, warps and stages of `attend_to_part`, programs a multiprocessor for few, many pairs."""
+    """Tokens of a warp at once, warps and stages of `attend_to_part`, and its programs a multiprocessor."""
 
     warp_tokens: int
     num_warps: int
     num_stages: int
-    few: float
-    many: float
+    waves: float
 
 
-CONFIGS = {4: Config(64, 8, 3, 1, 4), 8: Config(32, 8, 3, 1, 4)}
-"""By bits: the fastest on an H100 of head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
-SMALL_SHARED = Config(32, 4, 2, 2, 4)
+CONFIGS = {
+    4: (Config(64, 2, 3, 2), Config(64, 4, 3, 8)),
+    8: (Config(32, 2, 3, 2), Config(32, 8, 3, 8)),
+}
+"""By bits, for few and for many pairs: the fastest on an H100 of head_dim 128, at batch 1 and at 16 × 32k tokens."""
+SMALL_SHARED = Config(32, 4, 2, 2), Config(32, 4, 2, 4)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
 
 
@@ -58,10 +60,11 @@ _repeated: dict[tuple[Any, ...], RepeatedLaunches] = {}
 """By all that launches are packed for: those of a step."""
 
 
-def config_for(bits: int, capability: tuple[int, int]) -> Config:
-    """Return the configuration for codes of so many bits on a GPU."""
+def config_for(bits: int, pairs: int, capability: tuple[int, int]) -> Config:
+    """Return the configuration for codes of so many bits, and so many pairs of a sequence and a KV head, on a GPU."""
     has_large_shared = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
-    return CONFIGS[bits] if has_large_shared else SMALL_SHARED
+    few, many = CONFIGS[bits] if has_large_shared else SMALL_SHARED
+    return few if pairs <= FEW_PAIRS else many
 
 
 def decode(
@@ -86,11 +89,10 @@ def decode(
     batch, q_heads, q_len, head_dim = query.shape
     device, pairs = cache.device, batch * cache.kv_heads
     rows = max(8, triton.next_power_of_2(q_heads // cache.kv_heads * q_len))
-    config = config_for(cache.format.bits, capability)
+    config = config_for(cache.format.bits, pairs, capability)
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
-    waves = config.few if pairs <= FEW_PAIRS else config.many
     tiles = -(-max(cache.coded_after(q_len), 1) // (config.warp_tokens * config.num_warps))
-    parts = max(1, min(int(waves * processors / pairs), tiles, MAX_PARTS)) + OTHER_PARTS.value
+    parts = max(1, min(config.waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
