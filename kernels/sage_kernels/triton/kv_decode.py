@@ -43,7 +43,7 @@ class Config:
     warp_tokens: int
     num_warps: int
     num_stages: int
-    waves: float
+    waves: int
 
 
 CONFIGS = {
@@ -363,7 +363,7 @@ def attend_to_part(
 ):
     """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
-    Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one is of the first
+    Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one of the first
     tokens and one of the newest. `length`: before the step. `partial` is float32 (batch · kv heads, parts, ROWS,
     CHANNELS), not divided by the sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
