@@ -32,39 +32,33 @@ MAX_TILE_ROWS = 16
 MAX_PARTS = 252
 OTHER_PARTS = tl.constexpr(2)
 """Programs beside those of the codes: the first tokens, and the newest ones."""
-FEW_PAIRS = 16
+FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 2, 16
+"""Programs a multiprocessor where at most FEW_PAIRS (batch, KV head) pairs share it, and where more do."""
 MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens of a warp at once, warps and stages of `attend_to_part`, and its programs a multiprocessor."""
+    """Tokens of a warp at once, warps and stages of `attend_to_part`."""
 
     warp_tokens: int
     num_warps: int
     num_stages: int
-    waves: int
 
 
-CONFIGS = {
-    4: (Config(64, 2, 3, 2), Config(64, 4, 3, 8)),
-    8: (Config(32, 2, 3, 2), Config(32, 8, 3, 8)),
-}
-"""By bits, for few and for many pairs: the fastest on an H100 of head_dim 128, at batch 1 and at 16 × 32k tokens."""
-SMALL_SHARED = Config(32, 4, 2, 2), Config(32, 4, 2, 4)
+CONFIGS = {4: Config(64, 2, 3), 8: Config(32, 2, 3)}
+"""By bits: the fastest on an H100 of head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
+SMALL_SHARED = Config(32, 4, 2)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
-
-
 MAX_REPEATED = 256
-_repeated: dict[tuple[Any, ...], RepeatedLaunches] = {}
-"""By all that launches are packed for: those of a step."""
+_repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
+"""By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
 
 
-def config_for(bits: int, pairs: int, capability: tuple[int, int]) -> Config:
-    """Return the configuration for codes of so many bits, and so many pairs of a sequence and a KV head, on a GPU."""
+def config_for(bits: int, capability: tuple[int, int]) -> Config:
+    """Return the configuration for codes of so many bits on a GPU."""
     has_large_shared = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
-    few, many = CONFIGS[bits] if has_large_shared else SMALL_SHARED
-    return few if pairs <= FEW_PAIRS else many
+    return CONFIGS[bits] if has_large_shared else SMALL_SHARED
 
 
 def decode(
@@ -89,10 +83,10 @@ def decode(
     batch, q_heads, q_len, head_dim = query.shape
     device, pairs = cache.device, batch * cache.kv_heads
     rows = max(8, triton.next_power_of_2(q_heads // cache.kv_heads * q_len))
-    config = config_for(cache.format.bits, pairs, capability)
+    config, waves = config_for(cache.format.bits, capability), FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
     tiles = -(-max(cache.coded_after(q_len), 1) // (config.warp_tokens * config.num_warps))
-    parts = max(1, min(config.waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
+    parts = max(1, min(waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
@@ -110,20 +104,35 @@ def decode(
         *(x for one in (query, key, value) for x in (one.shape, one.stride(), one.dtype)),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
     )
-    if can and (repeated := _repeated.get(same)) is not None:
+    repeated = _repeated.get(same) if can else None
+    if repeated is not None and (repeated.is_checked or not torch.cuda.is_current_stream_capturing()):
         with torch.cuda.device(device):
             repeated.run(torch.cuda.current_device(), changing)
-    else:
-        calls = _calls(cache, query, key, value, valid, scale, output, buffers, config, capability)
-        for kernel, grid, arguments in calls:
+    if repeated is None or not repeated.is_checked:
+        expected = output if repeated is None else torch.empty_like(output)
+        calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability)
+        for kernel, grid, arguments in calls:  # the tokens are stored once more, at their places
             launch(kernel, grid, **arguments)
-        if can:
+        output = _checked(same, repeated, output, expected)
+        if can and same not in _repeated:
             if len(_repeated) == MAX_REPEATED:
                 _repeated.clear()
             with contextlib.suppress(AttributeError, NotRepeatableError, OSError), torch.cuda.device(device):
                 _repeated[same] = RepeatedLaunches(calls, changing)
     cache.advance(q_len)
     return output
+
+
+def _checked(
+    same: tuple[Any, ...], repeated: RepeatedLaunches | None, output: torch.Tensor, expected: torch.Tensor
+) -> torch.Tensor:
+    """Return the expected output; launches that gave another one to the bit are not repeated again."""
+    if repeated is not None and not torch.cuda.is_current_stream_capturing():
+        if torch.equal(output.view(torch.uint8), expected.view(torch.uint8)):
+            repeated.is_checked = True
+        else:
+            _repeated[same] = None
+    return expected
 
 
 class _Buffers:
