@@ -1,15 +1,18 @@
 """Measure append and decode of one layer from a low-bit KV cache, with exact attention of 16 bits in the same table.
 
     python benchmarks/kv_cache.py            on a GPU; writes benchmarks/results/<gpu>-kv_cache.json
+    python benchmarks/kv_cache.py --model    a whole model instead, into the same file, with transformers' cache beside
     python benchmarks/kv_cache.py --dry      one small shape on a CPU, to see that the program runs; writes nothing
 
 A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
-provider that is not installed or fails is left out, and named.
+provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward
+in eager mode: with random weights, and 8 of Llama-3-8B's 32 layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import statistics
@@ -21,13 +24,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from sage_hf import QuantizedKVCache
 from sage_hf.bench.results import facts
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import KVCache, get_format
 
 SHAPES = [(batch, tokens) for batch in (1, 4, 16) for tokens in (4096, 32768, 131072) if batch * tokens <= 2**19]
 HEADS = [(32, 8, 128), (32, 8, 64), (32, 32, 128), (32, 16, 128), (64, 8, 128)]
+MODEL_SHAPES = [(batch, tokens) for batch in (1, 8) for tokens in (8192, 32768)]
+MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "vocab_size": 128256}
+MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+TINY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 COLD_BYTES = 2.2e8
 """Bytes of the caches that take turns, several times the L2."""
 
@@ -155,38 +165,111 @@ def milliseconds(steps: list[Step], repeats: int = 5) -> float:
     return statistics.median(timed(number) for _ in range(repeats)) / len(steps)
 
 
+def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
+    """Make a model with random weights."""
+    config = LlamaConfig(**sizes, max_position_embeddings=2**20)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+@torch.no_grad()
+def model_row(model: LlamaForCausalLM, batch: int, tokens: int, format: str, steps: int) -> dict[str, Any]:
+    """Measure the tokens of a model behind a prompt; format "bf16": transformers' default cache with its SDPA."""
+    device, config = model.device, model.config
+    ids = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
+    cache: DynamicCache | QuantizedKVCache
+    if format == "bf16":
+        cache, attention = DynamicCache(config=config), "sdpa"
+    else:
+        cache, attention = QuantizedKVCache(config, format), "sage2"
+    model.set_attn_implementation(attention)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+    def forward(ids: torch.Tensor) -> float:
+        start = time.perf_counter()
+        model(ids, **{name: cache}, logits_to_keep=1)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start)
+
+    forward(ids)
+    for _ in range(3):
+        forward(ids[:, :1])
+    taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
+    if isinstance(cache, QuantizedKVCache):
+        size, provider = sum(cache.note.bytes.values()), f"sage_hf ({', '.join(cache.note.kernels)})"
+    else:
+        size, provider = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), "transformers"
+    row = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
+    return {**row, "layers": config.num_hidden_layers, "ms_per_token": taken, "cache_bytes": size}
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="run one small shape on a CPU")
+    parser.add_argument("--model", action="store_true", help="measure a whole model")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.dry:
         steps = quantized_steps(Shape(1, 300, (4, 2, 64), "cpu"), "int4")
         start = time.perf_counter()
         print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
+        tiny = model_of(TINY_MODEL | TINY_HEADS, "cpu")
+        for format in ("bf16", "int4"):
+            print(model_row(tiny, 1, 150, format, 1))
         return
     found = facts(torch.device("cuda"))
     name = found["gpu"].lower().replace(" ", "-")
     name = next((f"nvidia-{short}" for short in ("h100", "h200") if short in name), name)
-    path, rows = args.output / f"{name}-kv_cache.json", []
+    path = args.output / f"{name}-kv_cache.json"
+    written = json.loads(path.read_text()) if path.exists() else {}
+    if args.model:
+        measure_models(path, {**found, "rows": written.get("rows", [])})
+    else:
+        measure_layers(path, {**found, "models": written.get("models", [])})
+
+
+def measure_layers(path: Path, written: dict[str, Any]) -> None:
+    """Measure append and decode of a layer, of all shapes and providers."""
+    rows: list[dict[str, Any]] = []
     for heads in HEADS:
         for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
             shape = Shape(batch, tokens, heads, "cuda")
             for (provider, format), prepare in PROVIDERS.items():
-                row = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
+                row: dict[str, Any] = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
                 row |= dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
                 try:
                     steps = prepare(shape)
                     if provider == "sage_hf":
                         row["kernel"] = steps[0]()[1]
                     rows.append({**row, "ms": milliseconds(steps)})
-                    path.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+                    path.write_text(json.dumps({**written, "rows": rows}, indent=1) + "\n")
                     print(rows[-1], flush=True)
                 except Exception as error:
                     print(f"left out: {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 steps = []
                 torch.cuda.empty_cache()
+
+
+def measure_models(path: Path, written: dict[str, Any]) -> None:
+    """Measure a model's tokens, of all shapes and formats."""
+    model, rows = model_of(MODEL | MODEL_HEADS, "cuda"), []
+    for batch, tokens in MODEL_SHAPES:
+        for format in ("bf16", "int8", "int4"):
+            try:
+                rows.append(model_row(model, batch, tokens, format, 20))
+                path.write_text(json.dumps({**written, "models": rows}, indent=1) + "\n")
+                print(rows[-1], flush=True)
+            except Exception as error:
+                print(f"left out: {batch}, {tokens}, {format}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ ALIGNMENT = 16  # of sizes, strides and addresses, of which Triton knows whether
 TOKEN_AXES = ("batch", "head", "token", "channel")
 MASK_AXES = ("batch", "head", "row", "column")
 
+DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True, "maxnreg": None}
+"""Compiler options of `launch`."""
+
 _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
@@ -120,6 +123,7 @@ def launch(
     enable_fp_fusion: bool = True,
     maxnreg: int | None = None,
     shared_percent: int | None = None,
+    dependent: bool = False,
     **arguments: Any,
 ) -> None:
     """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is traced.
@@ -131,6 +135,8 @@ def launch(
             rounded separately, as in PyTorch.
         shared_percent: share of a multiprocessor's L1 that repeated launches prefer as shared memory (default: the
             driver's choice), which a kernel behind them may inherit.
+        dependent: it may start before the stream's previous kernel has ended, and waits for it by itself (programmatic
+            dependent launch).
         arguments: every parameter of the kernel, by name; the first one is a tensor.
     """
     options = {
@@ -140,7 +146,7 @@ def launch(
         "maxnreg": maxnreg,
     }
     triton_abi.digest(kernel)
-    kernel = _fitting(kernel, arguments)
+    kernel = fitting(kernel, arguments)
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Launch(kernel, grid, arguments, options))
@@ -149,7 +155,7 @@ def launch(
         return
     if (traced := trace.current()) is not None:
         if traced.compilations is None:
-            packed = triton_abi.pack(kernel, grid, arguments, options)
+            packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
             if shared_percent is not None:
                 driver.prefer_shared_memory(packed.function, shared_percent)
             traced.launched(packed)
@@ -166,7 +172,7 @@ def launch(
                 kernel[grid](**arguments, **options)
             else:
                 try:  # Triton's own launcher is made by a C compiler for each signature, which takes a second
-                    packed = triton_abi.pack(kernel, grid, arguments, options)
+                    packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
                     launch_now(packed, torch.cuda.current_device())
                 except (AttributeError, NotRepeatableError, OSError):  # also where the driver lacks a function
                     kernel[grid](**arguments, **options)
@@ -182,7 +188,12 @@ def _first_launch(kernel: triton.JITFunction) -> Iterator[None]:
     logger.info("%s: first launch took %.1f s with its compilation", kernel.__name__, time.perf_counter() - start)
 
 
-def _fitting(kernel: triton.JITFunction, arguments: dict[str, Any]) -> triton.JITFunction:
+def is_recording() -> bool:
+    """Tell whether launches are recorded instead of run."""
+    return _recorded.get() is not None
+
+
+def fitting(kernel: triton.JITFunction, arguments: dict[str, Any]) -> triton.JITFunction:
     """Return the variant of a kernel for arguments: itself if all that callers decide is aligned, else a general one.
 
     Triton would compile one for each set of aligned arguments, though one that is not makes all loads narrow.

@@ -40,12 +40,16 @@ def compile_kernel(
 
 
 def pack(
-    kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
+    kernel: triton.JITFunction,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    dependent: bool = False,
 ) -> PackedLaunch:
     """Return a launch as the driver takes it; the kernel is compiled if it is not yet.
 
     Args:
-        kernel, grid, arguments, options: as of `launch.launch`; tensors may be stand-ins.
+        kernel, grid, arguments, options, dependent: as of `launch.launch`; tensors may be stand-ins.
 
     Raises:
         NotRepeatableError: the kernel needs more of a launch than parameters, or has others than are known here.
@@ -80,7 +84,7 @@ def pack(
         grid=(*grid, 1, 1)[:3],  # type: ignore[arg-type]
         threads=WARP * metadata.num_warps,
         shared_bytes=metadata.shared,
-        dependent=False,
+        dependent=dependent,
         parameters=bytes(parameters),
         starts=tuple(starts),
         addresses=tuple(addresses),

@@ -15,6 +15,8 @@ RING = 128
 """Slots of the newest tokens: the window, and room for what one step adds or a crop gives back."""
 PAGE = 128
 """Tokens whose words of V lie together."""
+STRIP = 512
+"""Tokens by which a cache grows at least: a decoding kernel reads whole strips."""
 MAX_QUERIES = 16
 """Most tokens that one step of decoding appends and attends with."""
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 128
@@ -140,7 +142,7 @@ class KVCache:
         """Make room for so many columns, and for an eighth more where the tensors grow."""
         if length <= self.capacity:
             return
-        pages = -(-max(length, self.capacity + self.capacity // 8) // PAGE)
+        pages = -(-max(length, self.capacity + self.capacity // 8) // STRIP) * (STRIP // PAGE)
         for name in self.PER_TOKEN:
             old = getattr(self, name)
             size = (*old.shape[:2], pages if name == "value_codes" else pages * PAGE, *old.shape[3:])

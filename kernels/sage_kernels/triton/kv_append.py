@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..language.launch import UNSPECIALIZED, launch, strides
+from ..language.repeated import Call
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
 
@@ -27,56 +30,74 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     """
     if key.shape[2] > RING - (cache.length - cache.coded) and cache.length > cache.coded:
         # The new tokens take the slots of those in the window: they are quantised before.
-        _launch(cache, key[:, :, :0], value[:, :, :0], None, coded=cache.length)
+        _append(cache, key[:, :, :0], value[:, :, :0], cache.length)
         cache.coded = cache.length
-    _launch(cache, key, value, None, coded=cache.coded_after(key.shape[2]))
+    _append(cache, key, value, cache.coded_after(key.shape[2]))
     cache.advance(key.shape[2])
 
 
-def append_and_prepare(
-    cache: KVCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the tokens of a step of decoding, and return its queries as `kv_decode` takes them.
-
-    Args:
-        cache, key, value: as in `append`; at most MAX_QUERIES tokens.
-        query: (batch, q_heads, q_len, head_dim), channels contiguous.
-        scale: factor of the scores.
-        block_m: rows of Q of a KV head, padded.
-
-    Returns:
-        (rows, constants): float16 (batch · kv_heads, block_m, channels), transformed, of maximum 1; float32
-        (batch · kv_heads, 3, block_m): the factor of the scores in base 2, the sum of a row, and BIAS times its sum
-        with the factors of the codes.
-    """
-    pairs = cache.batch * cache.kv_heads
-    rows = torch.empty(pairs, block_m, cache.channels, dtype=torch.float16, device=cache.device)
-    constants = torch.empty(pairs, 3, block_m, device=cache.device)
-    _launch(cache, key, value, (query, rows, constants, scale), coded=cache.coded_after(key.shape[2]))
-    cache.advance(key.shape[2])
-    return rows, constants
-
-
-def _launch(
-    cache: KVCache,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float] | None,
-    coded: int,
-) -> None:
+def _append(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after: int) -> None:
     tokens = key.shape[2]
     cache.reserve(cache.length + tokens)
-    leaving = max(0, min(coded, cache.length) - cache.coded)
-    query, rows, constants, scale = (key, None, None, 0.0) if queries is None else queries
-    block_t = BLOCK_T if queries is None else max(2, triton.next_power_of_2(tokens))
+    leaving = max(0, min(coded_after, cache.length) - cache.coded)
     launch(
         append_tokens,
-        (-(-max(tokens, leaving) // block_t), cache.kv_heads, cache.batch * (2 if queries is None else 3)),
-        key=key,
-        value=value,
+        (-(-max(tokens, leaving) // BLOCK_T), cache.kv_heads, cache.batch * 2),
+        **_arguments(cache, key, value, coded_after),
+        query=key,
+        rows=None,
+        constants=None,
+        q_len=tokens,
+        group=1,
+        softmax_scale=0.0,
+        **strides("query", key.stride()[:3]),
+        BLOCK_T=BLOCK_T,
+        BLOCK_M=8,
+        OVERLAP=False,
+    )
+
+
+def step_call(
+    cache: KVCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    rows: torch.Tensor,
+    constants: torch.Tensor,
+    overlap: bool,
+) -> Call:
+    """Return the launch that stores the tokens of a step of decoding, and its queries as `kv_decode` takes them.
+
+    Args:
+        cache, key, value: as in `append`; at most MAX_QUERIES tokens, for which there is room.
+        query: (batch, q_heads, q_len, head_dim), channels contiguous.
+        scale: factor of the scores.
+        rows: float16 (batch · kv_heads, rows of Q of a KV head, padded, channels): transformed, of maximum 1.
+        constants: float32 (batch · kv_heads, 3, rows): the factor of the scores in base 2, the sum of a row, and BIAS
+            times its sum with the factors of the codes.
+        overlap: the next kernel may start before this one has ended.
+    """
+    arguments = dict(
+        **_arguments(cache, key, value, cache.coded_after(key.shape[2])),
         query=query,
         rows=rows,
         constants=constants,
+        q_len=query.shape[2],
+        group=query.shape[1] // cache.kv_heads,
+        softmax_scale=scale,
+        **strides("query", query.stride()[:3]),
+        BLOCK_T=max(2, triton.next_power_of_2(key.shape[2])),
+        BLOCK_M=rows.shape[1],
+        OVERLAP=overlap,
+    )
+    return append_tokens, (1, cache.kv_heads, cache.batch * 3), arguments
+
+
+def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after: int) -> dict[str, Any]:
+    return dict(
+        key=key,
+        value=value,
         recent_key=cache.recent_key,
         recent_value=cache.recent_value,
         key_codes=cache.key_codes,
@@ -90,20 +111,14 @@ def _launch(
         batch_size=cache.batch,
         length=cache.length,
         coded=cache.coded,
-        coded_after=coded,
-        tokens=tokens,
+        coded_after=coded_after,
+        tokens=key.shape[2],
         capacity=cache.capacity,
         head_dim=cache.head_dim,
-        q_len=query.shape[2],
-        group=query.shape[1] // cache.kv_heads,
-        softmax_scale=scale,
-        **strides("query", query.stride()[:3]),
         **strides("key", key.stride()[:3]),
         **strides("value", value.stride()[:3]),
         CHANNELS=cache.channels,
         BITS=cache.format.bits,
-        BLOCK_T=block_t,
-        BLOCK_M=8 if rows is None else rows.shape[1],
         SIGN_BITS=sign_bits(cache.channels),
         FIRST=SINKS,
         RING=RING,
@@ -159,11 +174,14 @@ def append_tokens(
     FIRST: tl.constexpr,
     RING: tl.constexpr,
     PAGE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Transform and store a block of new tokens, and quantise a block of those that leave the window.
 
     Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows).
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     what, batch = part // batch_size, part % batch_size
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
