@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from sage_kernels.dispatch.request import Request
 from tests.helpers import tiny_pipelines as tiny
 
 SETTINGS = {"num_inference_steps": 3, "height": 64, "width": 64, "num_frames": 9, "guidance_scale": 1.0}
+TINY_VIDEO = Path(__file__).parents[2] / "examples" / "tiny_video"
 PROMPTS = ("a red ball", "a blue ball")
 
 
@@ -223,6 +225,20 @@ def test_time_is_by_the_table_of_costs_only_where_it_has_the_very_recipe():
     assert 100 < low < exact < 1e5
     assert subjects.call_us(replace(request, recipe="sage3")) is None  # runs sage2 there
     assert subjects.call_us(replace(request, device_type="cpu", capability=None, dtype=torch.float32)) is None
+
+
+def test_the_demo_has_38_db_at_every_prompt_with_three_quarters_in_fp4_and_keeps_its_budget():
+    config = SageConfig.from_file(TINY_VIDEO / "calibrated.json")
+    result = json.loads((TINY_VIDEO / "calibration.json").read_text())
+    defaults = json.loads((TINY_VIDEO / "generation.json").read_text())
+    steps = defaults["num_inference_steps"]
+    layers = [f"transformer_blocks.{layer}.attn1" for layer in range(6)]
+    recipes = [config.resolve(layer, step, steps) for layer in layers for step in range(steps)]
+    assert recipes.count("sage3") / len(recipes) == result["shares"]["sage3"] >= 0.75
+    assert {clip["prompt"]: clip["psnr"] >= 38 for clip in result["clips"]} == dict.fromkeys(defaults["prompts"], True)
+    assert max(*result["errors"].values(), *result["held_out"].values()) <= result["budget"]
+    prompts = (TINY_VIDEO / "prompts.txt").read_text().splitlines()
+    assert prompts == [*result["errors"], *result["held_out"]]
 
 
 class Page(HTMLParser):

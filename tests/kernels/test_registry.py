@@ -379,10 +379,10 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
 @pytest.mark.parametrize(
     ("change", "kernels"),
     [
-        ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
+        ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
         ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
-        ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_hopper")),
-        ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_hopper")),
+        ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_fused")),
+        ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_fused")),
         ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
         ({"recipe": "sage_bwd_int8"}, ("int8_forward", "int8_quantize", "int8_backward")),
         ({"capability": (8, 0)}, ("int8_forward", "int8_quantize", "int8_backward")),
@@ -399,7 +399,7 @@ def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
 
 @pytest.mark.usefixtures("newest")
 def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
-    assert select(TRAINING).other_phases == (("int8_backward_fused", NOT_FASTER),)
+    assert select(replace(TRAINING, is_causal=True)).other_phases == (("int8_backward_fused", NOT_FASTER),)
     passed_over = select(replace(TRAINING, mask="bool")).other_phases
     assert ("int8_quantize_hopper", "no masks but those of keys") in passed_over
     misaligned, _ = select(replace(TRAINING, aligned=False)).other_phases
@@ -413,7 +413,7 @@ def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
 @pytest.mark.parametrize("version", [(3, 4), (3, 5), (gluon.VERSIONS[1][0], gluon.VERSIONS[1][1] + 1)])
 def test_a_triton_whose_gluon_is_another_runs_the_portable_backward_kernel(version, monkeypatch):
     monkeypatch.setattr(gluon, "triton_version", lambda: version)
-    plan = select(TRAINING)
+    plan = select(replace(TRAINING, is_causal=True))
     assert (plan.kernel, plan.backward) == ("int8_forward_hopper", "int8_backward")
     _, (kernel, reason) = plan.other_phases
     assert kernel == "int8_backward_hopper" and "needs Triton" in reason

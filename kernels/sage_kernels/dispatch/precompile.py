@@ -49,7 +49,7 @@ def compile_backward(call: Call, plan: Plan) -> None:
     mask = Mask.of_keys(None if valid is None else _without_memory(valid))
     alike = replace(call, query=query, key=key, value=value, mask=mask, recipe=get_recipe(plan.recipe))
 
-    def compile_all() -> None:
+    def compile_all() -> None:  # it outlives the forward pass, and keeps none of the call's memory
         with torch.cuda.device(device), tracing(compiles_only=True) as traced:
             stand_in = partial(traced.stand_in, device=device)
             output, lse = alike.new_outputs(saves_lse=True)
@@ -63,9 +63,9 @@ def compile_backward(call: Call, plan: Plan) -> None:
                     sizes[0],
                     alike.recipe,
                     Mask.of_keys(None if mask.valid is None else stand_in(mask.valid)),
-                    call.is_causal,
-                    call.causal_offset,
-                    call.scale,
+                    alike.is_causal,
+                    alike.causal_offset,
+                    alike.scale,
                 )
             )
         threads = [_begin(partial(_compile_on, device, one)) for one in traced.compilations or ()]
