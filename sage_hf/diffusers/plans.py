@@ -139,7 +139,7 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
     for name, layer in layers.items():
         if layer.heads < shards.ulysses:
             raise UnsupportedAttentionError(
-                f"ulysses_degree {shards.ulysses} is more than the {layer.heads} heads of {name}: use ring_degree as well"
+                f"ulysses_degree {shards.ulysses} is more than the {layer.heads} heads of {name}: use ring_degree too"
             )
         sage = sage_of(layer)
         if sage is None:

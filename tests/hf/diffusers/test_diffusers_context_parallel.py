@@ -34,7 +34,9 @@ FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "res
         (2, FEW),
         pytest.param(2, ("*",), marks=pytest.mark.audit),
         pytest.param(4, ("[!c]*", "c[!o]*", "co[!m]*"), marks=pytest.mark.audit),  # all but what is compiled
-        pytest.param(8, ("cogvideox-1.5-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit),
+        pytest.param(
+            8, ("cogvideox-1.5-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit
+        ),
     ],
     ids=["few", "all", "four", "eight"],
 )
