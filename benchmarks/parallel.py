@@ -229,7 +229,7 @@ def measure_model(
             row = {**of_all, "provider": provider, "gpus": processes, "mode": mode, "p2p": p2p}
             with Applied(loaded, provider, sharded) as applied:
                 bench.measure(row, applied)
-        del loaded, sharded
+        del loaded, sharded, applied  # or the next model's peak would hold this one
         yield
 
 

@@ -259,7 +259,7 @@ def counted_collectives() -> Iterator[Counter[str]]:
 
 def communicates_little(degrees: dict[str, Any], processes: int) -> str:
     """A layer has one exchange before attention and one behind it, and one gathering in a ring; one attention call."""
-    case = _family("cogvideox", processes)
+    case = _family("cogvideox-1.5", processes)
     model, inputs = case.build(), case.make_inputs()
     sage_hf.apply(model, "exact")
     model.enable_parallelism(config=ContextParallelConfig(**degrees))

@@ -25,7 +25,7 @@ WITHOUT_PLAN = [
 
 FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-*", "wan-t2v-ring")
 FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "restored")
-"""Cases that two processes run each time: families with a plan of ours, each mode, and what went wrong for others."""
+"""Cases that two processes run each time: each family with a plan of ours, each mode, and others' faults."""
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,9 @@ FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "gradient", "res
         (2, FEW),
         pytest.param(2, ("*",), marks=pytest.mark.audit),
         pytest.param(4, ("[!c]*", "c[!o]*", "co[!m]*"), marks=pytest.mark.audit),  # all but what is compiled
-        pytest.param(8, ("cogvideox-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit),
+        pytest.param(
+            8, ("cogvideox-1.5-*", "hunyuan-video-both", "uneven-*", "collectives-*"), marks=pytest.mark.audit
+        ),
     ],
     ids=["few", "all", "four", "eight"],
 )

@@ -1,4 +1,4 @@
-"""Plans of ours for context parallelism, which keep the text on all processes: what they refuse, for which models."""
+"""Plans of ours for context parallelism, by which all processes have the text: what they refuse, and for which."""
 
 from __future__ import annotations
 
