@@ -398,6 +398,54 @@ def kv_accuracy() -> str:
     return "\n\n".join((*tables_of_devices, sources(*(path.stem for path in paths))))
 
 
+def kv_speed() -> str:
+    """Return a table of append and decode of a layer from a low-bit KV cache, next to attention in 16 bits."""
+    result = read_result("nvidia-h100-kv_cache")
+    shapes: dict[tuple[int, ...], dict[tuple[str, str], float]] = {}
+    for row in result["rows"]:
+        sizes = tuple(row[name] for name in ("q_heads", "kv_heads", "head_dim", "batch", "tokens"))
+        shapes.setdefault(sizes, {})[row["provider"], row["format"]] = 1000 * row["ms"]
+    lines = [
+        f"µs of a layer's step on one {result['gpu']}, commit {result['commit'][:7]}; in brackets × FlashAttention 3:",
+        "",
+        "| heads × head_dim | batch × tokens | FlashAttention 3 | cuDNN | `int8` | `int4` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (q_heads, kv_heads, head_dim, batch, tokens), us in shapes.items():
+        exact = us["fa3", "bf16"]
+        ours = [f"{us['sage_hf', name]:.1f} ({exact / us['sage_hf', name]:.2f})" for name in ("int8", "int4")]
+        cells = [f"{q_heads}/{kv_heads} × {head_dim}", f"{batch} × {tokens:,}", f"{exact:.1f}"]
+        cells += [f"{us['cudnn', 'bf16']:.1f}", *ours]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", sources("nvidia-h100-kv_cache")])
+
+
+def parallel_speed() -> str:
+    """Return a table of whole steps on one GPU and on two."""
+    result = read_result("nvidia-h100x2-parallel")
+    ms: dict[str, dict[tuple[str, int, str, str], float]] = {}
+    for row in result["rows"]:
+        if "ms" in row:
+            ms.setdefault(row["model"], {})[row["provider"], row["gpus"], row["mode"], row["p2p"]] = row["ms"]
+    lines = [
+        f"ms of a step on {result['gpu']}s; in brackets × the same recipe on one GPU. A dash: diffusers has no plan.",
+        "",
+        "| model | default | default, Ulysses | `exact`, Ulysses | `sage2`, one | `sage2`, Ulysses | `sage2`, ring |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, times in ms.items():
+        cells = [model]
+        for provider, mode in (
+            *(("default", ""), ("default", "ulysses"), ("exact", "ulysses")),
+            *(("sage2", ""), ("sage2", "ulysses"), ("sage2", "ring")),
+        ):
+            one, found = times[provider, 1, "", ""], times.get((provider, 2, mode, "on"))
+            two = "–" if found is None else f"{found:.0f} ({one / found:.2f})"
+            cells.append(two if mode else f"{one:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", sources("nvidia-h100x2-parallel")])
+
+
 def gradient_errors() -> str:
     """Return a table of the errors of the gradients for each recipe."""
     return gradients.summary(read_result("cpu-gradient_table")["rows"])
@@ -470,6 +518,8 @@ python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results  
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "kv-speed": kv_speed,
+    "parallel-speed": parallel_speed,
     "gain": gain,
     "sparse-speed": sparse_speed,
     "sparse-quality": sparse_quality,
