@@ -79,7 +79,7 @@ def tiny(model: Model) -> Model:
 
 @dataclass
 class Bench:
-    """What all rows of a run share.
+    """Settings that all rows of a run share.
 
     Attributes:
         device: of this process.
@@ -194,7 +194,7 @@ def print_kinds(step: Callable[[], object], device: torch.device) -> None:
 
 
 def config_of(provider: str) -> SageConfig | None:
-    """Return what is applied for a provider: a recipe, or "<recipe>-keep<share>" for sparse attention."""
+    """Return the configuration of a provider: a recipe, or "<recipe>-keep<share>" for sparse attention."""
     if provider == "default":
         return None
     recipe, _, keep = provider.partition("-keep")
