@@ -293,16 +293,6 @@ def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, enable_gqa))
 
 
-def takes_as_they_are(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> bool:
-    """Return whether `sdpa` without a mask hands these arguments on to PyTorch's function as they are."""
-    if 0 in (*query.shape[:3], key.shape[-2]) or (scale is not None and scale <= 0):
-        return False
-    multiple = ALIGNMENT // query.element_size()
-    if not _on_gpu(query):
-        return True
-    return not _misleads_cudnn(query, value) and all(_aligned(x, multiple) is x for x in (query, key, value))
-
-
 def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the output of a call with a size of 0, which is differentiable: empty, or zeros where there are no keys.
 
@@ -336,14 +326,6 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
     if mask.dtype == torch.bool and mask.stride(-1) != 1:
         return mask.clone(memory_format=torch.contiguous_format)
     return mask
-
-
-def form_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> tuple[torch.Size, tuple[int, ...]] | None:
-    """Return size and strides of the view of a bool mask that `sdpa` hands to PyTorch; None if it is no view."""
-    if mask.dtype != torch.bool:
-        return None
-    made = _mask_for_sdpa(mask[(None,) * (2 - mask.dim())], query, kv_len)
-    return (made.shape, made.stride()) if made.data_ptr() == mask.data_ptr() else None
 
 
 def _is_read_in_place(

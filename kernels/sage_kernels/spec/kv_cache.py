@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -131,12 +130,6 @@ class KVCache:
     def bytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(getattr(self, name).nbytes for name in (*self.PER_TOKEN, *self.PER_SEQUENCE))
-
-    @cached_property
-    def bytes_of_column(self) -> float:
-        """Return the bytes that one more column of one sequence takes, when it is in few bits."""
-        scales = self.channels // self.format.group if self.format.group else 4
-        return 2 * self.kv_heads * (2 * self.format.words(self.channels) + scales)
 
     def reserve(self, length: int) -> None:
         """Make room for so many columns, and for an eighth more where the tensors grow."""
