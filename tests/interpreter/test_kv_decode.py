@@ -1,6 +1,7 @@
 """The kernels of the low-bit KV cache: the reference's bits are stored, and float64 attention to them is computed."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +126,16 @@ def test_rows_without_a_key_are_zero():
     hidden = torch.zeros(2, 200, dtype=torch.bool)
     output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), hidden, 0.125)
     assert (output == 0).all()
+
+
+def test_launches_whose_first_repetition_gives_another_output_are_never_repeated(monkeypatch):
+    step, repeated = ("a step",), SimpleNamespace(is_checked=False)
+    monkeypatch.setattr(kv_decode, "_repeated", {step: repeated})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    output = torch.full((1, 3, 2, 4), torch.nan).transpose(1, 2)
+    assert kv_decode._checked(step, repeated, output, output.clone()).shape == output.shape
+    assert repeated.is_checked and kv_decode._repeated[step] is repeated
+    expected = output.clone()
+    expected[0, 0, 0, 0] = 1.0
+    assert kv_decode._checked(step, repeated, output, expected) is expected
+    assert kv_decode._repeated[step] is None
