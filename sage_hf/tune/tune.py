@@ -47,6 +47,8 @@ TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
 
 SECONDS, COMPILING = 240.0, 0.45
 """Time of a measurement, and the share of it after which no compilation begins."""
+FITTING = 0.15
+"""Share of the seconds that fitting the curves takes, behind the measuring."""
 
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
@@ -103,7 +105,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
 
     Args:
         device: a CUDA device that does nothing else meanwhile.
-        seconds: how long to compile and to measure; the calls that are left then are left out.
+        seconds: how long to compile, to measure and to fit; the calls that are left then are left out.
         progress: called with a text for each stage.
 
     Raises:
@@ -120,7 +122,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     own = [(name, case) for case in todo for name in names_for(case) if name not in BACKENDS]
     compiled = compile_kernels(device, own, COMPILING * seconds)
     progress(f"compiled for {compiled:,} calls in {passed():.0f} s; measuring {len(todo)} calls")
-    found = list(measure_points(device, todo, seconds - passed()))
+    found = list(measure_points(device, todo, (1 - FITTING) * seconds - passed()))
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     calls = len({(one.sizes, one.mask, one.causal) for one in found})
