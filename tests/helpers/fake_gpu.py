@@ -33,10 +33,10 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(trace.Trace, "stand_in", lambda self, x, device=None: stand_in(self, x, DEVICE))
 
 
-def pack(kernel, grid, arguments, options) -> trace.PackedLaunch:
+def pack(kernel, grid, arguments, options, dependent=False) -> trace.PackedLaunch:
     """Pack a Triton launch without compiling it: its addresses, one after the other."""
     tensors = [getattr(value, "base", value) for value in arguments.values()]
     addresses = [x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)]
     places = tuple(range(0, 8 * len(addresses), 8))
     packed = struct.pack(f"<{len(addresses)}Q", *addresses)
-    return trace.PackedLaunch(1, (*grid, 1, 1)[:3], 128, 0, False, packed, places, places)
+    return trace.PackedLaunch(1, (*grid, 1, 1)[:3], 128, 0, dependent, packed, places, places)

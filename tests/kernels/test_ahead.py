@@ -119,9 +119,9 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(monkeypatch, causal, 
             return described(value.base), value.shape, value.strides, value.block_shape
         return (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
-    def note(names, kernel, grid, arguments, options):
+    def note(names, kernel, grid, arguments, options, dependent=False):
         names.append((kernel.__name__, {name: described(value) for name, value in arguments.items()}, options))
-        return fake_gpu.pack(kernel, grid, arguments, options)
+        return fake_gpu.pack(kernel, grid, arguments, options, dependent)
 
     launched, compiled = [], []
     fake_gpu.install(monkeypatch)
