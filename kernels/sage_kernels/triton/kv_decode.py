@@ -46,8 +46,8 @@ class Config:
     num_stages: int
 
 
-CONFIGS = {4: Config(64, 2, 3), 8: Config(32, 2, 3)}
-"""By bits: the fastest on an H100 of head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
+LARGE_SHARED = Config(32, 2, 3)
+"""As fast as any on an H100 with head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
 SMALL_SHARED = Config(32, 4, 2)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
 MAX_REPEATED = 256
@@ -55,10 +55,9 @@ _repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
 """By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
 
 
-def config_for(bits: int, capability: tuple[int, int]) -> Config:
-    """Return the configuration for codes of so many bits on a GPU."""
-    has_large_shared = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
-    return CONFIGS[bits] if has_large_shared else SMALL_SHARED
+def config_for(capability: tuple[int, int]) -> Config:
+    """Return the configuration for a GPU."""
+    return LARGE_SHARED if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else SMALL_SHARED
 
 
 def decode(
@@ -83,7 +82,7 @@ def decode(
     batch, q_heads, q_len, head_dim = query.shape
     device, pairs = cache.device, batch * cache.kv_heads
     rows = max(8, triton.next_power_of_2(q_heads // cache.kv_heads * q_len))
-    config, waves = config_for(cache.format.bits, capability), FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
+    config, waves = config_for(capability), FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
     tiles = -(-max(cache.coded_after(q_len), 1) // (config.warp_tokens * config.num_warps))
     parts = max(1, min(waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
