@@ -38,6 +38,7 @@ from sage_hf.bench.model_inputs import Draw, flux
 from sage_hf.bench.models import Loaded, Model
 from sage_hf.bench.results import Row, reason
 from sage_hf.bench.timing import synchronize
+from sage_hf.diffusers import UnsupportedAttentionError
 
 NAMES = {
     "hunyuanvideo": "hunyuanvideo-720p",
@@ -272,8 +273,8 @@ class Applied:
         config: Any = config_of(self.provider)
         if config is not None:
             self.handle = sage_hf.apply(self.loaded.module, config)
-        elif isinstance(self.sharded, Sharded) and self.sharded.module._cp_plan is None:
-            raise NotImplementedError("diffusers has no plan for this model")
+        elif isinstance(self.sharded, Sharded) and getattr(self.sharded.module, "_cp_plan", None) is None:
+            raise UnsupportedAttentionError("diffusers has no plan for this model")
         self.sharded()
         return torch.no_grad()(self.loaded.step)
 

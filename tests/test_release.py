@@ -1,4 +1,4 @@
-"""What `make release-check` refuses to publish, and what people are asked for who report something."""
+"""Check what `make release-check` refuses to publish, and what people are asked for who report something."""
 
 import runpy
 import zipfile

@@ -302,7 +302,7 @@ def parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parallelism_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `enable_parallelism` is given, which needs several processes to run."""
+    """Record the arguments of `enable_parallelism`, which needs several processes to run."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(diffusers.ModelMixin, "enable_parallelism", lambda self, **kwargs: given.update(kwargs))
     return given

@@ -100,7 +100,7 @@ def test_an_installed_sageattention_keeps_its_backends_unless_the_plugin_is_name
 
 
 def test_a_server_that_hands_names_to_diffusers_can_name_our_recipes():
-    """As SGLang's diffusers backend does with what its command line says."""
+    """Do what SGLang's diffusers backend does with the name on its command line."""
     model = family("flux").build()
     model.set_attention_backend("sage2")
     assert {row.asked for row in sage_hf.explain(model).rows} == {"sage2"}

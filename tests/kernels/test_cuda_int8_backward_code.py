@@ -1,4 +1,4 @@
-"""What int8_backward.cu compiles to, and which calls the fused backward kernel serves. Needs no GPU."""
+"""Check what int8_backward.cu compiles to, and which calls the fused backward kernel serves, without a GPU."""
 
 import re
 from itertools import product
@@ -47,7 +47,7 @@ def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channel
 @pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 @pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
 def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
-    """Of the keys' warpgroups, where nothing is masked."""
+    """Return the loop of the keys' warpgroups in which nothing is masked."""
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     code = machine_code(int8_backward.kernels(channels, torch.bfloat16, False).backward.source.compile().image)
     assert code.main_loop.least <= limit

@@ -15,7 +15,7 @@ from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BIAS = tl.constexpr(1024.0)
-"""Of a code in the mantissa of a float16 (`kv_decode`)."""
+"""Offset of a code in the mantissa of a float16 (`kv_decode`)."""
 FLOAT16_MAX = tl.constexpr(65504.0)
 BLOCK_T = 32
 """Tokens of a program."""
