@@ -129,8 +129,9 @@ class _Training:
             *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options)[:-1]
         )
         if entry is not None:
-            # The forward pass has recurred, so its gradients will.
-            entry.consider(lambda: cache.traced(None, self.gradients, tensors, gradients), at_once=True)
+            # The forward pass has recurred, so its gradients will. A kernel may sum dQ in any order.
+            replayed = partial(cache.traced, None, self.gradients, tensors, gradients, rounds=True)
+            entry.consider(replayed, at_once=True)
         return gradients
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
