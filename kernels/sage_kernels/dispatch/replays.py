@@ -36,7 +36,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         call: the call.
         plan: what ran.
         mask: the caller's mask, 4-D; a call with another mask, made of the caller's, is not replayed.
-        result: what `run.run` returned.
+        result: what `run.compute` returned.
 
     Returns:
         The replay; None if more than launches depends on addresses and values, or nothing is gained.
