@@ -34,6 +34,14 @@ def nothing_known() -> Iterator[None]:
     cache.forget()
 
 
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """Equal calls give equal bits: PyTorch is to be deterministic."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run of the tests, the same for all workers."""

@@ -9,7 +9,7 @@ from sage_kernels.exact.gradients import Gradients
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
 from tests.helpers.layouts import LAYOUTS, lay_out
 
-pytestmark = pytest.mark.parametrize("recipe", TRAINING)
+pytestmark = [pytest.mark.parametrize("recipe", TRAINING), pytest.mark.usefixtures("repeatable")]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.helpers.judge_training import (
 # More elements than 32 bits can count: 1 × 136 × 131,072 × 128.
 HEADS, TOKENS, HEAD_DIM = 136, 131_072, 128
 
-pytestmark = [pytest.mark.parametrize("recipe", TRAINING), pytest.mark.usefixtures("enough_memory")]
+pytestmark = [pytest.mark.parametrize("recipe", TRAINING), pytest.mark.usefixtures("enough_memory", "repeatable")]
 
 
 def judge_heads(call: TrainingCall, kv_heads: tuple[int, ...]) -> None:
