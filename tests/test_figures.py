@@ -118,28 +118,6 @@ def what_untrained_sparsity_costs() -> str:
     return f"Half of the tiles leave {half} of {whole} clips right, a quarter {quarter}."
 
 
-def price_of_outlier_handling() -> str:
-    rows = pages.read_result("nvidia-h200-remedies")["rows"]
-
-    def more(recipe):
-        return span((row["after_ms"] / row["before_ms"] - 1 for row in rows if row["recipe"] == recipe), 1, 100)
-
-    return f"calls of `sage2` take {more('sage2')} % more time, calls of `sage1` {more('sage1')} %"
-
-
-def times_of_fp4_preparation() -> str:
-    sizes = (4, 32, 4096, 128)
-    found = {
-        row["kernels"]: f"{row['ms']:.3f} ms"
-        for row in pages.read_result("nvidia-h200-sage3")["rows"]
-        if row["phase"] == "all" and (row["batch"], row["heads"], row["tokens"], row["head_dim"]) == sizes
-    }
-    return (
-        f"At 4 × 32 × 4,096 × 128 it takes {found['cuda']} in CUDA C++ and {found['triton']} in Triton. "
-        f"Public SageAttention3 takes at least {found['sageattention3']}"
-    )
-
-
 FIGURES: list[tuple[str, Callable[[], str]]] = [
     ("accuracy.md", errors_of_trained_models),
     ("accuracy.md", growth_of_perplexity),
@@ -147,8 +125,6 @@ FIGURES: list[tuple[str, Callable[[], str]]] = [
     ("accuracy.md", share_on_gaussian_tensors),
     ("accuracy.md", cost_of_leaving_q_as_it_is),
     ("accuracy.md", largest_errors_beside_sinks),
-    ("kernel-speed.md", price_of_outlier_handling),
-    ("kernel-speed.md", times_of_fp4_preparation),
     ("sparse.md", what_sparse_models_learned),
     ("sparse.md", what_untrained_sparsity_costs),
 ]

@@ -120,7 +120,7 @@ def packed_attention(
     """
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    checks.check_kinds(query, key, value, None, scale)
+    checks.check_kinds(query, key, value, None, options)
     query, key, value = map(as_one_sequence, (query, key, value))
     output, lse = attend(query, key, value, None, blocks, lengths, options)
     return output.squeeze(0).transpose(0, 1), lse.squeeze(0) if return_lse else lse
@@ -141,73 +141,31 @@ def attend(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `attention`, by the operator; packed sequences, whose `lengths` are given, lie in one batch element."""
-    checks.check_causal(options.is_causal)
-    checks.check_kinds(query, key, value, mask, options.scale)
+    checks.check_kinds(query, key, value, mask, options)
     refuse_tangents(query, key, value, mask)
     return torch.ops.sage_kernels.attention(query, key, value, mask, *Arguments.of(blocks, lengths, options))
-
-
-def log_sum_exp(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    causal_offset: int = 0,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Return the exact log-sum-exp of each row's scores, (batch, q_heads, q_len) float32; see `attention`."""
-    return torch.ops.sage_kernels.log_sum_exp(query, key, mask, is_causal, causal_offset, scale)
-
-
-def find(
-    kind: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    blocks: BlockList | None,
-    options: Options,
-    grad: bool = False,
-) -> cache.Entry | None:
-    """Return the cache's entry for a call (`cache.find`)."""
-    lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
-    return cache.find(kind, (query, key, value, mask, *lists), (*options, *sizes), grad)
-
-
-def replay(
-    prepared: cache.Replay,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    blocks: BlockList | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Announce and replay a call that `find` found."""
-    run.announce(prepared.plan)
-    result: tuple[torch.Tensor, torch.Tensor | None] = prepared(query, key, value, mask, *(blocks or ())[:2])
-    return result
 
 
 def forward(
     call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Plan, announce and run a call without gradients, outside of operators; see `run.run`.
+    """Plan, announce and run a call without gradients, outside of operators; returned is what `run.compute` returns.
 
     Args:
-        call: a call of `checked_call`.
+        call: the call.
         mask: the caller's mask, 4-D.
         fallback: the caller's.
-        entry: what `find` knows of the call.
+        entry: what the cache of replays knows of the call.
     """
-    plan = run.plan_of(call, fallback)
-    result = run.run(call, plan)
+    plan = run.choose(run.request_of(call), fallback)
+    run.announce(plan)
+    result = run.compute(call, plan)
     if entry is not None:
         entry.consider(partial(replays.of_call, call, plan, mask, result))
     return result
 
 
-def checked_call(
+def new_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -216,10 +174,12 @@ def checked_call(
     lengths: Lengths | None,
     options: Options,
 ) -> Call:
-    """Check the arguments of `attend`, which raises the errors that `attention` documents; return the call."""
-    checks.check_tensors(query, key, value, mask)
+    """Make a call of tensors that `checks.check_tensors` passes.
+
+    Raises:
+        ValueError: a head_dim is 0, or the block list does not fit.
+    """
     checks.check_head_dims(query, value)
-    checks.check_lengths(query, key, lengths)
     bias = mask
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
         bias = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
@@ -239,11 +199,17 @@ def _attention(
     """Replay a call without gradients, or run it as an operator does: with outputs that have memory of their own."""
     given = Arguments(*arguments)
     blocks, lengths, options = given.blocks, given.lengths, given.options
-    entry = find("attention", query, key, value, mask, blocks, options) if lengths is None else None
+    lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
+    entry = None
+    if lengths is None:
+        entry = cache.find("attention", (query, key, value, mask, *lists), (*options, *sizes))
     if entry is not None and entry.replay is not None:
-        output, lse = replay(entry.replay, query, key, value, mask, blocks)
+        run.announce(entry.replay.plan)
+        output, lse = entry.replay(query, key, value, mask, *lists)
     else:
-        call = checked_call(query, key, value, mask, blocks, lengths, options)
+        checks.check_tensors(query, key, value, mask)
+        checks.check_lengths(query, key, lengths)
+        call = new_call(query, key, value, mask, blocks, lengths, options)
         output, lse = forward(call, mask, options.fallback, entry)
     output = with_tokens_first(output)
     return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)

@@ -37,8 +37,7 @@ def attend_packed(
     Raises:
         ValueError, TypeError, KernelUnavailableError: see `sage_hf.sage_attention`; also if lengths do not fit.
     """
-    checks.check_causal(options.is_causal)
-    checks.check_kinds(query, key, value, None, options.scale)
+    checks.check_kinds(query, key, value, None, options)
     lengths = lengths._replace(
         cu_seqlens_q=lengths.cu_seqlens_q.int(),
         cu_seqlens_k=lengths.cu_seqlens_k.int(),

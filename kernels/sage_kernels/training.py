@@ -79,6 +79,8 @@ def attention(
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    checks.check_kinds(query, key, value, None, options)
+    refuse_tangents(query, key, value)
     output, lse = attend(query, key, value, valid, blocks, None, options)
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -119,7 +121,8 @@ def packed_attention(
     """
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    checks.check_kinds(query, key, value, None, scale)
+    checks.check_kinds(query, key, value, None, options)
+    refuse_tangents(query, key, value)
     query, key, value = map(as_one_sequence, (query, key, value))
     output, _ = attend(query, key, value, None, blocks, lengths, options)
     return output.squeeze(0).transpose(0, 1)
@@ -134,10 +137,10 @@ def attend(
     lengths: Lengths | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attention`; packed sequences, whose `lengths` are given, lie in one batch element and have no LSE."""
-    checks.check_causal(options.is_causal)
-    checks.check_kinds(query, key, value, None, options.scale)
-    refuse_tangents(query, key, value)
+    """Do as `attention` for tensors that `checks.check_kinds` passes, without tangents.
+
+    Packed sequences, whose `lengths` are given, lie in one batch element and have no LSE.
+    """
     given = Arguments.of(blocks, lengths, options)[:-1]
     output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *given)
     if not options.return_lse:

@@ -187,11 +187,16 @@ class Queue:
         return start.elapsed_time(end)
 
     def gpu_us(self, call: Call, ms: float, replays: int) -> float:
-        """Return the GPU's time for a call in microseconds, the median of some replays of about so long each."""
-        call()
+        """Return the GPU's time for a call in microseconds, the median of some replays of about so long each.
+
+        Before them the GPU is kept busy: else short ones would wait for the host's launches.
+        """
+        for _ in range(SETTLING_CALLS):
+            call()
         count = max(1, min(MAX_CAPTURED, int(ms / self.once_ms(call))))
         graph = self._capture(call, count)
         graph.replay()
+        torch.cuda._sleep(REPLAY_CYCLES)
         marks = [self._mark()]
         for _ in range(replays):
             graph.replay()

@@ -38,7 +38,11 @@ def is_pretrained_model(module: object) -> bool:
 
 def implementation_of(layer_or_config: Any) -> str | None:
     """Return the `attn_implementation` of a config, or of a layer's config; None if there is none."""
-    config = getattr(layer_or_config, "config", layer_or_config)
+    return implementation_of_config(getattr(layer_or_config, "config", layer_or_config))
+
+
+def implementation_of_config(config: Any) -> str | None:
+    """Return the `attn_implementation` of a config; None if there is none."""
     implementation: str | None = getattr(config, "_attn_implementation", None)
     return implementation
 

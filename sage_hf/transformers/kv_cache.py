@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub.utils import logging
@@ -21,7 +21,7 @@ from sage_hf import kv_notes
 from sage_hf.attributes import CAUSALITY
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.bridge import implementation_of
+from sage_hf.transformers.bridge import implementation_of_config
 from sage_hf.transformers.keywords import sort_keywords
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
@@ -35,7 +35,20 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 _warned: set[str] = set()
+
+
+def eagerly(method: Method) -> Method:
+    """Have the compiler run a method as it is; a call that is not compiled does without the cost of that."""
+    disabled = torch.compiler.disable(method)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return cast(Method, run)
 
 
 class QuantizedKVCache(Cache):
@@ -101,6 +114,7 @@ class QuantizedLayer(DynamicLayer):
         self.cache: KVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_handed_on = True
+        self.noted_size: tuple[int, int] | None = None
 
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Decide by the first K and V whether the layer is quantised."""
@@ -120,7 +134,7 @@ class QuantizedLayer(DynamicLayer):
             self.cache = KVCache(get_format(self.note.format), key)
             self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
 
-    @torch.compiler.disable
+    @eagerly
     def update(
         self,
         key_states: torch.Tensor,
@@ -151,7 +165,7 @@ class QuantizedLayer(DynamicLayer):
             return super().update(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
-        implementation = implementation_of(self.config)
+        implementation = implementation_of_config(self.config)
         if kwargs is not None and self.is_handed_on and implementation in NAMES:
             self.pending = key_states, value_states
             kwargs[HANDLE] = self
@@ -167,7 +181,7 @@ class QuantizedLayer(DynamicLayer):
         self._store(None, key_states, value_states, None)
         return whole
 
-    @torch.compiler.disable
+    @eagerly
     def attend(
         self,
         module: nn.Module,
@@ -198,10 +212,11 @@ class QuantizedLayer(DynamicLayer):
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
             valid = _keys_of(mask, query.shape[2], past)
             output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
-            self._note(kernel, why)
+            self.note.kernels[kernel] = why
+            self._note_size()
             return output.transpose(1, 2).contiguous(), None
         if past:
-            self._note(WHOLE, reason)
+            self.note.kernels[WHOLE] = reason
         result = forward(module, query, *self._with_past(key, value), mask, scaling=scaling, **keywords)
         valid = None if past or mask is None else mask if mask.dim() == 2 else _keys_of(mask, query.shape[2], past)
         self._store(query, key, value, valid)
@@ -304,13 +319,12 @@ class QuantizedLayer(DynamicLayer):
         self.is_handed_on = False
         self._store(None, key, value, None)
 
-    def _note(self, kernel: str, reason: str) -> None:
-        self.note.kernels[kernel] = reason
-        self._note_size()
-
     def _note_size(self) -> None:
         assert self.cache is not None
-        self.note.tokens, self.note.bytes[self.number] = self.cache.length, self.cache.bytes
+        self.note.tokens = self.cache.length
+        size = self.cache.batch, self.cache.capacity
+        if size != self.noted_size:
+            self.noted_size, self.note.bytes[self.number] = size, self.cache.bytes
 
     def _note_whole(self, reason: str) -> None:
         self.note.kernels[WHOLE] = reason

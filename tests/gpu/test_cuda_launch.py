@@ -1,6 +1,5 @@
-"""CUDA C++ kernels get their arguments, run where and when they should, and read tensors through tensor maps."""
+"""CUDA C++ kernels get their arguments, wait for the kernel before, and read tensors through tensor maps."""
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,8 +27,6 @@ extern "C" __global__ void copy(COPY_PARAMETERS) {
   *copied = given;
   copied->narrow += more;
 }
-
-extern "C" __global__ void visit(VISIT_PARAMETERS) { atomicAdd(x + blockIdx.x * blockDim.x + threadIdx.x, 1); }
 
 extern "C" __global__ void unlike(int* x, int64 value) {}
 
@@ -76,7 +73,6 @@ extern "C" __global__ void consume(CONSUME_PARAMETERS) {
 }
 #endif
 """
-SLEEP = 100_000_000  # clocks
 Ints = Annotated[torch.Tensor | None, CType("int*", "Q", 8)]
 
 
@@ -102,11 +98,6 @@ class Copy:
     out: Bytes
     given: Given
     more: Int
-
-
-@dataclass(slots=True)
-class Visit:
-    x: Ints
 
 
 @dataclass(slots=True)
@@ -141,13 +132,11 @@ class Consume:
 PARAMETERS = {
     "add": Add,
     "copy": Copy,
-    "visit": Visit,
     "last_byte": LastByte,
     "read_box": ReadBox,
     "produce": Produce,
     "consume": Consume,
 }
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,10 +175,6 @@ def launch(
     launch_kernel(launched, blocks, PARAMETERS[name](*args), device, dependent=dependent)
 
 
-def add(x: torch.Tensor, value: int = 1, **macros: int | str) -> None:
-    launch("add", x, value, threads=x.numel(), device=x.device, **macros)
-
-
 def test_a_kernel_gets_its_parameters(device):
     x = torch.zeros(4, device=device)
     out = torch.zeros(40, dtype=torch.uint8, device=device)
@@ -201,91 +186,11 @@ def test_a_kernel_gets_its_parameters(device):
     assert out[32:].view(torch.int64).item() == -(2**40)
 
 
-@pytest.mark.parametrize(("blocks", "threads"), [(3, 5), (70_000, 32)])
-def test_every_thread_of_every_block_runs_once(blocks, threads, device):
-    visits = torch.zeros(blocks * threads + 1, dtype=torch.int32, device=device)
-    launch("visit", visits, blocks=blocks, threads=threads)
-    assert (visits[:-1] == 1).all()
-    assert visits[-1].item() == 0
-
-
-def test_no_blocks_run_nothing(device):
-    visits = torch.zeros(1, dtype=torch.int32, device=device)
-    launch("visit", visits, blocks=0)
-    assert visits.item() == 0
-
-
 def test_a_block_can_have_all_of_the_shared_memory(device):
     out = torch.zeros(1, dtype=torch.uint8, device=device)
     limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     launch("last_byte", out, limit, shared_bytes=limit, device=device)
     assert out.item() == 7
-
-
-def test_macros_tell_kernels_apart(device):
-    x = torch.zeros(2, dtype=torch.int32, device=device)
-    for times in (1, 10, 1):
-        add(x, TIMES=times)
-    assert x.tolist() == [12, 12]
-
-
-def test_it_runs_on_the_current_stream(device):
-    x = torch.zeros(32, dtype=torch.int32, device=device)
-    add(x, 0)
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        torch.cuda._sleep(SLEEP)
-        x.fill_(5)
-        add(x)
-        torch.cuda.current_stream(device).synchronize()
-    assert x.tolist() == [6] * 32
-
-
-def test_a_thread_that_never_used_the_gpu_can_launch(device, hopper):
-    x = torch.arange(16 * 32, dtype=torch.int32, device=device).view(torch.float32).view(16, 32)
-    out = torch.zeros(16 * 128, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)
-    errors = []
-
-    def work() -> None:
-        try:
-            read_box(x, (16, 32), 0, (0, 0), out)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert errors == []
-    torch.cuda.synchronize(device)
-    assert torch.equal(out, x.view(torch.uint8).flatten())
-
-
-@two_gpus
-def test_each_device_has_its_own_kernel_and_the_current_device_stays():
-    tensors = [torch.zeros(32, dtype=torch.int32, device=f"cuda:{index}") for index in (1, 0, 1)]
-    for x in tensors:
-        add(x)
-    assert torch.cuda.current_device() == 0
-    assert [x.tolist() for x in tensors] == [[1] * 32] * 3
-    with pytest.raises(ValueError, match="x is on cuda:1, but the kernel runs on cuda:0"):
-        launch("add", tensors[0], 1, device=torch.device("cuda:0"))
-
-
-@pytest.mark.parametrize("first", ["before the capture", "in the capture"])
-def test_a_graph_captures_and_replays_it(first, device):
-    x = torch.zeros(32, dtype=torch.int32, device=device)
-    times = {"before the capture": 100, "in the capture": 101}[first]
-    if first == "before the capture":
-        add(x, 0, TIMES=times)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        add(x, TIMES=times)
-        add(x, TIMES=times)
-    assert x.tolist() == [0] * 32
-    for _ in range(3):
-        graph.replay()
-    assert x.tolist() == [6 * times] * 32
 
 
 @pytest.mark.parametrize("dependent", [False, True])
@@ -365,16 +270,6 @@ def test_tma_reads_boxes_by_tensor_maps(x, box, swizzle, where, device, hopper):
     assert torch.equal(out.cpu(), swizzled(expected, swizzle))
 
 
-@two_gpus
-def test_tma_reads_tensors_of_each_device(hopper):
-    for index in (1, 0):
-        x = bits(16, 32, dtype=torch.uint8).to(f"cuda:{index}")
-        out = torch.zeros(512, dtype=torch.uint8, device=x.device)
-        read_box(x, (16, 32), 0, (0, 0), out)
-        assert torch.equal(out, x.flatten())
-    assert torch.cuda.current_device() == 0
-
-
 def test_a_box_that_tma_cannot_read_is_refused(device, hopper):
     with pytest.raises(ValueError, match=r"box \(257, 16\).*CUDA_ERROR_INVALID_VALUE"):
         tensor_map(torch.zeros(512, 16, dtype=torch.int8, device=device), (257, 16), 0)
@@ -385,7 +280,7 @@ def test_a_box_that_tma_cannot_read_is_refused(device, hopper):
     [
         ({"name": "absent"}, RuntimeError, r"absent of kernels\.cu.*CUDA_ERROR_NOT_FOUND"),
         ({"name": "unlike"}, TypeError, r"unlike of kernels\.cu has parameters of \[8, 8\] .*the host packs \[8, 4\]"),
-        ({"given": Visit(None)}, TypeError, r"Add.* is needed, was given .*Visit"),
+        ({"given": Produce(None)}, TypeError, r"Add.* is needed, was given .*Produce"),
         ({"given": Add(torch.zeros(1), 1)}, ValueError, "x is on cpu"),
         ({"threads": 2048}, RuntimeError, r"add of kernels\.cu: 1 blocks of 2048 threads.*CUDA_ERROR_INVALID_VALUE"),
         ({"shared_bytes": 2**20}, RuntimeError, r"add of kernels\.cu: .*1048576 bytes.*CUDA_ERROR_INVALID_VALUE"),

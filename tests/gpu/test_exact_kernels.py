@@ -132,10 +132,10 @@ def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kin
     if reason := get_exact(name).unsupported(dispatch.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(dispatch.request_of(call), kernel=name)
-    replay = replays.of_call(call, plan, call.mask.tensor, dispatch.run(call, plan))
+    replay = replays.of_call(call, plan, call.mask.tensor, dispatch.compute(call, plan))
     for seed in range(1, 3):
         other = draw_call(device, sizes, 64, kind, seed=seed)
-        expected, _ = dispatch.run(other, plan)
+        expected, _ = dispatch.compute(other, plan)
         output, _ = replay(other.query, other.key, other.value, other.mask.tensor)
         assert torch.equal(output, expected)
     assert len(repeated) == 2

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward
 from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference import backward as reference_backward
+from sage_kernels.replay.cache import are_equal_to_rounding
 from tests.helpers.judge_training import Draw, TrainingCall, assert_equal, judge_training
 from tests.helpers.layouts import LAYOUTS, lay_out
 from tests.helpers.pairwise import pairwise
@@ -141,6 +143,17 @@ def test_reruns_are_equal_to_the_bit_where_pytorch_is_deterministic(head_dim, is
         assert_equal(gradients(call, "int32", kept), fixed)
         assert_equal(gradients(call, "float32", kept)[1:], floating[1:])
     assert_equal(floating[1:], fixed[1:])
+
+
+def test_repeated_gradients_are_replayed_though_sums_are_taken_in_any_order(device, caplog):
+    caplog.set_level("INFO", "sage_kernels.replay.cache")
+    tensors = [torch.randn(1, 3, 1031, 128, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    found = []
+    for _ in range(4):
+        output = sage_attention(*tensors, recipe="sage_bwd", fallback="error")
+        found.append(torch.autograd.grad(output.square().sum(), tensors))
+    assert not caplog.records  # of calls that are not replayed
+    assert all(are_equal_to_rounding(gradients, found[0]) for gradients in found)
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 2.0**40])

@@ -320,7 +320,7 @@ BAD_CALLS = {
     "nested mask": (
         lambda q, k, v: ((q, k, v), {"attn_mask": nested(q, torch.strided)}),
         TypeError,
-        "attn_mask is a n",
+        "mask is a nested",
     ),
     "bool tensors": (lambda q, k, v: ((q > 0, k > 0, v > 0), {}), TypeError, "torch.bool; expected a dense one"),
     "scale text": (lambda q, k, v: ((q, k, v), {"scale": "a"}), TypeError, "scale must be a number or None; got str"),
@@ -331,7 +331,7 @@ BAD_CALLS = {
     "mask device": (
         lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(70, 90, device="meta").bool()}),
         ValueError,
-        "attn_mask is on meta",
+        "mask is on meta",
     ),
     "mask type": (lambda q, k, v: ((q, k, v), {"attn_mask": [1.0]}), TypeError, "got list"),
     "no tensor": (lambda q, k, v: ((None, k, v), {}), TypeError, "must be tensors; got NoneType"),

@@ -118,7 +118,7 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     call = Call(query, key, key, get_recipe("exact"), **options)
     plan = exact_plan(run.request_of(call), kernel="fa3")
     expected, _ = sdpa.attention(query, key, key, **options)
-    output, _ = run.run(call, plan)
+    output, _ = run.compute(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     replayed, _ = replays.of_call(call, plan, None, (output, None))(query, key, key, None)
     assert torch.equal(replayed, output)

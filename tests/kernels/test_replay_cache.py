@@ -261,6 +261,19 @@ def test_outputs_are_compared_bit_by_bit():
     assert cache.are_same([transposed], [transposed.contiguous()])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_any_order_are_compared_to_rounding_in_each_row(dtype):
+    x = torch.randn(3, 5, 8).to(dtype)
+    x[0] *= 1000
+    x[1, 2, 3] = torch.nan
+    assert cache.are_equal_to_rounding([x, None], [(x * (1 + torch.finfo(dtype).eps)).to(dtype), None])
+    stale = x.clone()
+    stale[2, 4] = stale[2, 3]
+    for other in (x.nan_to_num(), x.float(), x[:2], stale, None):
+        assert not cache.are_equal_to_rounding([x], [other])
+    assert not cache.are_equal_to_rounding([x], [x, x])
+
+
 def test_nothing_is_prepared_while_a_graph_is_captured(monkeypatch, replayed):
     """Captured launches have given nothing yet."""
     tensors = draw()

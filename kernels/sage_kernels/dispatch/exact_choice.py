@@ -14,9 +14,8 @@ import torch
 
 from ..runtime import dynamo, torch_private
 from ..runtime.hardware import capability_of
-from ..spec.call import Mask, MaskKind
+from ..spec.call import Call, Mask, MaskKind
 from ..spec.derivatives import has_tangent
-from ..spec.layout import is_aligned
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import cost_model, run
@@ -73,13 +72,8 @@ def why_exact_gradients(
     if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
         return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), mask.kind, *head_dims)
-    aligned = query.is_cuda and all(is_aligned(x) for x in (query, key, value))
-    request = replace(
-        Request.of(query, key, value, None, options.is_causal, recipe, grad=True),
-        aligned=aligned,
-        mask=mask.kind,
-        list_sizes=mask.list_sizes,
-    )
+    call = Call(query, key, value, get_recipe(recipe), mask, options.is_causal, options.causal_offset)
+    request = run.request_of(call, grad=True)
     reason = _why_no_kernel(request, fallback, run.choose)
     routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
     return reason or (why_slower(select(request)) if routed else "")

@@ -36,7 +36,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         call: the call.
         plan: what ran.
         mask: the caller's mask, 4-D; a call with another mask, made of the caller's, is not replayed.
-        result: what `run.run` returned.
+        result: what `run.compute` returned.
 
     Returns:
         The replay; None if more than launches depends on addresses and values, or nothing is gained.
@@ -129,8 +129,9 @@ class _Training:
             *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options)[:-1]
         )
         if entry is not None:
-            # The forward pass has recurred, so its gradients will.
-            entry.consider(lambda: cache.traced(None, self.gradients, tensors, gradients), at_once=True)
+            # The forward pass has recurred, so its gradients will. A kernel may sum dQ in any order.
+            replayed = partial(cache.traced, None, self.gradients, tensors, gradients, rounds=True)
+            entry.consider(replayed, at_once=True)
         return gradients
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:

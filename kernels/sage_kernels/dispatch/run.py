@@ -1,4 +1,4 @@
-"""The only way from a call to its kernels: plan, announce the plan, run."""
+"""The only way from a call to its kernels: `choose` a plan, `announce` it, `compute`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from ..exact import block_lists, masked_rows, sdpa
+from ..exact import attend, sdpa
 from ..runtime import dynamo, torch_private
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask
 from ..spec.checks import check_memory
 from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
-from ..spec.masks import with_causality
 from ..spec.operands import Saved
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
@@ -53,21 +52,6 @@ def request_of(call: Call, grad: bool = False) -> Request:
     )
 
 
-def attend(call: Call, fallback: Fallback) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a call without gradients by the best kernel for it.
-
-    Returns:
-        (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
-        may be None if it is not wanted.
-    """
-    return run(call, plan_of(call, fallback))
-
-
-def plan_of(call: Call, fallback: Fallback) -> Plan:
-    """Return the plan of a call without gradients; see `choose`."""
-    return choose(request_of(call), fallback)
-
-
 def choose(request: Request, fallback: Fallback) -> Plan:
     """Return the plan of `select.select`; kernels that never ran on such a GPU are checked first (`self_check`)."""
     plan = select(request, fallback)
@@ -76,14 +60,13 @@ def choose(request: Request, fallback: Fallback) -> Plan:
     return plan
 
 
-def run(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Announce the plan of a call without gradients, and run it; returned is what `attend` returns."""
-    announce(plan)
-    return compute(call, plan)
-
-
 def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a call without gradients by the kernels of its plan; see `run`."""
+    """Run a call without gradients by the kernels of its plan.
+
+    Returns:
+        (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
+        may be None if it is not wanted.
+    """
     if call.recipe.name != plan.recipe:
         call = replace(call, recipe=get_recipe(plan.recipe))
     with _without_autocast(call.query.device):
@@ -94,7 +77,7 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
                 if own.repeats:
                     precompile.compile_forward(call, plan, own.attend)
                 return own.attend(call), None
-            attend_exactly = _attend_exactly if plan.kernel == "sdpa" else _attend_without_cudnn
+            attend_exactly = partial(_attend_exactly, kernel=plan.kernel)
             return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
@@ -223,58 +206,24 @@ def _announce_while_compiling(recipe: str, reason: str) -> None:
         listener(recipe, reason)
 
 
-def _attend_exactly(
-    call: Call, by: Callable[..., torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by PyTorch's attention (`by`, as in `exact.sdpa`); rows that may attend to no key are 0."""
-    query, key, mask, is_causal = call.query, call.key, call.mask.tensor, call.is_causal
-    if call.mask.blocks is not None:
-        return block_lists.attend(
-            query,
-            key,
-            call.value,
-            call.mask.blocks,
-            mask=mask,
-            is_causal=is_causal,
-            causal_offset=call.causal_offset,
-            scale=call.scale,
-            return_lse=call.return_lse,
-        )
-    gqa = query.shape[1] != key.shape[1]
-    lower_right = is_causal and mask is None and 0 < call.causal_offset == key.shape[2] - query.shape[2]
-    if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, call.value, gqa):
-        return sdpa.sdpa(query, key, call.value, scale=call.scale, enable_gqa=gqa, lower_right=True), None
-    if is_causal and (call.causal_offset != 0 or mask is not None):
-        # PyTorch's other kernels support only one causal alignment, and no mask with it.
-        mask, is_causal = with_causality(mask, query, key, call.causal_offset), False
-    options: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": call.scale}
-    output = masked_rows.attend(query, key, call.value, enable_gqa=gqa, by=by, **options)
-    if not call.return_lse:
-        return output, None
-    return output, sdpa.log_sum_exp(query, key, **options)
-
-
-def _attend_without_cudnn(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend through another of PyTorch's backends than cuDNN."""
-    if shares_rows(call):
-        return _attend_groups_as_rows(call, sdpa.without_cudnn)
-    return _attend_exactly(call, sdpa.without_cudnn)
+def _attend_exactly(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend by PyTorch's attention, through any of its backends ("sdpa") or another than cuDNN's."""
+    query, key, value = call.query, call.key, call.value
+    shape, by = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
+    if by is not None and shares_rows(call):
+        # With a mask, PyTorch would want keys and values repeated for each query of their group: the queries are rows.
+        query = query.reshape(shape[0], key.shape[1], -1, shape[3])
+    lower_right = call.is_causal and call.mask.kind == "none" and 0 < call.causal_offset == key.shape[2] - shape[2]
+    if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, value, shape[1] != key.shape[1]):
+        return sdpa.sdpa(query, key, value, scale=call.scale, enable_gqa=True, lower_right=True), None
+    options = Options(call.is_causal, call.causal_offset, call.scale, return_lse=call.return_lse)
+    output, lse = attend.attend(query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, by=by)
+    return output.reshape(*shape[:3], value.shape[3]), None if lse is None else lse.reshape(shape[:3])
 
 
 def shares_rows(call: Call) -> bool:
-    """Return whether `_attend_groups_as_rows` runs an exact call without cuDNN."""
+    """Return whether queries of one group are rows of one head in an exact call without cuDNN."""
     return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
-
-
-def _attend_groups_as_rows(call: Call, by: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by `_attend_exactly` with the single queries that share keys and values as rows of one head.
-
-    With a mask, PyTorch would want keys and values repeated for each query of their group. The mask is one of keys.
-    """
-    batch, q_heads, _, head_dim = call.query.shape
-    rows = call.query.reshape(batch, call.key.shape[1], -1, head_dim)
-    output, lse = _attend_exactly(replace(call, query=rows), by)
-    return output.reshape(batch, q_heads, 1, -1), None if lse is None else lse.reshape(batch, q_heads, 1)
 
 
 def _attend_one_by_one(

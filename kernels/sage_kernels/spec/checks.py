@@ -9,6 +9,7 @@ import torch
 
 from ..runtime import torch_private
 from .layout import Lengths
+from .options import Options
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that recipes are defined for."""
@@ -20,14 +21,16 @@ def check_kinds(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float | None,
-    mask_name: str = "mask",
+    options: Options,
 ) -> None:
     """Raise TypeError or ValueError for arguments of a type, layout or dtype that no operator takes."""
+    is_causal = options.is_causal
+    if not isinstance(is_causal, (bool, torch.SymBool)):  # as PyTorch: to read a tensor is to wait for it
+        raise TypeError(f"is_causal must be a bool; got {type(is_causal).__name__}: use bool(is_causal)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"query, key and value must be tensors; got {type(tensor).__name__} as {name}")
-        if not _is_dense(tensor) or tensor.dtype not in DTYPES:
+        if tensor.is_nested or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{name} is a {_layout(tensor)} tensor of {tensor.dtype}; expected a dense one of float16, bfloat16 or "
                 "float32 (float64 runs exactly): pass the unquantised tensor, quantising is done inside; pad nested "
@@ -35,13 +38,13 @@ def check_kinds(
             )
     if mask is not None:
         if not isinstance(mask, torch.Tensor):
-            raise TypeError(f"{mask_name} must be a tensor or None; got {type(mask).__name__}")
-        if not _is_dense(mask) or mask.dtype not in (torch.bool, *DTYPES):
+            raise TypeError(f"the mask must be a tensor or None; got {type(mask).__name__}")
+        if mask.is_nested or mask.layout != torch.strided or mask.dtype not in (torch.bool, *DTYPES):
             raise TypeError(
-                f"{mask_name} is a {_layout(mask)} tensor of {mask.dtype}; expected a dense one, bool (True: may "
+                f"the mask is a {_layout(mask)} tensor of {mask.dtype}; expected a dense one, bool (True: may "
                 "attend) or floating: use mask.bool()"
             )
-    if scale is None:
+    if (scale := options.scale) is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None; got {type(scale).__name__}: use float(scale)")
@@ -49,18 +52,8 @@ def check_kinds(
         raise ValueError(f"scale must be finite; got {scale}")
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
 def _layout(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout)
-
-
-def check_causal(is_causal: object) -> None:
-    """Raise TypeError unless `is_causal` is a bool, as by PyTorch's attention: to read a tensor is to wait for it."""
-    if not isinstance(is_causal, (bool, torch.SymBool)):
-        raise TypeError(f"is_causal must be a bool; got {type(is_causal).__name__}: use bool(is_causal)")
 
 
 def check_memory(*tensors: torch.Tensor | None) -> None:
@@ -88,14 +81,12 @@ def check_tensors(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     enable_gqa: bool = True,
-    mask_name: str = "mask",
 ) -> None:
     """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one.
 
     Args:
         query, key, value, mask: of kinds that `check_kinds` passes.
         enable_gqa: whether query may have more heads than key.
-        mask_name: name of the mask in messages.
 
     Raises:
         ValueError: see above; it says what to do.
@@ -125,19 +116,17 @@ def check_tensors(
     if q_heads != kv_heads and (kv_heads == 0 or q_heads % kv_heads):
         raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} key heads: {shapes}")
     if mask is not None:
-        _check_mask(query, key, mask, mask_name)
+        if mask.device != query.device:
+            raise ValueError(
+                f"the mask is on {mask.device} but query is on {query.device}: move it with .to(query.device)"
+            )
+        full = (*query.shape[:3], key.shape[2])
+        sizes = (1,) * (4 - mask.dim()) + mask.shape
+        if mask.dim() > 4 or any(size not in (1, target) for size, target in zip(sizes, full, strict=True)):
+            raise ValueError(
+                f"the mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
+            )
     check_memory(query, key, value, mask)
-
-
-def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, name: str) -> None:
-    if mask.device != query.device:
-        raise ValueError(f"{name} is on {mask.device} but query is on {query.device}: move it with .to(query.device)")
-    full = (*query.shape[:3], key.shape[2])
-    missing = (1,) * (4 - mask.dim())
-    if mask.dim() > 4 or any(size not in (1, target) for size, target in zip(missing + mask.shape, full, strict=True)):
-        raise ValueError(
-            f"{name} of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
-        )
 
 
 def check_head_dims(query: torch.Tensor, value: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.repeated import Call
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
+from ..spec.layout import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BIAS = tl.constexpr(1024.0)
@@ -87,7 +88,7 @@ def step_call(
         group=query.shape[1] // cache.kv_heads,
         softmax_scale=scale,
         **strides("query", query.stride()[:3]),
-        BLOCK_T=max(2, triton.next_power_of_2(key.shape[2])),
+        BLOCK_T=max(2, power_of_two(key.shape[2])),
         BLOCK_M=rows.shape[1],
         OVERLAP=overlap,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.trace import NotRepeatableError
 from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
+from ..spec.layout import power_of_two
 from .kv_append import BIAS, step_call
 from .splitkv_forward import multiprocessors
 
@@ -35,6 +37,7 @@ OTHER_PARTS = tl.constexpr(2)
 FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 2, 16
 """Programs a multiprocessor where at most FEW_PAIRS (batch, KV head) pairs share it, and where more do."""
 MERGE_WARPS = 4
+STORED = *KVCache.PER_TOKEN, *KVCache.PER_SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,35 @@ def decode(
         capability: of the GPU.
     """
     batch, q_heads, q_len, head_dim = query.shape
-    device, pairs = cache.device, batch * cache.kv_heads
-    rows = max(8, triton.next_power_of_2(q_heads // cache.kv_heads * q_len))
+    device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
+    pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config, waves = config_for(capability), FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
-    tiles = -(-max(cache.coded_after(q_len), 1) // (config.warp_tokens * config.num_warps))
+    tiles = -(-max(coded_after, 1) // (config.warp_tokens * config.num_warps))
     parts = max(1, min(waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
     output = torch.empty(batch, q_len, q_heads, head_dim, dtype=query.dtype, device=device).transpose(1, 2)
     buffers = _Buffers(pairs, parts, rows, cache.channels, device)
-    changing = {name: getattr(cache, name).data_ptr() for name in (*cache.PER_TOKEN, *cache.PER_SEQUENCE)}
-    changing |= {"query": query.data_ptr(), "key": key.data_ptr(), "value": value.data_ptr()}
-    changing |= {"output": output.data_ptr(), **buffers.addresses, "length": cache.length, "coded": cache.coded}
-    changing |= {"coded_after": cache.coded_after(q_len), "capacity": cache.capacity}
+    changing = {name: getattr(cache, name).data_ptr() for name in STORED}
+    changing |= buffers.addresses()
+    changing["query"], changing["key"], changing["value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    changing["output"], changing["length"], changing["capacity"] = output.data_ptr(), cache.length, cache.capacity
+    changing["coded"], changing["coded_after"] = cache.coded, coded_after
     if valid is not None:
-        changing |= {"valid": valid.data_ptr(), "valid_stride": valid.stride(0)}
-    can = can_repeat(device) and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT
+        changing["valid"], changing["valid_stride"] = valid.data_ptr(), valid.stride(0)
+    can = can_repeat(device) and not (changing["query"] | changing["key"] | changing["value"]) % ALIGNMENT
     same = (
-        *(device, cache.format.name, cache.kv_heads, parts, scale, capability),
-        *(x for one in (query, key, value) for x in (one.shape, one.stride(), one.dtype)),
+        *(device, cache.format.name, parts, scale, capability, query.dtype, key.dtype, value.dtype),
+        *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
     )
     repeated = _repeated.get(same) if can else None
     if repeated is not None and (repeated.is_checked or not torch.cuda.is_current_stream_capturing()):
-        with torch.cuda.device(device):
-            repeated.run(torch.cuda.current_device(), changing)
+        current = torch.cuda.current_device()
+        with contextlib.nullcontext() if current == query.device.index else torch.cuda.device(device):
+            repeated.run(query.device.index, changing)
     if repeated is None or not repeated.is_checked:
         expected = output if repeated is None else torch.empty_like(output)
         calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability)
@@ -138,24 +143,36 @@ class _Buffers:
     """Memory of a step: Q as `step_call` prepares it, and the parts' outputs, maxima and sums."""
 
     def __init__(self, pairs: int, parts: int, rows: int, channels: int, device: torch.device) -> None:
-        sizes = {
-            "rows": (torch.float16, (pairs, rows, channels)),
-            "constants": (torch.float32, (pairs, 3, rows)),
-            "partial": (torch.float32, (pairs, parts, rows, channels)),
-            "statistics": (torch.float32, (pairs, parts, 2, rows)),
-        }
-        self.sizes, self.parts, self.places, end = sizes, parts, {}, 0
-        for name, (dtype, size) in sizes.items():
-            self.places[name], end = end, end + dtype.itemsize * math.prod(size)
-        self.memory = torch.empty(end, dtype=torch.uint8, device=device)
+        self.parts = parts
+        self.places, size = _places(pairs, parts, rows, channels)
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def addresses(self) -> dict[str, int]:
+        """Return the tensors' addresses by name."""
         start = self.memory.data_ptr()
-        self.addresses = {name: start + place for name, place in self.places.items()}
+        return {name: start + place for name, (place, _, _) in self.places.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor in this memory."""
-        dtype, size = self.sizes[name]
-        place = self.places[name]
+        place, dtype, size = self.places[name]
         return self.memory[place : place + dtype.itemsize * math.prod(size)].view(dtype).view(size)
+
+
+@lru_cache(maxsize=MAX_REPEATED)
+def _places(
+    pairs: int, parts: int, rows: int, channels: int
+) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
+    """Return where in a step's memory each tensor begins, its dtype and its shape; and the bytes of all."""
+    sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "rows": (torch.float16, (pairs, rows, channels)),
+        "constants": (torch.float32, (pairs, 3, rows)),
+        "partial": (torch.float32, (pairs, parts, rows, channels)),
+        "statistics": (torch.float32, (pairs, parts, 2, rows)),
+    }
+    places, end = {}, 0
+    for name, (dtype, size) in sizes.items():
+        places[name], end = (end, dtype, size), end + dtype.itemsize * math.prod(size)
+    return places, end
 
 
 def _calls(
@@ -226,8 +243,8 @@ def _calls(
         **strides("output", output.stride()[:3]),
         CHANNELS=cache.channels,
         ROWS=padded_rows,
-        PARTS=triton.next_power_of_2(parts),
-        AT_ONCE=min(64, triton.next_power_of_2(parts)),
+        PARTS=power_of_two(parts),
+        AT_ONCE=min(64, power_of_two(parts)),
         SIGN_BITS=sign_bits(cache.channels),
         OVERLAP=overlap,
         dependent=overlap,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -332,6 +333,7 @@ def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None
     return None if TritonKernel().unsupported(Request.of(query, key, key)) else _load("routing")
 
 
+@cache
 def _load(module: str) -> ModuleType:
     return import_module(f".{module}", __package__)
 
