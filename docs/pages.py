@@ -381,7 +381,7 @@ def peaked_models_errors() -> str:
 
 def language_models() -> str:
     """Return tables of the predictions of trained language models, on each device that measured them."""
-    paths = sorted(RESULTS.glob("*-trained_models.json"))
+    paths = sorted(RESULTS.glob("*-trained_models.json"), key=lambda path: (path.stem.startswith("cpu"), path))
     parts = []
     for result in map(read_result, (path.stem for path in paths)):
         where = "On a CPU, in float32, all recipes emulated:"

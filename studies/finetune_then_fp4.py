@@ -1,4 +1,4 @@
-"""Fine-tune a language model with exact and with INT8 attention, then let it answer with exact and with FP4 attention.
+"""Fine-tune a language model with exact, INT8 and FP8 attention, then let it answer with exact and with FP4 attention.
 
 python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/results
 
@@ -7,7 +7,8 @@ answers count in the loss. An answer behind the first UNSCORED tokens is right i
 one. The same seed draws the same problems for every training; those of the test are others.
 
 The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written when it
-is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share.
+is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share, "loss" the
+mean of the last tenth of the steps, and "tokens_per_second" the speed of the last half of the training's steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import fp8_training
 import torch
 import torch.nn.functional as F
 from kept_results import Results
@@ -32,7 +34,7 @@ from sage_hf.bench import results
 from sage_hf.text import markdown_table
 from sage_kernels.dispatch.select import set_routing
 
-TRAINING = ("exact", "sage_bwd")
+TRAINING = ("exact", "sage_bwd", fp8_training.NAME)
 INFERENCE = ("exact", "sage3", "sage3_paper")
 METHODS = ("lora", "full")
 RATE = {"lora": 1e-3, "full": 5e-5}
@@ -115,17 +117,25 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def train(model: Any, tokenizer: Any, recipe: str, method: str, seed: int, steps: int, batch: int) -> float:
-    """Train a model with the attention of a recipe, and return the mean loss of the last tenth of the steps."""
+def train(
+    model: Any, tokenizer: Any, training: str, method: str, seed: int, steps: int, batch: int
+) -> dict[str, float]:
+    """Train a model with an attention of TRAINING, and return "loss" and "tokens_per_second" of a row."""
     model.train()
-    use_recipe(model, recipe)
+    if training == fp8_training.NAME:
+        model.set_attn_implementation(training)
+    else:
+        use_recipe(model, training)
     device, draw, losses = model.device, random.Random(seed), []
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], RATE[method], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(steps - WARM_UP, 1))
     )
-    for _ in range(steps):
-        ids, labels = (x.to(device) for x in texts(tokenizer, draw, batch))
+    batches = [texts(tokenizer, draw, batch) for _ in range(steps)]
+    for step, drawn in enumerate(batches):
+        if step == steps // 2:
+            start = finished(device)
+        ids, labels = (x.to(device) for x in drawn)
         with autocast(device):
             logits = model(ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -135,8 +145,18 @@ def train(model: Any, tokenizer: Any, recipe: str, method: str, seed: int, steps
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    check_recipe(model, recipe)
-    return torch.stack(losses[-max(steps // 10, 1) :]).mean().item()
+    seconds = finished(device) - start
+    if training != fp8_training.NAME:
+        check_recipe(model, training)
+    loss = torch.stack(losses[-max(steps // 10, 1) :]).mean().item()
+    return {"loss": loss, "tokens_per_second": (steps - steps // 2) * batch * TOKENS / seconds}
+
+
+def finished(device: torch.device) -> float:
+    """Wait for a device, and return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @torch.no_grad()
@@ -160,8 +180,13 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     for method, training in dict.fromkeys((row["method"], row["training"]) for row in rows):
         mine = [row for row in rows if (row["method"], row["training"]) == (method, training)]
         cells = [[row["right"] for row in mine if row["inference"] == name] for name in INFERENCE]
-        lines.append([method, training, *(" / ".join(f"{right:.1%}" for right in cell) for cell in cells)])
-    return markdown_table(["trained", "with", *(f"right with {name}, a seed each" for name in INFERENCE)], lines)
+        of_training = [row for row in mine if row["inference"] == INFERENCE[0]]
+        losses = " / ".join(f"{row['loss']:.4f}" for row in of_training)
+        speed = max(row["tokens_per_second"] for row in of_training)
+        rights = (" / ".join(f"{right:.1%}" for right in cell) for cell in cells)
+        lines.append([method, training, losses, f"{speed:,.0f}", *rights])
+    header = ["trained", "with", "loss, a seed each", "tokens a second"]
+    return markdown_table([*header, *(f"right with {name}, a seed each" for name in INFERENCE)], lines)
 
 
 def main() -> None:
@@ -191,7 +216,7 @@ def main() -> None:
             break
         torch.manual_seed(seed)
         trained = trainable(model, args.method)
-        row["loss"] = train(trained, tokenizer, training, args.method, seed, args.steps, args.batch)
+        row |= train(trained, tokenizer, training, args.method, seed, args.steps, args.batch)
         rights = {name: score(trained, tokenizer, name, args.tested, args.batch) for name in INFERENCE}
         stored.add("rows", *(row | {"inference": name, "right": right} for name, right in rights.items()))
         print(f"{time.monotonic() - start:.0f} s", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from language_models import beginning, windows
 from torch import Tensor
 
 QUESTIONS = (
@@ -29,14 +30,17 @@ def answer(model: Any, ids: Tensor, **options: Any) -> list[int]:
 
 def prompts(tokenizer: Any, text: Tensor) -> dict[str, Tensor]:
     """Return prompts by their names, (1, tokens): questions as the model's chats have them, and a text to continue."""
-    found = {f"the first {CONTINUED} tokens of the text": text[None, :CONTINUED]}
+    (continued,) = windows(text, CONTINUED, 1, beginning(tokenizer))
+    found = {f"the first {CONTINUED} tokens of the text": continued}
     for question in QUESTIONS:
         if tokenizer.chat_template:
             chat = [{"role": "user", "content": question}]
             shown = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         else:
             shown = f"Question: {question}\nAnswer:"
-        found[question] = tokenizer(shown, add_special_tokens=False, return_tensors="pt").input_ids
+        found[question] = tokenizer(
+            shown, add_special_tokens=not tokenizer.chat_template, return_tensors="pt"
+        ).input_ids
     return found
 
 

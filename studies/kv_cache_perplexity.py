@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from greedy_answers import answer, prompts, same_beginning
-from language_models import Differences, Head, hidden_states, read_model, read_tokens
+from language_models import Differences, Head, beginning, hidden_states, read_model, read_tokens, windows
 from retrieval import hide
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -122,7 +122,7 @@ def main() -> None:
         print(table, row, f"{time.perf_counter() - start:.0f} s", flush=True)
 
     for tokens in args.tokens:
-        ids, haystack = text[None, :tokens], hide(tokenizer, text, tokens)
+        (ids,), haystack = windows(text, tokens, 1, beginning(tokenizer)), hide(tokenizer, text, tokens)
         exact: Tensor | None = None
         for format, make in CACHES.items():
             start = time.perf_counter()

@@ -44,6 +44,23 @@ def read_tokens(tokenizer: Any, texts: Sequence[Path]) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
+def beginning(tokenizer: Any) -> Tensor:
+    """Return the tokens, int64, that every text of a model begins with: BOS, or none."""
+    return torch.tensor(tokenizer("").input_ids, dtype=torch.int64)
+
+
+def windows(text: Tensor, tokens: int, samples: int, first: Tensor) -> list[Tensor]:
+    """Cut a text into parts (1, tokens), each behind the tokens `first`, and return at most `samples` of them.
+
+    Raises:
+        ValueError: the text is shorter than one part.
+    """
+    size, first = tokens - len(first), first.to(text.device)
+    if len(text) < size:
+        raise ValueError(f"the text has {len(text)} tokens, which are less than {size}")
+    return [torch.cat([first, part])[None] for part in text[: len(text) // size * size].split(size)[:samples]]
+
+
 @torch.no_grad()
 def check_head(model: Any) -> None:
     """Compare `Head` with the model's own logits of a few tokens.

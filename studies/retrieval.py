@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from language_models import Head
+from language_models import Head, beginning
 from torch import Tensor
 
 FACTS = (
@@ -78,10 +78,12 @@ def hide(tokenizer: Any, text: Tensor, tokens: int, turn: int = 0) -> Haystack:
     needles = [encode(f"\n\n{begin} {word}.\n\n") for begin, word in facts]
     questions = [(encode(f"\n\n{begin}"), encode(f" {word}")) for begin, word in facts]
     stop = encode(".")
-    room = tokens - sum(map(len, needles)) - sum(len(one) + len(other) + len(stop) for one, other in questions)
+    ids = beginning(tokenizer).tolist()
+    room = (
+        tokens - len(ids) - sum(map(len, needles)) - sum(len(one) + len(other) + len(stop) for one, other in questions)
+    )
     if room < len(facts):
         raise ValueError(f"{tokens} tokens are too few to hide {len(facts)} facts in")
-    ids: list[int] = []
     depths = [place / (len(facts) - 1) for place in range(len(facts))]
     cuts = [round(depth * room) for depth in depths]
     for begin, end, needle in zip([0, *cuts], cuts, needles, strict=False):

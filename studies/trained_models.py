@@ -27,7 +27,17 @@ from typing import Any
 import torch
 from greedy_answers import answer, prompts, same_beginning
 from kept_results import Results
-from language_models import Differences, Head, check_recipe, hidden_states, read_model, read_tokens, use_recipe
+from language_models import (
+    Differences,
+    Head,
+    beginning,
+    check_recipe,
+    hidden_states,
+    read_model,
+    read_tokens,
+    use_recipe,
+    windows,
+)
 from retrieval import FACTS, hide
 from torch import Tensor, nn
 from trained_models_table import markdown
@@ -93,17 +103,6 @@ def attend(
     with provider.context():
         output = prepared.call() * prepared.output_scale
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-def windows(text: Tensor, tokens: int, samples: int) -> list[Tensor]:
-    """Cut a text into parts (1, tokens), at most so many.
-
-    Raises:
-        ValueError: the text is shorter than one part.
-    """
-    if len(text) < tokens:
-        raise ValueError(f"the text has {len(text)} tokens, which are less than {tokens}")
-    return [part[None] for part in text[: len(text) // tokens * tokens].split(tokens)[:samples]]
 
 
 def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], name: str) -> dict[str, Any]:
@@ -179,7 +178,7 @@ class Run:
 
     def measure_rows(self, tokens: int, samples: int, name: str) -> None:
         """Measure the perplexity of parts of the text."""
-        parts = windows(self.text, tokens, samples)
+        parts = windows(self.text, tokens, samples, beginning(self.tokenizer))
         if tokens not in self.exact:
             use(self.model, EXACT)
             self.exact = {tokens: [hidden_states(self.model, part) for part in parts]}
