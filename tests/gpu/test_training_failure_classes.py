@@ -6,6 +6,7 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels import training
 from sage_kernels.exact.gradients import Gradients
+from sage_kernels.replay.cache import are_equal_to_rounding
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
 from tests.helpers.layouts import LAYOUTS, lay_out
 
@@ -150,7 +151,8 @@ def test_packed_sequences_have_the_gradients_they_have_alone(recipe, is_causal, 
         own_lengths = _starts(draw.lengths([stop - start], [k_stop - k_start]))
         expected = train(*alone, recipe, training.packed_attention, **own_lengths, is_causal=is_causal)
         own = [found.output[start:stop], found.query[start:stop], *(x[k_start:k_stop] for x in found[2:])]
-        assert_equal(own, expected)
+        assert torch.equal(own[0], expected[0])
+        assert are_equal_to_rounding(own[1:], expected[1:])  # by other kernels, or other parts of the keys
 
 
 def _starts(lengths):
