@@ -1,9 +1,9 @@
 """Cache of recurring calls: what layout, options and settings decide is found out once, then replayed.
 
 A replay is prepared at the second occurrence of a call, so a length that occurs once costs nothing. Its first output is
-compared with the ordinary call's, bit by bit; a call that cannot be replayed runs anew each time. A replay makes no
-checks, for the checks of the first call hold, and runs no operator of torch.library: it serves plain tensors outside of
-tracing, of transforms and of modes that want to see operators.
+compared with the ordinary call's, bit by bit, or to rounding where sums are taken in any order; a call that cannot be
+replayed runs anew each time. A replay makes no checks, for the checks of the first call hold, and runs no operator of
+torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to see operators.
 """
 
 from __future__ import annotations
