@@ -138,8 +138,8 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
     Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed, png of an image), with `compare` also
     `01-exact.mp4` and `01-side-by-side.mp4`; `report.json`, `report.md`. Each file is written
     atomically and as early as possible: after an error or Ctrl-C every existing file is finished, and the report says
-    that it is not complete. Of several processes the first one writes. A comparison goes prompt by prompt, so that the first one can be seen early and only one
-    prompt's frames are kept in memory.
+    that it is not complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one
+    prompt's frames are kept in memory. Of several processes, the first one writes.
 
     Args:
         options: what to render, and how.
