@@ -40,8 +40,8 @@ class Processes:
         started = _of_torchrun("WORLD_SIZE", 1)
         if self.number != started:
             raise ValueError(
-                f"--ulysses {self.ulysses} and --ring {self.ring} need {self.number} processes, and {started} run: start "
-                f"it by `torchrun --nproc-per-node {self.number}`, or give degrees whose product is {started}"
+                f"--ulysses {self.ulysses} and --ring {self.ring} need {self.number} processes, and {started} run: "
+                f"use `torchrun --nproc-per-node {self.number}`, or give degrees whose product is {started}"
             )
 
     @property
