@@ -1,6 +1,7 @@
 """Render prompts with HunyuanVideo: `generate_video.py` with defaults for this model.
 
     python examples/generate_hunyuanvideo.py --prompt "A cat walks on the grass, realistic."
+    torchrun --nproc-per-node 2 examples/generate_hunyuanvideo.py --ulysses 2 --prompt "A cat walks on the grass."
 
 Attention runs as `configs/hunyuanvideo.json` says; choose otherwise with `--recipe sage3` or `--config my.json`.
 Needs a GPU.

@@ -111,6 +111,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser, default_config: str 
         "--compare", action=argparse.BooleanOptionalAction, default=False, help="also with exact attention, same seed"
     )
     parser.add_argument("--fps", type=int, help="frames per second of the files (default: 8)")
+    sharded = "N processes of torchrun, a GPU each, split the tokens of a step, and "
+    parser.add_argument("--ulysses", type=int, default=1, metavar="N", help=f"{sharded}exchange tokens for heads")
+    parser.add_argument("--ring", type=int, default=1, metavar="N", help=f"{sharded}gather keys and values")
     parser.add_argument("--output", type=_path, default=Path("output"), metavar="DIR", help="default: output")
     _add_pipeline_arguments(parser)
     parser.set_defaults(**defaults)
@@ -347,7 +350,7 @@ def _generate(args: argparse.Namespace) -> None:
         "dtype",
         "device",
     )
-    names += ("cpu_offload", "vae_tiling", "fps", "output")
+    names += ("cpu_offload", "vae_tiling", "fps", "output", "ulysses", "ring")
     options = GenerateOptions(
         config=args.sage_config,
         label=Path(_name(args)).stem,
@@ -365,6 +368,8 @@ def _generate(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         files = f"{', '.join(written)} in {options.output}" if written else "nothing"
         raise KeyboardInterrupt(f"; written: {files}") from None
+    if not options.processes.is_first:
+        return
     if getattr(args, "html", None) is not None:
         from sage_hf.app.html_report import comparison_page
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from sage_hf.app.pipelines import (
     pick_device,
     tiny_video,
 )
+from sage_hf.app.processes import Processes
 from sage_hf.app.report import Report, VideoReport, device_name
 from sage_hf.app.video import side_by_side, write_video
 from sage_hf.apply import apply
@@ -66,9 +68,11 @@ class GenerateOptions:
         device: a device's name for `torch.device`; None: the first GPU, else the CPU.
         cpu_offload, vae_tiling: see `load_pipeline`.
         fps: frames per second of the files.
+        ulysses, ring: see `Processes`.
 
     Raises:
-        ValueError: a number is out of range, dtype or device is unknown, a prompt is empty, or there is no pipeline.
+        ValueError: a number is out of range, dtype or device is unknown, a prompt is empty, there is no pipeline, or
+            torchrun started another number of processes.
     """
 
     config: SageConfig
@@ -88,6 +92,13 @@ class GenerateOptions:
     cpu_offload: bool = False
     vae_tiling: bool = False
     fps: int | None = None
+    ulysses: int = 1
+    ring: int = 1
+
+    @property
+    def processes(self) -> Processes:
+        """Return the processes that render."""
+        return Processes(self.ulysses, self.ring)
 
     def __post_init__(self) -> None:
         for name in ("steps", "height", "width", "frames", "fps"):
@@ -103,7 +114,7 @@ class GenerateOptions:
                 raise ValueError("--prompt must not be empty")
             if any("\ud800" <= character <= "\udfff" for character in prompt):
                 raise ValueError(f"--prompt is not text in UTF-8: {prompt!r}")
-        torch_dtype(self.dtype, pick_device(self.device))
+        torch_dtype(self.dtype, self.processes.device_of(pick_device(self.device)))
         check_folder(self.output, "--output")
         if self.pretrained is None and tiny_video() is None:
             raise ValueError(
@@ -128,7 +139,7 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
     `01-exact.mp4` and `01-side-by-side.mp4`; `report.json`, `report.md`. Each file is written
     atomically and as early as possible: after an error or Ctrl-C every existing file is finished, and the report says
     that it is not complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one
-    prompt's frames are kept in memory.
+    prompt's frames are kept in memory. Of several processes, the first one writes.
 
     Args:
         options: what to render, and how.
@@ -139,26 +150,35 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
             the model has no attention, …; raised before anything is rendered.
         OSError: a file cannot be written, for example because the disk is full.
     """
-    with writable_folder(options.output, "--output"):
-        return _generate(options, on_written)
+    processes = options.processes
+    device = processes.device_of(pick_device(options.device))
+    folder = writable_folder(options.output, "--output") if processes.is_first else nullcontext()
+    with folder, processes.joined(device):
+        return _generate(options, device, on_written)
 
 
-def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> Report:
+def _generate(options: GenerateOptions, device: torch.device, on_written: Callable[[Path], None]) -> Report:
     pretrained = str(tiny_video()) if options.pretrained is None else folder_or_name(options.pretrained)
     defaults = generation_defaults(pretrained)
     prompts = options.prompts or tuple(defaults.get("prompts", ())[:2])
     if not prompts:
         raise ValueError("--prompt is needed: say what to render")
-    device = pick_device(options.device)
-    dtype = torch_dtype(options.dtype, device)
+    processes, dtype = options.processes, torch_dtype(options.dtype, device)
     pipe = load_pipeline(
-        pretrained, dtype=dtype, device=device, cpu_offload=options.cpu_offload, vae_tiling=options.vae_tiling
+        pretrained,
+        dtype=dtype,
+        device=device,
+        cpu_offload=options.cpu_offload,
+        vae_tiling=options.vae_tiling,
+        split=processes.split,
     )
     settings = call_settings(pipe, options, defaults)
-    job = _Job(pipe, settings, options.seed, device)
-    job.warm_up(prompts[0], lambda: apply(pipe, options.config))  # before the exact run, so that errors show early
+    job = _Job(pipe, settings, options.seed, device, processes.is_first)
+    # diffusers' own attention across processes fails in a ring on some versions of PyTorch.
+    baseline = nullcontext if processes.number == 1 else partial(apply, pipe, "exact")
+    job.warm_up(prompts[0], partial(apply, pipe, options.config))  # before the exact run, so that errors show early
     if options.compare:
-        job.warm_up(prompts[0], nullcontext)
+        job.warm_up(prompts[0], baseline)
     reserved = options.compare and _slug(options.label) in RESERVED_SLUGS
     label = f"sage {options.label}" if reserved else options.label
     report = Report(
@@ -166,16 +186,17 @@ def _generate(options: GenerateOptions, on_written: Callable[[Path], None]) -> R
         pipeline=type(pipe).__name__,
         config=options.config,
         settings=settings,
-        device=device_name(device),
+        device=device_name(device) + processes.remark,
         dtype=str(dtype).removeprefix("torch."),
         output=options.output,
     )
-    files = _Files(report, options.fps or defaults.get("fps", 8), on_written)
+    files = _Files(report, options.fps or defaults.get("fps", 8), on_written, processes.is_first)
     for number, prompt in enumerate(prompts, 1):
         report.videos.append(VideoReport(prompt, options.seed))
         count = f"{number}/{len(prompts)}"
         if options.compare:
-            exact = job.render(prompt, "exact", count)
+            with baseline():
+                exact = job.render(prompt, "exact", count)
             files.add_video(exact)
         with apply(pipe, options.config):
             low_bit = job.render(prompt, label, count)
@@ -205,12 +226,15 @@ class _Rendering:
 class _Job:
     """Renderer of prompts with the same settings and seed."""
 
-    def __init__(self, pipe: DiffusionPipeline, settings: dict[str, Any], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, pipe: DiffusionPipeline, settings: dict[str, Any], seed: int, device: torch.device, shows_progress: bool
+    ) -> None:
         self.pipe, self.settings, self.seed, self.device = pipe, settings, seed, device
+        self.shows_progress = shows_progress
 
     def call(self, description: str, prompt: str, **settings: Any) -> Any:
         """Return the pipeline's output for a prompt; `settings` override the job's. Progress is shown in a terminal."""
-        self.pipe.set_progress_bar_config(desc=description, disable=None)
+        self.pipe.set_progress_bar_config(desc=description, disable=None if self.shows_progress else True)
         generator = torch.Generator("cpu").manual_seed(self.seed)
         return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
 
@@ -248,10 +272,10 @@ class _Job:
 
 
 class _Files:
-    """Writer of a report's files, each as early as possible."""
+    """Writer of a report's files, each as early as possible; of none in a process that does not write."""
 
-    def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None]) -> None:
-        self._report, self._fps, self._on_written = report, fps, on_written
+    def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None], writes: bool) -> None:
+        self._report, self._fps, self._on_written, self._writes = report, fps, on_written, writes
         self._written: set[Path] = set()
 
     def add_video(self, rendering: _Rendering) -> None:
@@ -278,10 +302,12 @@ class _Files:
 
     def save_report(self) -> None:
         """Write the report in its present state."""
-        for path in self._report.save():
+        for path in self._report.save() if self._writes else ():
             self._note(path)
 
     def _write_video(self, label: str, slug: str, frames: np.ndarray) -> None:
+        if not self._writes:
+            return
         report = self._report
         path = write_video(frames, report.output / f"{len(report.videos):02d}-{slug}", self._fps)
         report.videos[-1].files[label] = path.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ def load_pipeline(
     device: torch.device,
     cpu_offload: bool = False,
     vae_tiling: bool = False,
+    split: Callable[[DiffusionPipeline], None] = lambda pipe: None,
 ) -> DiffusionPipeline:
     """Load a diffusers pipeline from a folder or the Hub and move it to the device.
 
@@ -47,6 +49,7 @@ def load_pipeline(
         device: device that the pipeline runs on.
         cpu_offload: keep only the running model on the GPU.
         vae_tiling: decode in tiles, which takes less memory.
+        split: called with the pipeline before it is moved: after each call, offloading takes away what came later.
 
     Raises:
         ValueError: there is no such pipeline, a file is damaged or a tensor is missing (the message names it),
@@ -83,6 +86,7 @@ def load_pipeline(
         if not hasattr(getattr(pipe, "vae", None), "enable_tiling"):
             raise ValueError(f"the VAE of {type(pipe).__name__} does not tile: leave --vae-tiling out")
         pipe.vae.enable_tiling()
+    split(pipe)
     if cpu_offload:
         pipe.enable_model_cpu_offload(device=device)
     else:

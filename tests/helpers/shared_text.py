@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 
@@ -50,6 +51,7 @@ def cases(processes: int) -> dict[str, Case]:
     ulysses = degrees_of_modes["ulysses"]
     found["doors"] = partial(doors_agree, ulysses, processes)
     found["changes"] = partial(survives_changes, ulysses, processes)
+    found["offloaded"] = partial(survives_offloading, ulysses, processes)
     found["gradient"] = partial(refuses_gradients, ulysses, processes)
     found["sparse"] = partial(keeps_the_same_tiles, ulysses, processes)
     return found
@@ -236,6 +238,22 @@ def survives_changes(degrees: dict[str, Any], processes: int) -> str:
     if _is_close(low, expected):
         return "the recipe did not run"
     return ", ".join(name for name, output in outputs.items() if not _is_close(output, expected))
+
+
+def survives_offloading(degrees: dict[str, Any], processes: int) -> str:
+    """A pipeline's call ends by taking accelerate's hook off and setting it anew; the tokens stay split."""
+    case = _family("cogvideox-1.5", processes)
+    model, inputs = case.build(), case.make_inputs()
+    expected = run(model, inputs)
+    sage_hf.apply(model, "exact")
+    model.enable_parallelism(config=ContextParallelConfig(**degrees))
+    wrong = []
+    for call in range(2):
+        add_hook_to_module(model, ModelHook())
+        if not _is_close(run(model, inputs), expected):
+            wrong.append(f"call {call}")
+        remove_hook_from_module(model, recurse=True)
+    return ", ".join(wrong)
 
 
 @contextmanager
