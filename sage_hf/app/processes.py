@@ -56,7 +56,7 @@ class Processes:
 
     @property
     def remark(self) -> str:
-        """Return what a report says behind the name of one process's device."""
+        """Describe the processes, for a report, behind the name of one of their devices; "" for one process."""
         return "" if self.number == 1 else f", {self.number} processes (ulysses {self.ulysses}, ring {self.ring})"
 
     def device_of(self, device: torch.device) -> torch.device:
