@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,8 @@ class Processes:
 
         for target in find_targets(pipe):
             config = ContextParallelConfig(ulysses_degree=self.ulysses, ring_degree=self.ring)
-            target.model.enable_parallelism(config=config, cp_plan=context_parallel_plan(target.model))
+            model: Any = target.model
+            model.enable_parallelism(config=config, cp_plan=context_parallel_plan(model))
 
 
 def _of_torchrun(name: str, default: int) -> int:
