@@ -1,16 +1,14 @@
-"""Backward passes of `WORLD` processes, each with its sample of a batch: `distributed_training.py PORT FOLDER`.
+"""Backward passes of torchrun's `WORLD` processes, each with its sample of a batch: `distributed_training FOLDER`.
 
 FOLDER receives the gradients, `<model>-ddp.pt` and `<model>-fsdp.pt`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
 import torch
-import torch.multiprocessing
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 
@@ -49,12 +47,11 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([getattr(grad, "full_tensor", lambda grad=grad: grad)().flatten() for grad in grads])
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def main(folder: str) -> None:
     """One process: its sample's backward pass, as DDP and as FSDP; the first one saves the gradients."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": WORLD, "RANK": rank}
-    os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_RANK": rank}.items()})
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == WORLD
+    rank = accelerator.process_index
     for name, (build, batch, loss) in MODELS.items():
         mine = {key: tensor[rank : rank + 1] for key, tensor in batch().items()}
         for kind, distribute in (("ddp", accelerator.prepare), ("fsdp", fully_shard)):
@@ -73,7 +70,4 @@ def work(rank: int, port: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # Processes of one that has imported everything, and has no threads yet.
-    for build, _, _ in MODELS.values():
-        build()
-    torch.multiprocessing.start_processes(work, (int(sys.argv[1]), sys.argv[2]), nprocs=WORLD, start_method="fork")
+    main(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Training on several processes: gradients are those of one process with the whole batch."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +15,9 @@ from tests.helpers.distributed_training import MODELS, WORLD, gradient
 
 @pytest.mark.audit
 def test_gradients_are_those_of_the_whole_batch(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", distributed_training.__name__, str(port), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+    command = [*torchrun, "-m", distributed_training.__name__, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True, timeout=300)
     for name, (build, batch, loss) in MODELS.items():
         model = build().train()
