@@ -10,6 +10,7 @@ from sage_kernels.cuda import compiler, int8_backward
 from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, fused_backward_measured
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.request import Request
+from sage_kernels.gluon import registration as gluon_registration
 from sage_kernels.replay import trace
 from sage_kernels.spec.call import BackwardCall, Call, Mask
 from sage_kernels.spec.operands import Saved
@@ -109,10 +110,21 @@ def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     assert HopperFusedBackward().unsupported(request()) == f"no {missing}"
 
 
-@pytest.mark.parametrize(("ours", "chosen"), [(None, False), (50.0, True), (200.0, False)])
-def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monkeypatch, ours, chosen):
-    """The other one takes 100 µs."""
-    times = {"int8_backward_hopper": 100.0, "int8_backward_fused": ours}
+@pytest.mark.parametrize(
+    ("ours", "triton", "chosen"),
+    [
+        (None, (3, 6), False),
+        (50.0, (3, 6), True),
+        (200.0, (3, 6), False),
+        (200.0, (3, 5), True),
+        (200.0, (99, 0), True),
+        (400.0, (3, 5), False),
+    ],
+)
+def test_runs_where_it_is_measured_faster_than_what_would_run_otherwise(can_compile, monkeypatch, ours, triton, chosen):
+    """Gluon's kernel takes 100 µs, and Triton's, which runs where Gluon's does not know the version, 300."""
+    times = {"int8_backward_hopper": 100.0, "int8_backward": 300.0, "int8_backward_fused": ours}
+    monkeypatch.setattr(gluon_registration, "triton_version", lambda: triton)
 
     class Curve:
         def __init__(self, fixed):

@@ -411,12 +411,12 @@ def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
 
 @pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("version", [(3, 4), (3, 5), (gluon.VERSIONS[1][0], gluon.VERSIONS[1][1] + 1)])
-def test_a_triton_whose_gluon_is_another_runs_the_portable_backward_kernel(version, monkeypatch):
+def test_a_triton_whose_gluon_is_another_runs_the_other_backward_kernels(version, monkeypatch):
     monkeypatch.setattr(gluon, "triton_version", lambda: version)
-    plan = select(replace(TRAINING, is_causal=True))
-    assert (plan.kernel, plan.backward) == ("int8_forward_hopper", "int8_backward")
-    _, (kernel, reason) = plan.other_phases
-    assert kernel == "int8_backward_hopper" and "needs Triton" in reason
+    assert select(replace(TRAINING, is_causal=True)).backward == "int8_backward_fused"
+    plan = select(replace(TRAINING, mask="bool"))
+    assert plan.backward == "int8_backward"
+    assert "needs Triton" in dict(plan.other_phases)["int8_backward_hopper"]
 
 
 @pytest.mark.usefixtures("newest")

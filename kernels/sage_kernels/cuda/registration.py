@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..dispatch import cost_model
+from ..dispatch import cost_model, registry
 from ..dispatch.kernels import Quantizer
 from ..dispatch.registry import register_backward, register_forward, register_quantizer
 from ..dispatch.request import Request
@@ -192,11 +192,11 @@ class NVFP4Forward(CudaKernel):
 class HopperFusedBackward(CudaKernel):
     """The backward kernel of `cuda.int8_backward`, of P and dS in 16 bit, which multiplies each tile of scores once.
 
-    It serves calls for which the GPU's own table of costs, which `sage-hf tune` measures, says that it is faster.
+    It serves calls for which the GPU's own table of costs, which `sage-hf tune` measures, says that it is faster than
+    the kernel that would run otherwise: Gluon's, or Triton's where Triton's version has no Gluon that we know.
     """
 
     name = "int8_backward_fused"
-    rival = "int8_backward_hopper"
     recipes = replace(INT8_BACKWARD, gradients=("16bit",))
     requests = Requests((HOPPER,), masks=KEY_MASKS, packed=True)
 
@@ -209,13 +209,20 @@ class HopperFusedBackward(CudaKernel):
         if reason := _too_many_rows(request) or int8_backward.unavailable(request):
             return reason
         phases = request.recipe, HopperForward.name, HopperQuantizer.name
-        runners = (cost_model.training_runner(*phases, name) for name in (self.name, self.rival))
+        runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
         chosen = self.name in _measured or cost_model.is_measured_to_train_faster(request, *runners)
         return "" if chosen else NOT_FASTER
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `int8_backward.backward`."""
         return int8_backward.backward(call)
+
+
+def _next_backward(request: Request) -> str:
+    """Return the name of the first native backward kernel behind the fused one that serves a request."""
+    others = (one for one in registry.backwards.values() if one.native and one.name != HopperFusedBackward.name)
+    recipe = get_recipe(request.recipe)
+    return next((one.name for one in others if one.serves(recipe) and not registry.why_unsupported(one, request)), "")
 
 
 def nvfp4_forward_measured(enabled: bool = True) -> AbstractContextManager[None]:
