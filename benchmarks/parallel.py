@@ -6,7 +6,7 @@
 
 Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
 <gpu>x<processes>-parallel.json has model, layers, provider ("default": the model as it comes), gpus, mode, p2p, ms (the
-median step, host time included), peak_bytes of a GPU, and rel_l1: how far the output is from that of the model as it
+median step, host time included), peak_bytes of the fullest GPU, and rel_l1: how far the output is from that of the model as it
 comes on one GPU. A row that cannot be measured says why. Rows that are in the file from the same commit and versions
 are not measured again, so a run that is cut goes on where it was.
 """
@@ -156,10 +156,11 @@ class Bench:
         count = max(1, min(MOST_STEPS, int(BLOCK_SECONDS / once)))
         blocks = [max(self.everyones(self._seconds(step, count))) / count for _ in range(BLOCKS if on_gpu else 1)]
         reference, output = self.references[model], output.float().cpu()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         return {
             "ms": round(1e3 * statistics.median(blocks), 3),
             "rel_l1": float((output - reference).abs().sum() / reference.abs().sum()),
-            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+            "peak_bytes": max(self.everyones(peak)),
         }
 
     def _seconds(self, step: Callable[[], object], count: int) -> float:
