@@ -50,6 +50,8 @@ SHOWN_QUALITY = [
     ("vsa", "VSA, sage2"),
 ]
 """(training, run) of SPARSE_QUALITY that the page shows, in the order of the table."""
+TRAINED = "nvidia-h100-80gb-hbm3-trained_models"
+"""Name of the result with what low bits change in trained language models."""
 GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
@@ -106,6 +108,12 @@ def read_result(name: str) -> dict[str, Any]:
 def gain() -> str:
     """Return a table of what a user gains: steps of some models."""
     return model_tables.low_bit_gain(read_result(MODELS), most=6)
+
+
+def cost() -> str:
+    """Return a table of what low bits cost a trained language model, beside others' attention in few bits."""
+    recipes = ("sage1", "sage2", "sage3", "fa3_fp8", "sage3_paper")
+    return trained_models_table.cost_markdown(read_result(TRAINED)["rows"], recipes)
 
 
 def model_gain() -> str:
@@ -521,6 +529,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kv-speed": kv_speed,
     "parallel-speed": parallel_speed,
     "gain": gain,
+    "cost": cost,
     "sparse-speed": sparse_speed,
     "sparse-quality": sparse_quality,
     "model-gain": model_gain,

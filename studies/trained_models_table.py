@@ -42,6 +42,17 @@ def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["model", "tokens", "texts", "attention", *PREDICTIONS], lines)
 
 
+def cost_markdown(rows: Sequence[dict[str, Any]], recipes: Sequence[str]) -> str:
+    """Return a short table of the changes of perplexity, a line for each model and length, a column for each recipe."""
+    changes = {(row["model"], row["tokens"], row["recipe"]): row for row in rows if "unavailable" not in row}
+    lines = []
+    for model, tokens in dict.fromkeys((model, tokens) for model, tokens, _ in changes):
+        found = [changes.get((model, tokens, recipe)) for recipe in recipes]
+        cells = ["–" if row is None else _percent(row["ppl_change"], "+") for row in found]
+        lines.append([f"{model}, {tokens:,} tokens", *cells])
+    return markdown_table(["change of perplexity", *map(_label, recipes)], lines)
+
+
 def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> str:
     """Return a table of the facts that are found at all depths, and of the answers' tokens that stay.
 
