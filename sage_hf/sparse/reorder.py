@@ -131,8 +131,8 @@ class Reordering:
         if self.active:
             self.begin_call(None)
             raise RuntimeError(
-                f"sparse attention: the last block that {type(denoiser).__name__} had at `sage_hf.apply` did not run, so "
-                "the tokens are not in their order: call `sage_hf.apply` after changing the blocks"
+                f"sparse attention: the last block that {type(denoiser).__name__} had at `sage_hf.apply` did not run, "
+                "and tokens are in the order of its blocks: call `sage_hf.apply` again after changing them"
             )
 
 
