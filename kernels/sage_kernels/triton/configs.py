@@ -109,6 +109,11 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
     return Config(128 if capability[0] == 9 else 64, 64, 8, 2)
 
 
+def recent_block_n(channels: int, v_channels: int, element_size: int) -> int:
+    """Return how many recent keys `nvfp4_forward` attends to at once: as many as heavy ones (`language/heavy.py`)."""
+    return 64 if element_size == 2 and 64 <= min(channels, v_channels) <= max(channels, v_channels) <= 128 else 16
+
+
 def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
     """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 
