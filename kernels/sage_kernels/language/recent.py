@@ -66,7 +66,7 @@ def attend_recent_keys(
     Returns:
         (row_max, total, divisor, output): of all these keys.
     """
-    WIDTH: tl.constexpr = CHANNELS if BLOCK_N == 64 else 32
+    WIDTH: tl.constexpr = CHANNELS if BLOCK_N > 16 else 32
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
     THREEFOLD: tl.constexpr = "bf16x3" if ON_AMD else "tf32x3"
     PRECISION: tl.constexpr = "ieee" if WIDE else THREEFOLD

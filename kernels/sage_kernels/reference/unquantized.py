@@ -87,10 +87,12 @@ def attend_unquantized(
         rows, blocks = chunk.stop - chunk.start, ceil_div(chunk.stop - chunk.start, BLOCK)
         row = chunk.start + torch.arange(blocks * BLOCK, device=recent.key.device).view(blocks, BLOCK, 1)
         column = row[:, :1] + recent_start + torch.arange(causal_offset + BLOCK - recent_start, device=row.device)
-        exists = (column >= first_keys) & (column < kv_len) & (column <= row + causal_offset)
-        column = column.clamp(0, kv_len - 1)
+        exists = (column >= first_keys) & (column < kv_len)
+        sees, column = exists & (column <= row + causal_offset), column.clamp(0, kv_len - 1)
         # (batch, kv_heads, 1, blocks, keys, channels) and (batch, kv_heads, group, blocks, BLOCK, channels)
-        key, value = (x[:, :, column.squeeze(1)].unsqueeze(2) for x in (recent.key, recent.value))
+        key, value = (
+            torch.where(exists.mT, x[:, :, column.squeeze(1)], 0.0).unsqueeze(2) for x in (recent.key, recent.value)
+        )
 
         def by_block(x: torch.Tensor) -> torch.Tensor:
             return per_group(F.pad(x, (0, 0, 0, blocks * BLOCK - rows)).unflatten(2, (blocks, BLOCK)), kv_heads)
@@ -101,7 +103,7 @@ def attend_unquantized(
         scores = by_row(by_block(recent.query[:, :, chunk]) @ key.transpose(-1, -2)) * scale
         if mask is not None:
             scores = apply_mask(scores, by_row(mask[:, :, None, row.clamp(max=chunk.stop - 1), column]), False, 0, 0)
-        scores = scores.masked_fill(~exists.flatten(0, 1)[:rows], -torch.inf)
+        scores = scores.masked_fill(~sees.flatten(0, 1)[:rows], -torch.inf)
         yield scores, lambda p: by_row(by_block(p.to(recent.dtype).float()) @ value)
 
 

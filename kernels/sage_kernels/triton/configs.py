@@ -110,8 +110,14 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
 
 
 def recent_block_n(channels: int, v_channels: int, element_size: int) -> int:
-    """Return how many recent keys `nvfp4_forward` attends to at once: as many as heavy ones (`language/heavy.py`)."""
-    return 64 if element_size == 2 and 64 <= min(channels, v_channels) <= max(channels, v_channels) <= 128 else 16
+    """Return how many recent keys `nvfp4_forward` attends to at once.
+
+    They are few where heavy keys are (`language/heavy.py`). At head_dim 128 on compute capability 12.0 the loop over
+    them would spill with 64.
+    """
+    if element_size > 2 or min(channels, v_channels) < 64 or max(channels, v_channels) > 128:
+        return 16
+    return 64 if max(channels, v_channels) == 64 else 32
 
 
 def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
