@@ -30,7 +30,7 @@ CONFIG = nvfp4_forward.Config(
     native=True,
 )
 # Of a causal call of `sage3` with at least 128 keys.
-CAUSAL = replace(CONFIG, is_causal=True, late_keys=16, recent_keys=4)
+CAUSAL = replace(CONFIG, is_causal=True, late_keys=16, recent=True)
 SHARED_MEMORY = 99 * 1024  # of a block on compute capability 12.x
 
 
@@ -75,17 +75,17 @@ def inner_loops(code):
 
 
 VARIANTS = [
-    *product(("sm_120f",), (64, 128), (0,), (False,), (False, True), (False, True), (True,)),
-    *product(("sm_120f",), (64, 128), (4,), (True,), (False, True), (False, True), (False, True)),
-    *((arch, 128, 0, True, True, True, False) for arch in ("sm_120a", "sm_121a")),
-    *((arch, 64, 0, False, False, False, False) for arch in ("sm_120a", "sm_121a")),
+    *product(("sm_120f",), (64, 128), (False,), (False,), (False, True), (False, True), (True,)),
+    *product(("sm_120f",), (64, 128), (True,), (True,), (False, True), (False, True), (False, True)),
+    *((arch, 128, False, True, True, True, False) for arch in ("sm_120a", "sm_121a")),
+    *((arch, 64, False, False, False, False, False) for arch in ("sm_120a", "sm_121a")),
 ]
 
 
 @pytest.mark.audit
 @compiles
-@pytest.mark.parametrize(("arch", "channels", "recent_keys", "is_causal", "return_lse", "padded", "heavy"), VARIANTS)
-def test_no_variant_spills_in_its_loops(arch, channels, recent_keys, is_causal, return_lse, padded, heavy):
+@pytest.mark.parametrize(("arch", "channels", "recent", "is_causal", "return_lse", "padded", "heavy"), VARIANTS)
+def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, return_lse, padded, heavy):
     config = replace(
         CONFIG,
         channels=channels,
@@ -95,7 +95,7 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent_keys, is_causal, 
         quantized_denominator=heavy,
         heavy=heavy,
         late_keys=16 * (heavy and is_causal),
-        recent_keys=recent_keys,
+        recent=recent,
     )
     cubin = compiled(config, arch, torch.float16)
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log

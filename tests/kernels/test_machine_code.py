@@ -210,7 +210,7 @@ def inner_loop(case) -> Instructions:
     code = compile_forward(*case)
     if case[0] in BACKWARD:
         return code.lean_loop
-    recent = get_recipe(case[1]).recent_keys > 0 and case[3] == "causal"
+    recent = RECIPES[case[1]].recent_keys > 0 and case[3] == "causal"
     return next(loop for loop in code.loops if loop.matrix_products) if recent else code.main_loop
 
 

@@ -8,6 +8,7 @@ constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
 constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
 constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
 constexpr int FIRST_KEYS = HEAVY_KEYS - LATE_KEYS;                    // of heavy keys, that are not late ones
+constexpr bool TAIL_CAUSAL = CAUSAL && !RECENT;                       // rows of an item see different keys in 4 bits
 constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
 
 // What comes with a tile of keys, in this order, and lies so in shared memory.
@@ -18,6 +19,8 @@ struct alignas(1024) Stage {
   float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
   float key_tensor_scale;
 };
+// Recent keys in 16 bits whose K and V take as much room as those of a tile.
+constexpr int RECENT_TILE = K_BYTES / (2 * CHANNELS);
 constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
 // Where they lie.
 constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
@@ -37,7 +40,8 @@ struct Barriers {
 struct Item {
   int sequence, block;  // of those of this launch
   int batch, head, kv_head, first_row;
-  int first_tile, last_tile;  // of keys: from the first to before the last
+  int first_tile, last_tile;      // of keys: from the first to before the last
+  int first_recent, last_recent;  // keys in 16 bits, from the first to before the last; without RECENT not set
 
   DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
@@ -59,6 +63,11 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int* spans = a.spans + item.batch * a.spans_stride;
   int keys = PADDED ? spans[2] - FIRST_KEYS : a.kv_len;
   if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
+  if (RECENT) {
+    item.first_recent = max(item.first_row + a.recent_start, 0);
+    item.last_recent = keys;
+    keys = min(keys, item.first_recent);
+  }
   item.first_tile = PADDED ? max(spans[0] - FIRST_KEYS, 0) / BLOCK : 0;
   item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
   return true;
