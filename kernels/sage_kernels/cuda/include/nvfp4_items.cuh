@@ -40,11 +40,17 @@ struct Barriers {
 struct Item {
   int sequence, block;  // of those of this launch
   int batch, head, kv_head, first_row;
-  int first_tile, last_tile;      // of keys: from the first to before the last
-  int first_recent, last_recent;  // keys in 16 bits, from the first to before the last; without RECENT not set
+  int first_tile, last_tile;  // of keys: from the first to before the last
 
   DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+  // Return the number of keys that some row may attend to, or 0 or less.
+  DEVICE int seen_keys(const Arguments& a) const {
+    const int keys = PADDED ? a.spans[batch * a.spans_stride + 2] - FIRST_KEYS : a.kv_len;
+    return CAUSAL ? min(keys, first_row + BLOCK + a.causal_offset) : keys;
+  }
+  // Return the first one of these that is recent.
+  DEVICE int first_recent(const Arguments& a) const { return max(first_row + a.recent_start, 0); }
 };
 
 // Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
@@ -60,15 +66,8 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.batch = a.first_sequence + item.sequence;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = (a.first_block + item.block) * BLOCK;
-  const int* spans = a.spans + item.batch * a.spans_stride;
-  int keys = PADDED ? spans[2] - FIRST_KEYS : a.kv_len;
-  if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
-  if (RECENT) {
-    item.first_recent = max(item.first_row + a.recent_start, 0);
-    item.last_recent = keys;
-    keys = min(keys, item.first_recent);
-  }
-  item.first_tile = PADDED ? max(spans[0] - FIRST_KEYS, 0) / BLOCK : 0;
+  const int keys = RECENT ? min(item.seen_keys(a), item.first_recent(a)) : item.seen_keys(a);
+  item.first_tile = PADDED ? max(a.spans[item.batch * a.spans_stride] - FIRST_KEYS, 0) / BLOCK : 0;
   item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
   return true;
 }

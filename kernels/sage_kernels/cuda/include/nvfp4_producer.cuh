@@ -31,32 +31,35 @@ DEVICE const uint16* first_token(const Tokens& x, const Item& item, int channel)
 // Bring tiles of recent keys and their values.
 DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const Tokens& value_tokens, const Item& item,
                            Shared& shared, Barriers& b, Use& use) {
+  static_assert(RECENT_TILE == 32, "a lane must have one key of a tile");
   const int lane = threadIdx.x % 32, part = lane % LANES;
   const uint8* valid = a.valid + static_cast<int64>(item.batch) * a.valid_stride;
   const int* late = a.late + item.kv_pair(a) * LATE_KEYS;
   const uint16* keys = first_token(key_tokens, item, 8 * part);
   const uint16* values = first_token(value_tokens, item, 8 * part);
 #pragma unroll 1
-  for (int tile = item.first_recent; tile < item.last_recent; tile += RECENT_TILE, use.next()) {
+  for (int tile = item.first_recent(a), end = item.seen_keys(a); tile < end; tile += RECENT_TILE, use.next()) {
     const uint32 stage = shared_address(&shared.stages[use.stage]);
     uint64& full = b.full[use.stage];
     wait(b.empty[use.stage], use.parity ^ 1);
     if (lane == 0) arrive(full);
+    // A lane finds where one of the keys lies; below 0: nowhere.
+    const int place = FIRST_KEYS + tile + lane;
+    int source = tile + lane < end ? place : -1;
+    if (PADDED && source >= 0 && !valid[place]) source = -1;
+    if constexpr (LATE_KEYS > 0) {
+      // In place of a late key rows attend to the first key that gave way to it.
+      const int number = place & LATE_KEYS - 1;
+      if (source >= 0 && __ldg(late + number) == place) source = FIRST_KEYS - LATE_KEYS + number;
+    }
 #pragma unroll 2
-    for (int number = lane / LANES; number < RECENT_TILE; number += ROWS) {
-      const int place = FIRST_KEYS + tile + number;
-      bool exists = tile + number < item.last_recent;
-      if (PADDED && exists) exists = valid[place];
-      int64 token = exists ? place : 0;
-      if constexpr (LATE_KEYS > 0) {
-        // In its place rows attend to the first key that gave way to it.
-        const int late_number = place & LATE_KEYS - 1;
-        if (exists && __ldg(late + late_number) == place) token = FIRST_KEYS - LATE_KEYS + late_number;
-      }
+    for (int i = 0; i < RECENT_TILE / ROWS; i++) {
+      const int number = i * ROWS + lane / LANES, of_key = __shfl_sync(~0u, source, number);
+      const int64 token = max(of_key, 0);
       copy_or_clear(stage + place_of_key(number, part), keys + token * key_tokens.token_stride,
-                    exists && 8 * part < a.head_dim);
+                    of_key >= 0 && 8 * part < a.head_dim);
       copy_or_clear(stage + VALUE + place_of_value(number, part), values + token * value_tokens.token_stride,
-                    exists && 8 * part < a.v_head_dim);
+                    of_key >= 0 && 8 * part < a.v_head_dim);
     }
     arrive_when_copied(full);
   }

@@ -306,6 +306,7 @@ struct Consumer {
   // Return what tiles of recent keys have in common for the thread's rows.
   DEVICE RecentKeys recent_keys() const {
     RecentKeys recent;
+    recent.lane = lane;
     const float* mean_score = a.mean_score + item.pair(a) * a.q_rows + item.first_row + row;
     recent.mean_scores[0] = __ldg(mean_score), recent.mean_scores[1] = __ldg(mean_score + 8);
     recent.scale = a.softmax_scale * LOG2E;
@@ -318,7 +319,7 @@ struct Consumer {
   template <typename Step>
   DEVICE void end_item(int round, Step step) {
     // What the main loop does not need is computed here, not kept in registers all along.
-    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
+    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row), "+r"(item.first_row));
     float maxima[2], totals[2], divisors[2];
     if (TOTAL) total += from_neighbour(total, 2);
     if (SUMS_BY_LANES) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
@@ -331,10 +332,11 @@ struct Consumer {
     if constexpr (RECENT) {
       RecentKeys recent = recent_keys();
 #pragma unroll 1
-      for (int tile = item.first_recent; tile < item.last_recent; tile += RECENT_TILE)
+      for (int tile = item.first_recent(a), keys = item.seen_keys(a); tile < keys; tile += RECENT_TILE)
         step([&](uint32 stage) {
+          if (item.first_row + warp * 16 + 15 + a.causal_offset < tile) return;  // which no row of the warp sees
           recent.stage = stage;
-          recent.left = item.last_recent - tile;
+          recent.left = keys - tile;
           recent.seen = latest_key() + 1 - FIRST_KEYS - tile;
           recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
           attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
@@ -388,6 +390,7 @@ struct Consumer {
         whole = (max(spans[0] - FIRST_KEYS, 0) + BLOCK - 1) / BLOCK;
         end = max(spans[1] - FIRST_KEYS, 0) / BLOCK;
       }
+      if (RECENT) end = min(end, item.last_tile);
       if (TAIL_CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
       auto step = [&](auto attend_to) {
         wait(full + 8 * use.stage, use.parity);

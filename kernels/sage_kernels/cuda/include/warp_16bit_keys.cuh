@@ -82,10 +82,10 @@ DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float weight_log2
     sum = sum_of_quad(sum);
     const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
     // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
-    const float power = __int_as_float(__float_as_int(positive) & 0x7F800000);
-    inverses[r] = 1.0f / power;
+    const int power = __float_as_int(positive) & 0x7F800000;
+    inverses[r] = __int_as_float(0x7F000000 - power);  // 1 / power
     factors[r] = others * inverses[r];
-    ends[r] = power / positive;
+    ends[r] = __fdividef(__int_as_float(power), positive);
     maxima[r] = new_max;
     totals[r] = totals[r] * decay + sum;
     divisors[r] = divisor;

@@ -15,6 +15,7 @@ DEVICE int place_of_value(int key, int part) {
 
 // What a warp needs of a tile, and of its rows.
 struct RecentKeys {
+  int lane;              // of the thread
   uint32 stage;          // address in shared memory
   int seen;              // keys of the tile that the thread's first row may attend to, and later ones more
   int left;              // keys of the tile that are the sequence's
@@ -28,7 +29,7 @@ struct RecentKeys {
 template <bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryWords& query, float (&outputs)[BLOCKS][4],
                                   float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
-  const int lane = threadIdx.x % 32, quad = lane % 4;
+  const int lane = recent.lane, quad = lane % 4;
   float x[RECENT_TILE / 8][4] = {};
   auto load_key = [&](uint32(&k)[4], int section, int block) {
     load_words(k, recent.stage + place_of_key(8 * block + lane / 4, 4 * section + quad));
