@@ -283,12 +283,12 @@ struct Consumer {
   // Return the number, of all keys, of the latest one that the thread's first row may attend to.
   DEVICE int latest_key() const { return item.first_row + row + a.causal_offset + FIRST_KEYS; }
 
-  // Load the thread's rows of Q in 16 bits.
-  DEVICE void load_query_words(QueryWords& words) const {
+  // Return the thread's rows of Q in 16 bits.
+  DEVICE QueryRows query_rows() const {
+    const int token = item.first_row + row;
     const uint16* first = query_tokens.first + item.batch * query_tokens.batch_stride +
-                          item.head * query_tokens.head_stride + (item.first_row + row) * query_tokens.token_stride;
-    ::load_query_words(first + 8 * quad, query_tokens.token_stride, a.q_len - (item.first_row + row),
-                       a.head_dim - 8 * quad, words);
+                          item.head * query_tokens.head_stride + token * query_tokens.token_stride;
+    return {first + 8 * quad, query_tokens.token_stride, a.q_len - token, a.head_dim - 8 * quad};
   }
 
   // Return the heavy keys, as those of the item's rows.
@@ -327,8 +327,7 @@ struct Consumer {
     share(total, totals[0], totals[1]);
     share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
     finish(divisors);
-    [[maybe_unused]] QueryWords query;
-    if constexpr (RECENT || HEAVY_KEYS > 0) load_query_words(query);
+    [[maybe_unused]] const QueryRows query = query_rows();
     if constexpr (RECENT) {
       RecentKeys recent = recent_keys();
 #pragma unroll 1

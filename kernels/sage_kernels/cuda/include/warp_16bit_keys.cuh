@@ -7,8 +7,13 @@
 #include "tokens.cuh"
 
 constexpr int LINE_CHANNELS = 64;
-// Of a thread's two rows of Q the 8 channels from 8t on of each 32.
-using QueryWords = uint32[CHANNELS / 32][2][4];
+
+// A thread's two rows of Q, of which it has the 8 channels from 8t on of each 32.
+struct QueryRows {
+  const uint16* first;  // channels of the first row
+  int64 stride;         // from row to row
+  int rows, channels;   // that exist, from there on
+};
 
 DEVICE float larger_or_nan(float x, float y) {
   float z;
@@ -16,29 +21,20 @@ DEVICE float larger_or_nan(float x, float y) {
   return z;
 }
 
-// Load Q's rows.
-//
-// query: the thread's first channels of its first row. stride: from row to row. rows, channels: that exist, from there
-// on.
-DEVICE void load_query_words(const uint16* query, int64 stride, int rows, int channels, QueryWords& words) {
-#pragma unroll
-  for (int section = 0; section < CHANNELS / 32; section++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (8 * r < rows && section * 32 < channels)
-        x = *reinterpret_cast<const uint4*>(query + 8 * r * stride + section * 32);
-      words[section][r][0] = x.x, words[section][r][1] = x.y, words[section][r][2] = x.z, words[section][r][3] = x.w;
-    }
-}
-
 // Compute Q·Kᵀ of KEYS keys. `load_key(k, section, block)` loads, of key g of a block of 8, the thread's 8 channels of
 // a section of 32.
 template <int KEYS, typename LoadKey>
-DEVICE void find_16bit_scores(const QueryWords& query, LoadKey load_key, float (&x)[KEYS / 8][4]) {
+DEVICE void find_16bit_scores(const QueryRows& query, LoadKey load_key, float (&x)[KEYS / 8][4]) {
 #pragma unroll
   for (int section = 0; section < CHANNELS / 32; section++) {
-    const uint32(&words)[2][4] = query[section];
+    uint32 words[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      uint4 loaded = make_uint4(0, 0, 0, 0);
+      if (8 * r < query.rows && section * 32 < query.channels)
+        loaded = *reinterpret_cast<const uint4*>(query.first + 8 * r * query.stride + section * 32);
+      words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z, words[r][3] = loaded.w;
+    }
 #pragma unroll
     for (int block = 0; block < KEYS / 8; block++) {
       uint32 k[4];

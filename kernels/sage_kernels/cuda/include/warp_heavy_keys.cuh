@@ -18,7 +18,7 @@ struct HeavyKeys {
 // outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen` and `valid` count. The last LATE of
 // the heavy keys are late ones: rows that see such a key do not attend here to the first key that gave way to it.
 template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
-DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryWords& query, float (&outputs)[BLOCKS][4],
+DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query, float (&outputs)[BLOCKS][4],
                                  float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
   constexpr int LINE = 2 * LINE_CHANNELS * KEYS;
   int lane = threadIdx.x % 32;

@@ -27,7 +27,7 @@ struct RecentKeys {
 
 // Attend to a tile. outputs, maxima, totals, divisors: see `merge_keys`. HAS_VALID: `valid` counts.
 template <bool HAS_VALID, int BLOCKS>
-DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryWords& query, float (&outputs)[BLOCKS][4],
+DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& query, float (&outputs)[BLOCKS][4],
                                   float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
   const int lane = recent.lane, quad = lane % 4;
   float x[RECENT_TILE / 8][4] = {};
