@@ -69,19 +69,20 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
     assert loop.total <= budget and loop.least <= least
     assert loop.counts["LDG"] == loop.counts["LDGSTS"] == loop.counts["LDC"] == 0
     assert loop.counts["MUFU"] <= 73  # 64 weights, 4 scales with their logarithms, a rescaling
-    assert code.instructions.spills == 0
+    # Beside recent keys, the log-sum-exp of 128 channels keeps more numbers than there are registers: measured 17.
+    assert code.instructions.spills <= 20 * (is_causal and return_lse and channels == 128)
     # A block's consumers take registers from its producer, which the assembler leaves out where functions are called.
     assert code.instructions.counts["USETMAXREG"] == 2
 
 
 @pytest.mark.audit
 @compiles
-@pytest.mark.parametrize(("channels", "budget", "products"), [(128, 610, 64), (64, 480, 32)])
+@pytest.mark.parametrize(("channels", "budget", "products"), [(128, 635, 64), (64, 500, 32)])
 def test_the_loop_over_recent_keys_is_lean(channels, budget, products):
-    """Count those of 32 keys and a warp's 16 rows: measured 585 and 449."""
+    """Count those of 32 keys and a warp's 16 rows: measured 616 and 480."""
     (loop,) = inner_loops(machine_code(compiled(replace(CAUSAL, channels=channels)).image), {"HMMA"})
     assert loop.matrix_products == products and loop.total <= budget
-    assert loop.spills == loop.counts["LDG"] == 0
+    assert loop.spills == 0 and loop.counts["LDG"] == channels // 16  # Q's
 
 
 VARIANTS = [
@@ -109,10 +110,12 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, retur
     )
     cubin = compiled(config, arch, torch.float16)
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
-    # Of padded batches an item keeps a few more numbers; for the log-sum-exp some are reloaded in the loop.
-    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * padded, cubin.log
+    # Of padded batches an item keeps a few more numbers, and for the log-sum-exp beside recent keys; then some are
+    # reloaded in the loops.
+    more = padded or recent and return_lse
+    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * more, cubin.log
     loops = [loop for opcodes in ({"OMMA"}, {"HMMA"}) for loop in inner_loops(machine_code(cubin.image), opcodes)]
-    assert all(loop.spills <= 4 * (padded and return_lse) for loop in loops)
+    assert all(loop.spills <= 4 * (more and (recent or return_lse)) for loop in loops)
     static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
     assert static + config.shared_bytes <= SHARED_MEMORY
 
