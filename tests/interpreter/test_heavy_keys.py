@@ -169,7 +169,7 @@ def test_causal_rows_have_the_references_error_before_and_behind_the_first_recen
     check(inputs, recipe, mask=masks(140, 400)[mask], is_causal=True, causal_offset=offset)
 
 
-@pytest.mark.parametrize("kind", ["padding", *(pytest.param(kind, marks=pytest.mark.audit) for kind in ("keys", "bool"))])
+@pytest.mark.parametrize("kind", ["padding", *(pytest.param(one, marks=pytest.mark.audit) for one in ("keys", "bool"))])
 def test_what_is_in_recent_keys_that_no_row_sees_changes_nothing(kind):
     query, key, value = draw(20, q_heads=1)
     allowed = ((torch.arange(150) < 100) | (torch.arange(150) >= 140)).expand(1, 1, 1 if kind == "keys" else 20, 150)

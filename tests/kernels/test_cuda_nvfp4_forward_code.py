@@ -77,9 +77,9 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
 
 @pytest.mark.audit
 @compiles
-@pytest.mark.parametrize(("channels", "budget", "products"), [(128, 635, 64), (64, 500, 32)])
+@pytest.mark.parametrize(("channels", "budget", "products"), [(128, 635, 64), (64, 440, 32)])
 def test_the_loop_over_recent_keys_is_lean(channels, budget, products):
-    """Count those of 32 keys and a warp's 16 rows: measured 616 and 480."""
+    """Count those of 32 keys and a warp's 16 rows: measured 616 and 422."""
     (loop,) = inner_loops(machine_code(compiled(replace(CAUSAL, channels=channels)).image), {"HMMA"})
     assert loop.matrix_products == products and loop.total <= budget
     assert loop.spills == 0 and loop.counts["LDG"] == channels // 16  # Q's
@@ -112,7 +112,7 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, retur
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
     # Of padded batches an item keeps a few more numbers, and for the log-sum-exp beside recent keys; then some are
     # reloaded in the loops.
-    more = padded or recent and return_lse
+    more = padded or (recent and return_lse)
     assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * more, cubin.log
     loops = [loop for opcodes in ({"OMMA"}, {"HMMA"}) for loop in inner_loops(machine_code(cubin.image), opcodes)]
     assert all(loop.spills <= 4 * (more and (recent or return_lse)) for loop in loops)

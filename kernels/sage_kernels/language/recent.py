@@ -84,25 +84,17 @@ def attend_recent_keys(
         x = tl.zeros((row.shape[0], BLOCK_N), tl.float32)
         for part in tl.range(0, CHANNELS, WIDTH, num_stages=1):
             channel = part + tl.arange(0, WIDTH)
-            inside = channel < head_dim
-            channel = channel.to(tl.int64)
-            q = tl.load(
-                query + channel[None, :] * query_stride_channel, mask=(row < q_len)[:, None] & inside[None, :], other=0.0
-            )
-            k = tl.load(
-                key + key_token[:, None] * key_stride_token + channel[None, :] * key_stride_channel,
-                mask=counts[:, None] & inside[None, :],
-                other=0.0,
-            )
+            inside = (channel < head_dim)[None, :]
+            channel = channel.to(tl.int64)[None, :]
+            q = tl.load(query + channel * query_stride_channel, mask=(row < q_len)[:, None] & inside, other=0.0)
+            at = key + key_token[:, None] * key_stride_token + channel * key_stride_channel
+            k = tl.load(at, mask=counts[:, None] & inside, other=0.0)
             x = tl.dot(q, k.T, x, input_precision=PRECISION)
         x = (x - mean_score[:, None]) * (softmax_scale * LOG2E)
         x = mask_scores(
             x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, True, MASK
         )
-        v = tl.load(
-            value + key_token[:, None] * value_stride_token + v_channel.to(tl.int64)[None, :] * value_stride_channel,
-            mask=counts[:, None] & (v_channel < v_head_dim)[None, :],
-            other=0.0,
-        )
+        at = value + key_token[:, None] * value_stride_token + v_channel.to(tl.int64)[None, :] * value_stride_channel
+        v = tl.load(at, mask=counts[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
         row_max, total, divisor, output = merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION)
     return row_max, total, divisor, output
