@@ -184,7 +184,7 @@ def forward(
             NATIVE=native,
             FIRST=call.first_keys,
             LATE=call.late_keys,
-            RECENT_N=recent_block_n(channels, v_channels, call.query.element_size()) if recent else 0,
+            RECENT_N=recent_block_n(channels, v_channels, output.element_size(), kind != "none") if recent else 0,
             LIST_M=list_m,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
