@@ -380,7 +380,7 @@ def peaked_models_errors() -> str:
         (
             peaked.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
-            "The same of `sage3` by the number of recent keys, over a quarter of this text:",
+            "The same of `sage3` if each row had just so many recent keys, over a quarter of this text:",
             peaked_models.recent_markdown(result["recent_keys"]),
             sources("cpu-peaked_models"),
         )
@@ -479,7 +479,7 @@ def recipes() -> str:
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
         rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         heavy = f"{recipe.heavy_keys} heavy ones" if recipe.heavy_keys else "none"
-        heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
+        heavy += f", at least the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
         rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)
 

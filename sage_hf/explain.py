@@ -25,7 +25,7 @@ from sage_hf.transformers.bridge import implementation_of
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.dispatch.select import routing
-from sage_kernels.spec.call import chooses_heavy_keys, heavy_keys_of
+from sage_kernels.spec.call import chooses_heavy_keys, has_recent_keys, heavy_keys_of
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 UNATTRIBUTED = "(compiled, or no layer)"
@@ -202,10 +202,9 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 def _counts(plan: Plan) -> tuple[bool, bool, bool]:
     """Check whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
     request, recipe = plan.request, get_recipe(plan.recipe)
-    dense = not request.mask.startswith("block")
     heavy = heavy_keys_of(recipe, request.kv_len, request.mask) > 0
     chosen = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
-    return heavy, chosen, dense and request.is_causal and recipe.recent_keys > 0
+    return heavy, chosen, has_recent_keys(recipe, request.mask, request.is_causal)
 
 
 def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
@@ -214,7 +213,7 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     choice = "first or heaviest" if recipe.heavy_choice == "heaviest" else "the first"
     text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
     if recipe.recent_keys:
-        text += f", and the {recipe.recent_keys} latest of each causal row"
+        text += f", and at least the {recipe.recent_keys} latest of each causal row"
     ran = [row for row in rows if row.recipe == name]
     if calls := sum(row.calls for row in ran):
         heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))

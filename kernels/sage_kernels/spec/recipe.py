@@ -28,9 +28,10 @@ class Recipe:
         heavy_choice: which they are. "first": the first ones. "heaviest": those, but keys with much larger scores take
             the places of some (transforms.heavy_places), and with causality of a few, for rows that see such a key
             (transforms.late_keys); not with an attention bias.
-        recent_keys: number of keys, the latest that a causal row sees, that are attended to in the caller's dtype. Rows
-            of language models give their own key and its neighbours so much weight that the rounding of these alone
-            carries most of the error. Not with a block list, nor with `backward`.
+        recent_keys: least number of keys, the latest that a causal row sees, that are attended to in the caller's
+            dtype: whole tiles, the same for each block of rows (`call.recent_start`). Rows of language models give
+            their own key and its neighbours so much weight that the rounding of these carries most of the error. Not
+            with a block list, nor with `backward`.
         tensor_scale: NVFP4 keeps a float32 scale next to the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
@@ -88,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
             denominator="quantized_p",
             heavy_keys=64,
             heavy_choice="heaviest",
-            recent_keys=4,
+            recent_keys=64,
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
         Recipe(
