@@ -19,7 +19,6 @@ from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.masks import attended_rows, with_causality
 from sage_kernels.spec.options import Options
-from sage_kernels.spec.recipe import get_recipe
 
 
 def sage_attention_forward(
@@ -76,7 +75,6 @@ def sage_attention_forward(
         TypeError: a keyword may change the result and cannot be honoured.
         ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
-    padding_comes_alone = get_recipe(recipe).backward is not None or torch.compiler.is_compiling()
     recipe, fallback = _settings_of(module, recipe, fallback)
     for_eager = sort_keywords(module, kwargs)
 
@@ -93,7 +91,7 @@ def sage_attention_forward(
     mask, causality = attention_mask, _causality_of(attention_mask, query.shape[2], key.shape[2])
     if mask is not None and mask.shape[-1] > key.shape[2] and cuts_masks():
         mask = mask[..., : key.shape[2]]
-    if padding_comes_alone and mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
+    if mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
         batch, kv_len = key.shape[0], key.shape[2]
         if mask.shape[0] == batch and mask.shape[1] == kv_len and query.shape[2] == kv_len:
             mask, causal = mask[:, None, None], True

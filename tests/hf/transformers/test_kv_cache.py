@@ -106,6 +106,13 @@ def test_generate_gives_the_default_caches_tokens(options):
     assert torch.equal(model.generate(**kwargs, **{NAME: new_cache(model)}), expected)
 
 
+def test_a_compiled_model_sees_its_padding_and_is_causal(expected):
+    model = build()
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert distance(logits(model, new_cache(model), (140, 10)), expected) < 0.01
+
+
 def test_a_second_turn_goes_on_with_the_cache():
     model = build()
     caches = [new_cache(model), transformers.DynamicCache(config=model.config)]

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers
+from tests.helpers.tiny_transformers import MODELS, run
 
 TOKENS, HEADS, WIDTH = 80, 2, 32
 
@@ -106,3 +107,15 @@ def test_a_model_that_computes_with_its_mask_or_cuts_queries_behind_it_computes_
     assert plan.request.recipe == NAMES[recipe][0]
     error = (found - expected).norm() / expected.norm()
     assert error < (1e-5 if recipe == "sage_exact" else 0.1)  # causality or a bias that is lost: .3
+
+
+@pytest.mark.parametrize("implementation", ["sage_exact", "sage2"])
+def test_a_mask_made_in_a_compiled_graph_is_read_by_attention_that_runs_outside_of_it(implementation: str) -> None:
+    """Padding alone, as a compiled model makes it, says nothing of causality."""
+    model, tokens = MODELS["llama"].build(implementation), MODELS["llama"].inputs()["input_ids"][:1]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    expected = run(model, **inputs)
+    for layer in attention_layers(model).values():
+        layer.forward = torch.compiler.disable(layer.forward)
+    torch.compiler.reset()
+    torch.testing.assert_close(run(torch.compile(model, backend="eager"), **inputs), expected)

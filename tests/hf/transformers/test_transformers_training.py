@@ -245,12 +245,6 @@ def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_besi
         assert torch.equal(*found)
 
 
-def test_a_mask_of_two_dimensions_means_nothing_new_to_other_recipes() -> None:
-    inputs, mask = qkv(2, 2), torch.tensor([[True, True], [False, True]])
-    found = [sage_attention_forward(Layer(), *inputs, some, recipe="sage2")[0] for some in (mask, mask[None, None])]
-    assert torch.equal(*found)
-
-
 def test_a_mask_for_each_query_still_beats_causality() -> None:
     query, key, value = qkv()
     found = [
