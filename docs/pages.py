@@ -58,7 +58,7 @@ PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
 HOST = "nvidia-h100-80gb-hbm3-host"
 """Name of the result with the host time of calls."""
-NORM_ROPE = "nvidia-h200-norm_rope"
+NORM_ROPE = "nvidia-h200-qk_norm_rope"
 """Name of the result with the times of norm and rotation of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
@@ -338,7 +338,7 @@ def first_calls() -> str:
     return "\n".join([*lines, "", sources(FIRST_CALLS)])
 
 
-def norm_rope() -> str:
+def qk_norm_rope() -> str:
     """Return a table of the times of norm and rotation of queries."""
     result = read_result(NORM_ROPE)
     lines = [
@@ -505,7 +505,7 @@ python {BENCHMARKS}/run.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py --model all --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py norm-rope --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
@@ -549,7 +549,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "phases": phases,
     "host": host,
     "first-calls": first_calls,
-    "norm-rope": norm_rope,
+    "qk-norm-rope": qk_norm_rope,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),

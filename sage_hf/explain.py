@@ -80,8 +80,8 @@ class Explanation:
         sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
             ran.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
-        norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the model's
-            operators.
+        qk_norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the
+            model's operators.
         kv_caches: what each low-bit KV cache holds, with which layers ran last, and which kernel decoded.
     """
 
@@ -90,7 +90,7 @@ class Explanation:
     planned: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
-    norm_rope: int = 0
+    qk_norm_rope: int = 0
     kv_caches: tuple[str, ...] = ()
 
     def joined(self, later: Explanation) -> Explanation:
@@ -109,7 +109,7 @@ class Explanation:
             rows=tuple(sorted(rows, key=lambda row: places[row.layer])),
             sparse=tuple((f"{layer} (last video)" if self.rows else layer, kept) for layer, kept in later.sparse),
             costs=tuple(dict.fromkeys((*self.costs, *later.costs))),
-            norm_rope=max(self.norm_rope, later.norm_rope),
+            qk_norm_rope=max(self.qk_norm_rope, later.qk_norm_rope),
         )
 
     def __str__(self) -> str:
@@ -133,8 +133,10 @@ class Explanation:
         for name in dict.fromkeys(names):
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
-        if self.norm_rope:
-            text.append(f"norm_rope: in {self.norm_rope} layers one kernel normalises or rotates queries and keys")
+        if self.qk_norm_rope:
+            text.append(
+                f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
+            )
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
         text += [
@@ -163,7 +165,7 @@ def explain(pipe_or_model: object) -> Explanation:
     rows = [row for target in targets for row in _target_rows(target)]
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
     compiled = tuple(record.compiled_outcomes().items())
-    fused = sum(layer in record.with_norm_rope for target in targets for layer in target.layers.values())
+    fused = sum(layer in record.with_qk_norm_rope for target in targets for layer in target.layers.values())
     layers = [layer for target in targets for layer in target.layers.values()]
     caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
     return Explanation(
@@ -171,7 +173,7 @@ def explain(pipe_or_model: object) -> Explanation:
         compiled,
         sparse=tuple(sparse),
         costs=_costs(targets),
-        norm_rope=fused,
+        qk_norm_rope=fused,
         kv_caches=tuple(caches.values()),
     )
 
