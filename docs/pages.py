@@ -107,7 +107,8 @@ def read_result(name: str) -> dict[str, Any]:
 
 def gain() -> str:
     """Return a table of what a user gains: steps of some models."""
-    return model_tables.low_bit_gain(read_result(MODELS), most=6)
+    source = f"[Source]({BENCHMARKS}/results/{MODELS}.json)"
+    return f"{model_tables.low_bit_gain(read_result(MODELS), most=6)} {source}."
 
 
 def cost() -> str:
@@ -507,6 +508,8 @@ python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
+python {BENCHMARKS}/kv_cache.py
+torchrun --nproc-per-node 2 {BENCHMARKS}/parallel.py
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
 python docs/pages.py    # the tables and pictures of these pages

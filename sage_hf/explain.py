@@ -44,8 +44,8 @@ class LayerRow:
         quantizer: the kernel that made the operands; "" if the attention kernel makes them itself.
         backward: the kernel that computes gradients; "" if none were wanted.
         calls: number of such calls, among the layer's latest 256.
-        heavy, chosen, recent: how many of these had heavy keys, chose them among all keys, and had recent ones
-            (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
+        heavy, chosen, recent: numbers of calls with heavy keys, with heavy keys chosen among all keys, and with recent
+            keys (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
         reason: why the recipe asked for did not run, or why nothing is known about this layer.
     """
 
@@ -150,7 +150,7 @@ _COUNTS = ("calls", "heavy", "chosen", "recent")
 
 
 def explain(pipe_or_model: object) -> Explanation:
-    """Return, for each layer, the recipe asked for, what ran, on which kernel, and why not what was asked for.
+    """Return, for each layer, the recipe that was requested, the recipe and kernel that ran, and why they differ.
 
     Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
 

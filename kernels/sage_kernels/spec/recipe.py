@@ -20,8 +20,8 @@ class Recipe:
             per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
-        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
-            (transforms.equalize).
+        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that their
+            magnitudes in a channel are alike (transforms.equalize).
         heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
             much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
             keys than that has none, nor has one with a block list. Not with `backward`.
