@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_kernels.runtime import dynamo
+
 from .grids import Grid, Layout, by_name
 from .order import TileOrder
 
@@ -61,6 +63,7 @@ class Reordering:
             handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
         if blocks:
             handles.append(blocks[-1].register_forward_hook(self._behind_the_last))
+            handles.append(denoiser.register_forward_hook(self._behind_the_model))
         return handles
 
     def _before(
@@ -122,6 +125,15 @@ class Reordering:
         states = states.index_select(1, self._order.places.to(states.device))
         self.begin_call(None)
         return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    @dynamo.disable
+    def _behind_the_model(self, denoiser: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.active:
+            self.begin_call(None)
+            raise RuntimeError(
+                f"sparse attention: the last block that {type(denoiser).__name__} had at `sage_hf.apply` did not run, "
+                "and tokens are in the order of its blocks: call `sage_hf.apply` again after changing them"
+            )
 
 
 def _parameters(block_class: Any) -> list[str]:

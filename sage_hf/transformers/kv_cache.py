@@ -361,7 +361,7 @@ class GenerateWithCache:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; arguments as of the model's class."""
         model = self.model
-        config = kwargs.get("generation_config") or model.generation_config
+        config = kwargs.get("generation_config") or next(iter(args[1:2]), None) or model.generation_config
         name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         chosen = kwargs.get("cache_implementation") or config.cache_implementation
         if chosen is not None and "offloaded" in chosen:

@@ -228,3 +228,14 @@ def test_compiled_blocks_keep_the_order_that_they_are_given():
         with sage_hf.apply(copied, ALL):
             output = run(copied, inputs)
         assert (output - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_a_model_whose_last_block_is_taken_out_is_told_to_be_switched_again():
+    model, inputs = model_of("wan-t2v"), inputs_of("wan-t2v")
+    sage_hf.apply(model, ALL)
+    last = model.blocks.pop(-1)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="again after changing them"):
+        run(model, inputs)
+    model.blocks.append(last)
+    with torch.no_grad():
+        assert torch.isfinite(run(model, inputs)).all()

@@ -170,6 +170,8 @@ def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
         copied = copy.deepcopy(model)
         assert copied.generate.model is copied
         assert type(model.generate(**kwargs, use_cache=False).sequences) is torch.Tensor
+        off = transformers.GenerationConfig(max_new_tokens=2, use_cache=False, return_dict_in_generate=True)
+        assert model.generate(prompt()["input_ids"], off).get(NAME) is None
         with pytest.raises(ValueError, match="not offloaded"):
             model.generate(**kwargs, cache_implementation="offloaded")
     assert "generate" not in vars(model)
