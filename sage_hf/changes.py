@@ -10,19 +10,19 @@ from torch import nn
 from sage_hf.attributes import CHANGES
 
 Undo = list[Callable[[], object]]
-"""Functions that undo a change, the last one first."""
+"""Functions that undo a change, the last one first; a copy or a pickle of the model has copies that undo its own."""
 
 
 class Change:
     """Change of a model that is in force until it is undone.
 
-    The model holds it, not a table: what undoes it may refer to the model, and is gone with it.
+    The model holds it, not a table: what undoes it may refer to the model, and is gone or copied with it.
     """
 
     def __init__(self, model: nn.Module, undo: Undo) -> None:
         self.model = model
         self._undo = undo
-        vars(model).setdefault(CHANGES, _Changes()).append(self)
+        vars(model).setdefault(CHANGES, []).append(self)
 
     @property
     def is_in_force(self) -> bool:
@@ -39,16 +39,6 @@ class Change:
             changes.remove(last)
             if not changes:
                 delattr(self.model, CHANGES)
-
-
-class _Changes(list[Change]):
-    """Changes in force, the latest last. A copy of the model has none: what undoes them knows the original alone."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Changes:
-        return _Changes()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Changes, ()
 
 
 def changes_of(model: nn.Module) -> list[Change]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -63,12 +63,7 @@ class SparseModel:
         handles = [denoiser.register_forward_pre_hook(self._follow, with_kwargs=True)]
         if self.reordering is not None:
             handles += self.reordering.attach(inner(denoiser))
-
-        def detach() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return detach
+        return partial(_remove, handles)
 
     def set_step(self, step: int) -> None:
         """Move to a denoising step, 0 being the first."""
@@ -311,6 +306,11 @@ def running(layer: SparseLayer | None) -> Iterator[None]:
 def running_layer() -> SparseLayer | None:
     """Return the sparse layer whose processor is running in this thread."""
     return _thread.layer
+
+
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:

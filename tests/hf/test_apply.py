@@ -1,5 +1,6 @@
 import copy
 import gc
+import pickle
 import types
 import weakref
 
@@ -11,6 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_hf.sparse import Sparse
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
@@ -201,6 +203,26 @@ def test_a_copy_of_an_applied_model_leaves_the_original_alone():
     sage_hf.restore(twin)
     assert not any(isinstance(one, sage_hf.SageAttnProcessor) for one in processors(twin))
     assert {processor.recipe for processor in processors(model)} == {"sage3"}
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_an_applied_model_is_switched_and_restored_as_the_original_is(copied):
+    model = tiny.llama()
+    sage_hf.apply(model, "sage2")
+    twin = copied(model)
+    sage_hf.apply(twin, "sage3").restore()
+    assert (model.config._attn_implementation, twin.config._attn_implementation) == ("sage2", "sdpa")
+    assert not any(name.startswith("sage") for layer in twin.modules() for name in vars(layer))
+
+    model = tiny.transformer()
+    sage_hf.apply(model, SageConfig("sage2", steps=(StepRule(0, 1, "sage3"),), sparse=Sparse(dense_steps=1)))
+    twin = copied(model)
+    sage_hf.restore(twin)
+    hooks = [(*one._forward_pre_hooks, *one._forward_hooks) for one in twin.modules()]
+    assert not any(hooks) and any(one._forward_hooks for one in model.modules())
+    assert {processor.recipe for processor in processors(model)} == {"sage2"}
 
 
 def test_a_handle_that_was_dropped_stays_in_force_and_keeps_nothing_alive():
