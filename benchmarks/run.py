@@ -3,7 +3,7 @@
 python benchmarks/run.py --output benchmarks/results               forward attention at named shapes, as `sage-hf bench`
 python benchmarks/run.py --grid --output benchmarks/results        and so on, with all options of `sage-hf bench`
 python benchmarks/run.py --unseen 33 --output benchmarks/results   calls of the grid's kinds that a seed draws
-python benchmarks/run.py norm-rope --output benchmarks/results     norm and rotation of queries
+python benchmarks/run.py qk-norm-rope --output benchmarks/results     norm and rotation of queries
 python benchmarks/run.py first-calls --output benchmarks/results   first calls, with empty caches and with full ones
 python benchmarks/run.py sparse --output benchmarks/results        attention over block lists
 
@@ -16,13 +16,13 @@ import argparse
 from collections.abc import Sequence
 
 import first_calls
-import norm_rope
+import qk_norm_rope
 import sparse
 
 from sage_hf.bench import command, grid_tables
 from sage_hf.tune.tune import table_in_use, unseen_points
 
-BENCHMARKS = {"norm-rope": norm_rope, "first-calls": first_calls, "sparse": sparse}
+BENCHMARKS = {"qk-norm-rope": qk_norm_rope, "first-calls": first_calls, "sparse": sparse}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -58,7 +58,7 @@ PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
 HOST = "nvidia-h100-80gb-hbm3-host"
 """Name of the result with the host time of calls."""
-NORM_ROPE = "nvidia-h200-norm_rope"
+NORM_ROPE = "nvidia-h200-qk_norm_rope"
 """Name of the result with the times of norm and rotation of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
@@ -107,7 +107,8 @@ def read_result(name: str) -> dict[str, Any]:
 
 def gain() -> str:
     """Return a table of what a user gains: steps of some models."""
-    return model_tables.low_bit_gain(read_result(MODELS), most=6)
+    source = f"[Source]({BENCHMARKS}/results/{MODELS}.json)"
+    return f"{model_tables.low_bit_gain(read_result(MODELS), most=6)} {source}."
 
 
 def cost() -> str:
@@ -338,7 +339,7 @@ def first_calls() -> str:
     return "\n".join([*lines, "", sources(FIRST_CALLS)])
 
 
-def norm_rope() -> str:
+def qk_norm_rope() -> str:
     """Return a table of the times of norm and rotation of queries."""
     result = read_result(NORM_ROPE)
     lines = [
@@ -380,7 +381,7 @@ def peaked_models_errors() -> str:
         (
             peaked.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
-            "The same of `sage3` by the number of recent keys, over a quarter of this text:",
+            "The same of `sage3` if each row had just so many recent keys, over a quarter of this text:",
             peaked_models.recent_markdown(result["recent_keys"]),
             sources("cpu-peaked_models"),
         )
@@ -479,7 +480,7 @@ def recipes() -> str:
         cells = [f"`{recipe.name}`", recipe.qk, recipe.pv, ", ".join(smoothed).upper() or "–"]
         rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         heavy = f"{recipe.heavy_keys} heavy ones" if recipe.heavy_keys else "none"
-        heavy += f", the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
+        heavy += f", at least the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
         rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
     return "\n".join(rows)
 
@@ -505,8 +506,10 @@ python {BENCHMARKS}/run.py --phases --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py --model all --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py norm-rope --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
+python {BENCHMARKS}/kv_cache.py
+torchrun --nproc-per-node 2 {BENCHMARKS}/parallel.py
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
 python docs/pages.py    # the tables and pictures of these pages
@@ -549,7 +552,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "phases": phases,
     "host": host,
     "first-calls": first_calls,
-    "norm-rope": norm_rope,
+    "qk-norm-rope": qk_norm_rope,
     "training-speed": lambda: "\n\n".join(
         (
             picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),

@@ -40,7 +40,7 @@ class Handle:
     def restore(self) -> None:
         """Put back the objects that computed attention before `apply`, in models where this one is in force.
 
-        It is not where a later `apply` replaced it, or where it was undone: nothing is changed there.
+        Models in which a later `apply` replaced this one, or in which it was undone, are left unchanged.
         """
         for change in self._changes:
             change.undo()
@@ -68,8 +68,8 @@ def apply(
     steps of the pipeline that is running.
 
     Args:
-        pipe_or_model: the pipeline or model to switch; of a pipeline, everything with attention that is told the
-            timestep: denoisers, priors and ControlNets.
+        pipe_or_model: the pipeline or model to switch; in a pipeline, every component that has attention and receives
+            the timestep: denoisers, priors and ControlNets.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
@@ -85,7 +85,7 @@ def apply(
         ValueError: the configuration is unknown or cannot be read, it is for another architecture, a pattern matches no
             layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" leaves
             such a module as it is), or there are step rules for a model without steps; the KV cache of a model cannot
-            be quantised, or it is no transformers model.
+            be quantised, or the model is not a transformers model.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -126,10 +126,10 @@ def apply(
 
 
 def restore(pipe_or_model: object) -> None:
-    """Take out all that `apply`, `enable_vsa` and processors or backends of ours changed, without their handles.
+    """Undo every change made by `apply`, `enable_vsa` and sage-hf's processors and backends; no handle is needed.
 
     A pipeline or a diffusers model has the attention of diffusers again. A transformers model has the
-    `attn_implementation` from before the first `apply`. Where nothing was changed, nothing is.
+    `attn_implementation` from before the first `apply`. An unchanged model is left as it is.
 
     Raises:
         TypeError, ValueError: as `apply`, of a pipeline or model without attention.

@@ -1,4 +1,4 @@
-"""The front door: SDPA's signature, a recipe, and an honest answer about what ran."""
+"""The public entry point: `sage_attention`, with the arguments of PyTorch's attention and a recipe."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def sage_attention(
             unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
         blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. With it
-            attn_mask may only say which keys exist. All keys are then in few bits, also those that are heavy otherwise.
+            attn_mask may only say which keys exist. All keys are then quantised: no heavy keys stay in 16 bits.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)

@@ -41,7 +41,7 @@ class StepRule:
 
     @property
     def counts_from_end(self) -> bool:
-        """Check whether the rule covers steps that are known only once the number of steps is."""
+        """Check whether the rule's steps depend on the total number of steps."""
         return (self.start or 0) < 0 or (self.stop or 0) < 0
 
     def covers(self, step: int, num_steps: int | None) -> bool:
@@ -74,12 +74,13 @@ class SageConfig:
         steps: exceptions by denoising step; the first match wins.
         training: name of the recipe of layers in training mode; None: the same as in evaluation mode.
         note: comment for human readers; it has no effect.
-        architecture: the only model that it is for (`sage_hf.targets.architecture_of`); "": for any model.
+        architecture: the only architecture to which the configuration applies (`sage_hf.targets.architecture_of`); "":
+            any.
         sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
 
     Raises:
-        ValueError: a recipe or fallback is unknown, a rule is no rule, or a pattern or a range of steps is empty.
+        ValueError: a recipe or fallback is unknown, an entry is not a rule, or a pattern or a range of steps is empty.
     """
 
     recipe: str = "sage3"
@@ -122,7 +123,7 @@ class SageConfig:
             _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
     def of_model(self, name: str) -> SageConfig:
-        """Return the configuration of one of a pipeline's models, whose name patterns may begin with."""
+        """Return the configuration for one model of a pipeline; strip the model's name from the patterns of layers."""
         if not name:
             return self
         layers = tuple(replace(rule, pattern=rule.pattern.removeprefix(f"{name}.")) for rule in self.layers)

@@ -25,7 +25,7 @@ from sage_hf.transformers.bridge import implementation_of
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.dispatch.select import routing
-from sage_kernels.spec.call import chooses_heavy_keys, heavy_keys_of
+from sage_kernels.spec.call import chooses_heavy_keys, has_recent_keys, heavy_keys_of
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 UNATTRIBUTED = "(compiled, or no layer)"
@@ -44,8 +44,8 @@ class LayerRow:
         quantizer: the kernel that made the operands; "" if the attention kernel makes them itself.
         backward: the kernel that computes gradients; "" if none were wanted.
         calls: number of such calls, among the layer's latest 256.
-        heavy, chosen, recent: how many of these had heavy keys, chose them among all keys, and had recent ones
-            (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
+        heavy, chosen, recent: numbers of calls with heavy keys, with heavy keys chosen among all keys, and with recent
+            keys (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
         reason: why the recipe asked for did not run, or why nothing is known about this layer.
     """
 
@@ -80,8 +80,8 @@ class Explanation:
         sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
             ran.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
-        norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the model's
-            operators.
+        qk_norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the
+            model's operators.
         kv_caches: what each low-bit KV cache holds, with which layers ran last, and which kernel decoded.
     """
 
@@ -90,7 +90,7 @@ class Explanation:
     planned: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
-    norm_rope: int = 0
+    qk_norm_rope: int = 0
     kv_caches: tuple[str, ...] = ()
 
     def joined(self, later: Explanation) -> Explanation:
@@ -109,7 +109,7 @@ class Explanation:
             rows=tuple(sorted(rows, key=lambda row: places[row.layer])),
             sparse=tuple((f"{layer} (last video)" if self.rows else layer, kept) for layer, kept in later.sparse),
             costs=tuple(dict.fromkeys((*self.costs, *later.costs))),
-            norm_rope=max(self.norm_rope, later.norm_rope),
+            qk_norm_rope=max(self.qk_norm_rope, later.qk_norm_rope),
         )
 
     def __str__(self) -> str:
@@ -133,8 +133,10 @@ class Explanation:
         for name in dict.fromkeys(names):
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
-        if self.norm_rope:
-            text.append(f"norm_rope: in {self.norm_rope} layers one kernel normalises or rotates queries and keys")
+        if self.qk_norm_rope:
+            text.append(
+                f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
+            )
         if any("attention weight" in kept for _, kept in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
         text += [
@@ -148,7 +150,7 @@ _COUNTS = ("calls", "heavy", "chosen", "recent")
 
 
 def explain(pipe_or_model: object) -> Explanation:
-    """Return, for each layer, the recipe asked for, what ran, on which kernel, and why not what was asked for.
+    """Return, for each layer, the recipe that was requested, the recipe and kernel that ran, and why they differ.
 
     Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
 
@@ -163,7 +165,7 @@ def explain(pipe_or_model: object) -> Explanation:
     rows = [row for target in targets for row in _target_rows(target)]
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
     compiled = tuple(record.compiled_outcomes().items())
-    fused = sum(layer in record.with_norm_rope for target in targets for layer in target.layers.values())
+    fused = sum(layer in record.with_qk_norm_rope for target in targets for layer in target.layers.values())
     layers = [layer for target in targets for layer in target.layers.values()]
     caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
     return Explanation(
@@ -171,7 +173,7 @@ def explain(pipe_or_model: object) -> Explanation:
         compiled,
         sparse=tuple(sparse),
         costs=_costs(targets),
-        norm_rope=fused,
+        qk_norm_rope=fused,
         kv_caches=tuple(caches.values()),
     )
 
@@ -202,10 +204,9 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 def _counts(plan: Plan) -> tuple[bool, bool, bool]:
     """Check whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
     request, recipe = plan.request, get_recipe(plan.recipe)
-    dense = not request.mask.startswith("block")
     heavy = heavy_keys_of(recipe, request.kv_len, request.mask) > 0
     chosen = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
-    return heavy, chosen, dense and request.is_causal and recipe.recent_keys > 0
+    return heavy, chosen, has_recent_keys(recipe, request.mask, request.is_causal)
 
 
 def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
@@ -214,7 +215,7 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     choice = "first or heaviest" if recipe.heavy_choice == "heaviest" else "the first"
     text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
     if recipe.recent_keys:
-        text += f", and the {recipe.recent_keys} latest of each causal row"
+        text += f", and at least the {recipe.recent_keys} latest of each causal row"
     ran = [row for row in rows if row.recipe == name]
     if calls := sum(row.calls for row in ran):
         heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))

@@ -72,8 +72,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
-with_norm_rope: WeakSet[nn.Module] = WeakSet()
-"""Layers whose queries or keys `sage_kernels.norm_rope` has normalised or rotated."""
+with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
+"""Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
 passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Reason why the latest call of a layer with a recipe ran no attention of ours."""
 _outside: deque[Plan] = deque()
@@ -116,7 +116,7 @@ def last_plans(module: nn.Module) -> tuple[Plan, ...]:
 def forget(module: nn.Module) -> None:
     """Forget the plans of the module's calls."""
     _plans.pop(module, None)
-    with_norm_rope.discard(module)
+    with_qk_norm_rope.discard(module)
     passed_by.pop(module, None)
 
 

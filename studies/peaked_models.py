@@ -43,8 +43,8 @@ STEPS = (0, 10, 19)
 """Denoising steps, of 20, whose calls of the video model are measured."""
 WINDOWS = 384
 """Held-out windows of the Llama's perplexity: of 48, the standard error of its change is a tenth of a percent."""
-RECENT_KEYS = (0, 1, 2, 4, 8, 16)
-"""Numbers of recent keys that `sage3` is tried with, on every fourth window."""
+RECENT_KEYS = (0, 1, 64, 128)
+"""Least numbers of recent keys that `sage3` is tried with, on every fourth window."""
 BATCH = 8
 
 

@@ -219,7 +219,7 @@ def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
 def test_a_gain_is_split_into_what_each_part_of_ours_saves():
     parts = {"sage_hf:sage2, no fa3": 62.0, "sage_hf:sage2, no low bits, no norms": 95.0}
     times = {"default": 100.0, **parts, "sage_hf:sage2, no low bits": 80.0, "sage_hf:sage2": 50.0}
-    rows = model_rows("a", times, {"int8_forward, int8_quantize": 9}, norm_rope=9, fa3_installed=True)
+    rows = model_rows("a", times, {"int8_forward, int8_quantize": 9}, qk_norm_rope=9, fa3_installed=True)
     training = {"default": 10.0, "sage_hf:sage_bwd, no low bits": 9.0, "sage_hf:sage_bwd": 6.5}
     text = model_tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
     lines = text.splitlines()

@@ -17,7 +17,7 @@ from sage_hf.bench.cases import SHAPES, Case
 from sage_hf.bench.model_providers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
 from sage_hf.bench.models import MODELS, Model
 from sage_hf.sparse import Sparse
-from sage_kernels import norm_rope
+from sage_kernels import qk_norm_rope
 from sage_kernels.dispatch import registry
 from tests.helpers.kernels import registered_kernels
 
@@ -182,19 +182,19 @@ def test_a_step_is_measured_without_each_part_of_ours_and_all_is_as_before(monke
     for name in ("sage_hf:sage2, no low bits", "sage_hf:sage2, no low bits, no norms"):
         assert found[name]["kernels"] == {"sdpa": 2} and found[name]["rel_l1"] == 0
     assert "not installed" in found["sage_hf:sage2, no fa3"]["unavailable"]
-    assert found["sage_hf:sage2"]["norm_rope"] == 0 and found["sage_hf:sage2"]["fa3_installed"] is False
-    assert "norm_rope" not in found["default"] and registered_kernels() == kernels
+    assert found["sage_hf:sage2"]["qk_norm_rope"] == 0 and found["sage_hf:sage2"]["fa3_installed"] is False
+    assert "qk_norm_rope" not in found["default"] and registered_kernels() == kernels
     (gain,) = model_tables.model_gains({**FACTS, "rows": rows})
     assert len(gain.saved_ms) == 3 and sum(gain.saved_ms) == pytest.approx(gain.before_ms - gain.after_ms)
 
 
 def test_a_switch_for_measurements_leaves_kernels_and_norms_out(monkeypatch):
-    monkeypatch.setattr(norm_rope.cache, "is_plain", lambda x: True)
+    monkeypatch.setattr(qk_norm_rope.cache, "is_plain", lambda x: True)
     x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    assert norm_rope.is_served(x)
-    norm_rope.set_enabled(False)
-    assert not norm_rope.is_served(x)
-    norm_rope.set_enabled(True)
+    assert qk_norm_rope.is_served(x)
+    qk_norm_rope.set_enabled(False)
+    assert not qk_norm_rope.is_served(x)
+    qk_norm_rope.set_enabled(True)
     before = list(registry.forwards), list(registry.exacts)
     with registry.without("fa3", "int8_forward"):
         assert "fa3" not in registry.exacts and "int8_forward" not in registry.forwards

@@ -1,7 +1,7 @@
 """The kernel backend of sage-hf: low-bit attention for PyTorch.
 
-Knows torch (and, for its GPU kernels, triton). `attention` and its siblings are the doors; `registry` says what each
-kernel can do; `reference` is the specification of every recipe in plain PyTorch.
+It needs torch, and triton for its GPU kernels. The names of `__all__` are the entry points; `dispatch.registry` holds
+the kernels; `reference` is the specification of every recipe in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one door of attention calls of any kind: check a call, decide what runs, announce that, and run it."""
+"""The entry of dense calls, with gradients or without: check a call, decide what runs, announce that, and run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch.library operators without gradients. Kernels are called only through these and those of `training`."""
+"""The torch.library operators of attention without gradients; `training` has those with gradients."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def packed_attention(
             this is an ordinary batch whose keys are padded to one length.
         is_causal, causal_offset, scale, recipe, fallback, return_lse: as in `attention`, for each sequence.
         blocks: as in `attention`, with sequences as its batch and blocks of rows for max_seqlen_q: blocks and tiles
-            that a sequence does not have do not count. It has its own rows' first one at 0, and so its keys.
+            that a sequence does not have do not count. Blocks and tiles start at 0 in each sequence.
 
     Returns:
         (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)

@@ -74,7 +74,7 @@ def attention(
     Raises:
         TypeError: see `ops.attention`.
         ValueError: shapes, dtypes or devices do not fit, or the scale is not finite; see also `select.select` and
-            `blocks.check_blocks`.
+            `block_list.check_blocks`.
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """

@@ -49,8 +49,8 @@ class Calibration:
         lengths: number of steps in each range.
         cells: (layers, ranges), the recipe of each as an index.
         cell_errors: (layers, ranges), error of the output if only this cell ran the fastest recipe, predicted.
-        priced: whether costs are times of this GPU, by its table; otherwise they are by the order of the recipes.
-        facts: on what it was measured: architecture, settings, prompts.
+        priced: True if costs are times from this GPU's table; False if they follow the order of the recipes.
+        facts: architecture, settings and prompts of the measurement.
     """
 
     config: SageConfig
@@ -110,9 +110,9 @@ def calibrate(
 ) -> Calibration:
     """Find the fastest mix of recipes, by layer and denoising step, whose error on every prompt is within a budget.
 
-    The budget is of what the model makes. Of a pipeline it is the relative error of the latents with the same seed,
-    sqrt(Σ(O − O')² / ΣO²). Of a language model it is the mean KL divergence of its predictions in nats, which is about
-    the share by which perplexity grows.
+    The budget limits the error of the model's output. Of a pipeline it is the relative error of the latents with the
+    same seed, sqrt(Σ(O − O')² / ΣO²). Of a language model it is the mean KL divergence of its predictions in nats,
+    which is about the share by which perplexity grows.
 
     The errors of layers and steps add up as independent ones do: squares add (of a language model divergences, which
     are of second order). What a cell, a layer in a range of steps, adds is measured in three parts on each prompt:

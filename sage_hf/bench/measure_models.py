@@ -69,8 +69,8 @@ def run(
         - "peak_bytes": most memory allocated during a step, with weights;
         - "first_step_ms": time of the first step, with everything that is compiled in it;
         - "kernels": the attention kernels of a step, and how often each ran (empty if compiled);
-        - "norm_rope", "fa3_installed": of ours, the number of layers whose norms or rotation one kernel computed, and
-          whether FlashAttention 3 was there to be chosen;
+        - "qk_norm_rope", "fa3_installed": of ours, the number of layers whose norms or rotation one kernel computed,
+          and whether FlashAttention 3 was there to be chosen;
         - "rel_l1": relative L1 distance of the step's output from that of "default", with these random weights; it
           shows that the same function was computed (but not of sparse attention, which computes another one), and says
           nothing of quality. None without a finite reference;
@@ -172,7 +172,7 @@ class _Measurement:
             row |= {"first_step_ms": 1e3 * first, "kernels": kernels, "attention_share": None}
             if provider.ours:
                 installed = is_installed() and get_exact("fa3") is not None
-                row |= {"norm_rope": explain(self._loaded.module).norm_rope, "fa3_installed": installed}
+                row |= {"qk_norm_rope": explain(self._loaded.module).qk_norm_rope, "fa3_installed": installed}
             if provider is DEFAULT and not self._model.training:
                 attention = AttentionTime(self._device)
                 second = self._second(row, lambda: attention.measure(step))

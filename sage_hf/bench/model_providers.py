@@ -23,7 +23,7 @@ from sage_hf.explain import explain
 from sage_hf.nominal import nominal_request
 from sage_hf.sparse.config import Sparse
 from sage_hf.sparse.grids import layout_of
-from sage_kernels import norm_rope
+from sage_kernels import qk_norm_rope
 from sage_kernels.dispatch.registry import exacts, forwards, without
 from sage_kernels.dispatch.select import select
 from sage_kernels.external.flash_attention3 import is_installed
@@ -195,12 +195,12 @@ def _ours(
             return output, dict(_calls(module) - before)
 
         without_any = without(*left_out, *(() if low_bits else forwards))
-        norm_rope.set_enabled(norms)
+        qk_norm_rope.set_enabled(norms)
         try:
             with nullcontext() if fa3 and low_bits else without_any, apply(module, recipe):
                 yield observe
         finally:
-            norm_rope.set_enabled(True)
+            qk_norm_rope.set_enabled(True)
 
     return use
 

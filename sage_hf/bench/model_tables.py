@@ -21,7 +21,7 @@ class ModelGain:
         name, label, mode: of the model; the label says how many layers ran if not all did.
         recipe: of ours.
         before_ms, after_ms: the baseline, and with ours.
-        kernels, norm_rope: what ran, as a row of the result has it.
+        kernels, qk_norm_rope: what ran, as a row of the result has it.
         saved_ms: what each of PARTS saves; empty if it was not measured apart.
         without_fa3_ms: with ours where FlashAttention 3 is not installed; None if that was not measured apart.
     """
@@ -33,7 +33,7 @@ class ModelGain:
     before_ms: float
     after_ms: float
     kernels: Mapping[str, int]
-    norm_rope: int
+    qk_norm_rope: int
     saved_ms: tuple[float, ...]
     without_fa3_ms: float | None
 
@@ -54,7 +54,7 @@ class ModelGain:
         for kernel, calls in self.kernels.items():
             families[_family(kernel)] += calls
         ran = ", ".join(f"{family} in {calls} of {families.total()}" for family, calls in families.most_common())
-        return f"{ran or 'not recorded'}{' + fused norms' if self.norm_rope else ''}"
+        return f"{ran or 'not recorded'}{' + fused norms' if self.qk_norm_rope else ''}"
 
 
 RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
@@ -154,7 +154,7 @@ def model_gains(result: Result) -> list[ModelGain]:
         saved = tuple(a - b for a, b in itertools.pairwise(times)) if None not in steps else ()
         without_fa3 = rows.get(f"{fastest}, no fa3", {}).get("ms")
         names = str(row.get("name", row["model"])), label, mode, fastest.removeprefix("sage_hf:")
-        ran = row.get("kernels", {}), row.get("norm_rope", 0)
+        ran = row.get("kernels", {}), row.get("qk_norm_rope", 0)
         found.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sage_hf.identity import name_in_diffusers, path_of
-from sage_kernels.norm_rope import is_served, norm_rope
+from sage_kernels.qk_norm_rope import is_served, qk_norm_rope
 from sage_kernels.spec.heads import Norm, Rope
 
 logger = logging.get_logger(__name__)
@@ -307,12 +307,12 @@ def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
         # Channels that are not rotated may be divided in any way.
         head_dim = LARGE_ROW if rope is None else rope.cosine.shape[-1] * (2 if rope.sine is None else 1)
         heads = x.unflatten(-1, (-1, math.gcd(head_dim, x.shape[-1])))
-        return norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
+        return qk_norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
     if x.dim() != 4:
-        return norm_rope(x.reshape(1, -1, 1, x.shape[-1]), norm, rope).view(x.shape)
+        return qk_norm_rope(x.reshape(1, -1, 1, x.shape[-1]), norm, rope).view(x.shape)
     if x.stride(1) < x.stride(2) if rope is None else heads_first:  # any order of axes is right for a norm of each head
-        return norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
-    return norm_rope(x, norm, rope)
+        return qk_norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
+    return qk_norm_rope(x, norm, rope)
 
 
 _agreements: dict[Hashable, bool] = {}

@@ -129,7 +129,7 @@ class Layer:
         ours = partial(run, StandIn(attn, fused.norms), **fused.given)
         if not agrees(fused, attn, own, ours):
             return run(attn, *args, **kwargs)
-        record.with_norm_rope.add(attn)
+        record.with_qk_norm_rope.add(attn)
         return ours()
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ def check_parallelism(model: Any, layer: Any) -> None:
 def check_whole(model: Any) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism in which sparse attention cannot.
 
-    It can in Ulysses by a plan of ours, where a process has all tokens of its heads, in the order of one process.
+    Sparse attention works in Ulysses by a plan of sage-hf: each process then has all tokens of its heads, in order.
     """
     split = split_of(model)
     if splits_tokens(parallel_config_of(model)) and (split is None or split.shards.ring > 1):

@@ -90,8 +90,8 @@ FAMILIES = {
 def context_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
     """Return the plan by which `model.enable_parallelism(config=..., cp_plan=...)` splits the tokens of a model.
 
-    After `sage_hf.apply(model, ...)` the plan is found without being passed. Passed for a model without our processors,
-    ours sets some that attend as diffusers does, in the recipe "exact", across processes.
+    After `sage_hf.apply(model, ...)` the plan is found without being passed. If the model has no processors of sage-hf,
+    a plan of sage-hf sets processors with the recipe "exact", which attend as diffusers does, across processes.
 
     Returns:
         diffusers' own plan where it has one; else ours.

@@ -252,9 +252,10 @@ def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend:
 
 
 def put_back(module: Any, processor: SageAttnProcessor) -> None:
-    """Put back the processor that `processor` replaced in `exchange_processor`; of diffusers, what it would have now.
+    """Put back the processor that `processor` replaced in `exchange_processor`.
 
-    Fusing projections, or loading an IP-Adapter, has exchanged the original meanwhile.
+    A processor of diffusers is put back as diffusers would set it now: fusing projections, or loading an IP-Adapter,
+    may have exchanged the original meanwhile.
     """
     before, sage = processor._before, sage_of(module)
     if not isinstance(before, SageAttnProcessor):

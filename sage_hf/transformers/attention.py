@@ -114,7 +114,7 @@ def sage_attention_forward(
 
 def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[str, str | None]:
     """Return the recipe and the fallback of a layer whose model has these; see `sage_attention_forward`."""
-    # Of an attribute that it does not have, `getattr` asks a module for a parameter, a buffer and a child in vain.
+    # For a missing attribute, `getattr` of a module searches its parameters, buffers and children: this is faster.
     own = module.__dict__
     if torch.compiler.is_compiling():
         own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}

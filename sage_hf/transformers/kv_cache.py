@@ -239,7 +239,7 @@ class QuantizedLayer(DynamicLayer):
             self.cache.crop(max(0, min(length, kept)))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace the sequences by those of these numbers, (batch,)."""
+        """Reorder the batch: sequence i becomes sequence `beam_idx[i]`; beam_idx is (batch,)."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -24,7 +24,7 @@ from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
 from sage_hf.transformers.bridge import ROTATE, implementation_of
 from sage_hf.transformers.inspection import built_classes, calls_interface
-from sage_kernels.norm_rope import is_served, norm_rope
+from sage_kernels.qk_norm_rope import is_served, qk_norm_rope
 from sage_kernels.spec.heads import Rope
 
 logger = logging.get_logger(__name__)
@@ -135,7 +135,7 @@ def _with_kernel(rotate: Rotate) -> Rotate:
             _agreements[key] = _agrees(*key)
         if not _agreements[key]:
             return rotate(*args)
-        record.with_norm_rope.add(_thread.layer)
+        record.with_qk_norm_rope.add(_thread.layer)
         return _by_kernel(*args)
 
     vars(apply_rotary_pos_emb)[MARK] = True
@@ -157,7 +157,7 @@ def _serves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     rope = Rope(cos.unsqueeze(2), sin.unsqueeze(2), halves=True)
-    query, key = (norm_rope(x.transpose(1, 2), rope=rope).transpose(1, 2) for x in (q, k))
+    query, key = (qk_norm_rope(x.transpose(1, 2), rope=rope).transpose(1, 2) for x in (q, k))
     return query, key
 
 

@@ -16,6 +16,8 @@ from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.replay import cache
+from sage_kernels.spec.call import recent_start
+from sage_kernels.spec.layout import BLOCK
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.calls import new_call
@@ -119,7 +121,7 @@ def test_keys_that_do_not_exist(kind, head_dim):
 @pytest.mark.parametrize("kind", ["all", "left", "holes"])
 @pytest.mark.parametrize("offset", [0, 61, -20])
 def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
-    """Every key of a row is recent, and counts once; what is left is the rounding of the output."""
+    """Every key of a row is recent, and counts once; what is left is the rounding of P and of the output."""
     q_len, kv_len, head_dim = 150, 199, 80
     recipe = replace(SAGE3, scale_steps=(), key_scale_steps=(), heavy_keys=0, recent_keys=q_len + 61)
     inputs = random_inputs(q_len, kv_len, 4, 2, head_dim, v_head_dim=72, dtype=dtype)
@@ -129,26 +131,28 @@ def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if valid is None else valid[:, None, None]
     true, true_lse = sdpa.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
-    # Each of so many parts that are merged rounds the sums in float32 a few times.
+    # Each of so many parts that are merged, of one key at least, rounds the sums in float32 a few times.
     merged = 4 * recipe.recent_keys * torch.finfo(torch.float32).eps
     largest = inputs[2].abs().max().item()
     rounding = torch.finfo(dtype).eps / 2
-    torch.testing.assert_close(output.double(), true.double(), rtol=rounding, atol=2 * merged * largest)
+    torch.testing.assert_close(output.double(), true.double(), rtol=rounding, atol=(rounding + 2 * merged) * largest)
     torch.testing.assert_close(lse.double(), true_lse.double(), rtol=merged, atol=merged)
 
 
+@pytest.mark.parametrize("row", [0, 127, 128, 131])
 @pytest.mark.parametrize("heavy_keys", [0, 64])
-def test_recent_keys_are_as_many_as_the_recipe_says_and_others_are_quantised(heavy_keys):
+def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
     """A row whose weight is on one key has that key's V, to the bit only if the key is recent."""
     # A key with all the weight would be a late one.
-    recipe = replace(SAGE3, heavy_keys=heavy_keys, heavy_choice="first", recent_keys=3)
-    for age in range(6):
-        query, key, value = random_inputs(1, 200, 1, 1, 64, batch=1)
+    recipe = replace(SAGE3, heavy_keys=heavy_keys, heavy_choice="first")
+    first = heavy_keys + recent_start(300 - heavy_keys, recipe.recent_keys) + row // BLOCK * BLOCK
+    for chosen in (first - 20, first - 1, first, 299, row + 300):
+        query, key, value = random_inputs(132, 432, 1, 1, 64, batch=1)
         query, key = torch.zeros_like(query), torch.zeros_like(key)
-        query[..., :8], key[:, :, 150 - age, :8] = 5.0, 50.0
-        call = new_call(query, key, value, recipe, is_causal=True, causal_offset=150)
+        query[:, :, row, :8], key[:, :, chosen, :8] = 5.0, 50.0
+        call = new_call(query, key, value, recipe, is_causal=True, causal_offset=300)
         output, _ = nvfp4_forward.attend(call, NVFP4Quantizer(), native=False)
-        assert torch.equal(output[0, 0, 0], value[0, 0, 150 - age]) == (age < 3)
+        assert torch.equal(output[0, 0, row], value[0, 0, chosen]) == (chosen >= first)
 
 
 def test_spans_are_those_of_triton():

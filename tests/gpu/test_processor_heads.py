@@ -23,7 +23,7 @@ def test_the_kernel_takes_the_place_of_norms_and_rotation(case: Family, monkeypa
         inputs["image_rotary_emb"] = case.make_inputs()["image_rotary_emb"]
     model.cuda().set_attn_processor(SageAttnProcessor("sage1"))
     run(model, {name: move(value) for name, value in inputs.items()})
-    assert explain(model).norm_rope > 0
+    assert explain(model).qk_norm_rope > 0
     assert heads._agreements and all(heads._agreements.values())
 
 

@@ -27,7 +27,7 @@ def test_every_kernel_is_right(device):
     assert not check.failed(result), check.text(result)
     assert result["left_out"] == 0
     kernels = {row["kernel"] for row in result["rows"]}
-    assert {"norm_rope", "masked_forward"} <= kernels and any("backward" in name for name in kernels)
+    assert {"qk_norm_rope", "masked_forward"} <= kernels and any("backward" in name for name in kernels)
 
 
 def attend(recipe, device):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sage_kernels.reference import norm_rope as reference
+from sage_kernels.reference import qk_norm_rope as reference
 from sage_kernels.spec.heads import Norm, Rope
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """A call of `norm_rope`.
+    """A call of `qk_norm_rope`.
 
     Attributes:
         sizes: batch, tokens, heads, head_dim.
@@ -74,13 +74,13 @@ class HeadCase:
 
     def judge(self, output: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
         """Compare an output with float64, and with the reference's bits."""
-        expected = reference.norm_rope(x, norm, rope)
+        expected = reference.qk_norm_rope(x, norm, rope)
         assert output.dtype == x.dtype and output.shape == x.shape and output.is_contiguous()
         if norm is None:  # each operation rounds as PyTorch's does
             assert torch.equal(output, expected)
             return
         exact_norm, exact_rope = in_float64(norm), in_float64(rope)
-        normalized = reference.norm_rope(x.double(), exact_norm, None)
+        normalized = reference.qk_norm_rope(x.double(), exact_norm, None)
         exact = normalized if exact_rope is None else reference.rotate(normalized, exact_rope)
         # Each rounding of the norm errs by half an ulp, which the rotation spreads over both channels of a pair; then
         # the rotation's own roundings: one of the result, and one of each product in tables of x's dtype.
@@ -109,7 +109,7 @@ class HeadCase:
         exact_norm = in_float64(norm)
         vectors = [] if exact_norm is None else [exact_norm.weight, exact_norm.bias]
         inputs = [wide, *(one.requires_grad_() for one in vectors if one is not None)]
-        output = reference.norm_rope(wide, exact_norm, in_float64(rope))
+        output = reference.qk_norm_rope(wide, exact_norm, in_float64(rope))
         expected = torch.autograd.grad(output, inputs, gradient.double())
         given = [one for one in found if one is not None]
         assert len(given) == len(expected)

@@ -177,11 +177,11 @@ def test_calls_with_keys_in_16_bits_are_counted():
 def test_two_runs_are_told_as_one_whose_counts_are_those_of_both():
     row = LayerRow("b.0.attn", "sage3", "sage3", "kernel", "native", calls=3, heavy=3, chosen=2, recent=1)
     other = LayerRow("b.1.attn", "sage3", "exact", "sdpa", "exact", calls=1)
-    before = Explanation((row, other), costs=("costs: a",), norm_rope=2)
-    later = Explanation((row,), costs=("costs: a", "costs: b"), norm_rope=1, sparse=(("b.0.attn", "half"),))
+    before = Explanation((row, other), costs=("costs: a",), qk_norm_rope=2)
+    later = Explanation((row,), costs=("costs: a", "costs: b"), qk_norm_rope=1, sparse=(("b.0.attn", "half"),))
     whole = before.joined(later)
     assert whole.rows == (replace(row, calls=6, heavy=6, chosen=4, recent=2), other)
-    assert (whole.costs, whole.norm_rope) == (("costs: a", "costs: b"), 2)
+    assert (whole.costs, whole.qk_norm_rope) == (("costs: a", "costs: b"), 2)
     assert whole.sparse == (("b.0.attn (last video)", "half"),)
     assert Explanation(()).joined(later) == later
     assert "in 6 of 6 calls, the heaviest in 4, the latest in 2" in str(whole)

@@ -41,7 +41,7 @@ def test_exact_attention_has_no_error_whatever_the_mask_and_the_heads(padding):
 def test_errors_are_those_of_low_bit_against_exact_attention_on_the_layers_own_inputs():
     model = tiny.llama()
     calls = []
-    with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder, observe(calls.append):
+    with sage_hf.apply(model, "sage3_paper"), record_layer_errors(model) as recorder, observe(calls.append):
         run(model)
     for call, layer in zip(calls, recorder.layers(), strict=True):
         exact = torch.nn.functional.scaled_dot_product_attention(

@@ -19,7 +19,7 @@ from sage_hf.tune import cases, tune
 from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
-from sage_kernels.dispatch import cost_model
+from sage_kernels.dispatch import cost_model, verdicts
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
 from sage_kernels.exact import sdpa
@@ -121,8 +121,10 @@ def test_a_point_is_the_call_that_its_mask_names(mask, monkeypatch):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     """A GPU that is made believe, whose calls take what `TRUE` says, low-bit ones half as long and 40 µs longer."""
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))  # without verdicts, which would ask for a GPU
+    verdicts.forget()
     properties = SimpleNamespace(name="NVIDIA RTX 4090", major=8, minor=9, multi_processor_count=128)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -138,7 +140,6 @@ def gpu(monkeypatch):
 
 
 def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     assert main(["tune"]) == 0
     path = cost_model.tuned_path("NVIDIA RTX 4090")
     assert f"wrote {path}" in capsys.readouterr().out

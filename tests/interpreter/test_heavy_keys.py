@@ -154,16 +154,44 @@ def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(mask, heavy_keys):
     assert torch.allclose(lse.double(), true_lse.double(), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("mask", "heavy_keys"),
+    [
+        *(("none", KEYS), ("bool", KEYS)),
+        *(pytest.param(*case, marks=pytest.mark.audit) for case in (("additive", KEYS), ("keys", KEYS), ("none", 0))),
+    ],
+)
+@pytest.mark.parametrize("offset", [260, pytest.param(300, marks=pytest.mark.audit)])
+def test_causal_rows_have_the_references_error_before_and_behind_the_first_recent_key(mask, heavy_keys, offset):
+    """The first block of rows has a tile in low bits, the second one two."""
+    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys)
+    inputs = draw(140, 400, head_dim=32, v_head_dim=48, dtype=torch.bfloat16)
+    check(inputs, recipe, mask=masks(140, 400)[mask], is_causal=True, causal_offset=offset)
+
+
+@pytest.mark.parametrize("kind", ["padding", *(pytest.param(one, marks=pytest.mark.audit) for one in ("keys", "bool"))])
+def test_what_is_in_recent_keys_that_no_row_sees_changes_nothing(kind):
+    query, key, value = draw(20, q_heads=1)
+    allowed = ((torch.arange(150) < 100) | (torch.arange(150) >= 140)).expand(1, 1, 1 if kind == "keys" else 20, 150)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -1e9) if kind == "padding" else allowed
+    options = {"mask": mask, "is_causal": True, "causal_offset": 130}
+    expected = check((query, key, value), "sage3", **options)
+    key[:, :, 100:140], value[:, :, 100:140] = torch.nan, torch.inf
+    output, _ = run((query, key, value), RECIPES["sage3"], **options)
+    assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("recipe", [pytest.param("sage1", marks=pytest.mark.audit), "sage3"])
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.audit), True])
 def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe, is_causal):
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", 1e-9)
-    q_lengths, kv_lengths, used = (3, 20, 70, 5, 6), (10, 100, 200, 30, 9), (10, 64, 150, 0, 9)
+    q_lengths, kv_lengths, used = (3, 20, 140, 5, 6), (10, 100, 300, 30, 9), (10, 64, 290, 0, 9)
     starts = pack(q_lengths), pack(kv_lengths)
-    lengths = Lengths(*starts, 70, 200, torch.tensor(used, dtype=torch.int32))
+    lengths = Lengths(*starts, 140, 300, torch.tensor(used, dtype=torch.int32))
     inputs = draw(sum(q_lengths), sum(kv_lengths))
     inputs[1][:, :, 74:110] = torch.nan  # not used
-    options = {"is_causal": is_causal, "causal_offset": 2}
+    # Rows of short sequences see no key behind the first ones, or only recent ones; long ones have some in low bits.
+    options = {"is_causal": is_causal, "causal_offset": {"sage1": 2, "sage3": 150}[recipe]}
     output, lse = run(inputs, RECIPES[recipe], lengths=lengths, **options)
     for index, count in enumerate(used):
         rows = slice(starts[0][index], starts[0][index + 1])

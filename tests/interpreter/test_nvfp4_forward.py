@@ -84,7 +84,7 @@ def test_sage3_paper_has_its_own_error(capability):
 
 
 @pytest.mark.parametrize(
-    "q_len, kv_len", [*(pytest.param(*s, marks=pytest.mark.audit) for s in ((300, 300), (290, 150))), (150, 290)]
+    "q_len, kv_len", [*(pytest.param(*s, marks=pytest.mark.audit) for s in ((150, 290), (290, 150))), (300, 300)]
 )
 def test_causal_rows_see_the_keys_up_to_theirs(q_len, kv_len):
     query, key, value = random_inputs(q_len, kv_len, q_heads=2)

@@ -30,12 +30,17 @@ CONFIG = nvfp4_forward.Config(
     native=True,
 )
 # Of a causal call of `sage3` with at least 128 keys.
-CAUSAL = replace(CONFIG, is_causal=True, late_keys=16, recent_keys=4)
+CAUSAL = replace(CONFIG, is_causal=True, late_keys=16, recent=True)
 SHARED_MEMORY = 99 * 1024  # of a block on compute capability 12.x
 
 
 def compiled(config, arch="sm_120f", dtype=torch.bfloat16):
     return nvfp4_forward.kernel(config, dtype).source.compile(arch)
+
+
+def inner_loops(code, opcodes=frozenset({"OMMA"})):
+    """Loops over tiles, without the loop over items around them."""
+    return [loop for loop in code.loops if loop.matrix_opcodes == opcodes]
 
 
 @pytest.fixture(autouse=True)
@@ -59,33 +64,39 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
     """
     config = replace(CAUSAL if is_causal else CONFIG, channels=channels, return_lse=return_lse)
     code = machine_code(compiled(config).image)
-    loop = code.lean_loop
-    assert loop.matrix_opcodes == {"OMMA"} and loop.matrix_products == products
+    loop = min(inner_loops(code), key=lambda loop: loop.total)
+    assert loop.matrix_products == products
     assert loop.total <= budget and loop.least <= least
     assert loop.counts["LDG"] == loop.counts["LDGSTS"] == loop.counts["LDC"] == 0
     assert loop.counts["MUFU"] <= 73  # 64 weights, 4 scales with their logarithms, a rescaling
-    assert code.instructions.spills == 0
+    # Beside recent keys, the log-sum-exp of 128 channels keeps more numbers than there are registers: measured 17.
+    assert code.instructions.spills <= 20 * (is_causal and return_lse and channels == 128)
     # A block's consumers take registers from its producer, which the assembler leaves out where functions are called.
     assert code.instructions.counts["USETMAXREG"] == 2
 
 
-def inner_loops(code):
-    """Loops over tiles, without the loop over items around them."""
-    return [loop for loop in code.loops if loop.matrix_opcodes == {"OMMA"}]
+@pytest.mark.audit
+@compiles
+@pytest.mark.parametrize(("channels", "budget", "products"), [(128, 635, 64), (64, 440, 32)])
+def test_the_loop_over_recent_keys_is_lean(channels, budget, products):
+    """Count those of 32 keys and a warp's 16 rows: measured 616 and 422."""
+    (loop,) = inner_loops(machine_code(compiled(replace(CAUSAL, channels=channels)).image), {"HMMA"})
+    assert loop.matrix_products == products and loop.total <= budget
+    assert loop.spills == 0 and loop.counts["LDG"] == channels // 16  # Q's
 
 
 VARIANTS = [
-    *product(("sm_120f",), (64, 128), (0,), (False,), (False, True), (False, True), (True,)),
-    *product(("sm_120f",), (64, 128), (4,), (True,), (False, True), (False, True), (False, True)),
-    *((arch, 128, 0, True, True, True, False) for arch in ("sm_120a", "sm_121a")),
-    *((arch, 64, 0, False, False, False, False) for arch in ("sm_120a", "sm_121a")),
+    *product(("sm_120f",), (64, 128), (False,), (False,), (False, True), (False, True), (True,)),
+    *product(("sm_120f",), (64, 128), (True,), (True,), (False, True), (False, True), (False, True)),
+    *((arch, 128, False, True, True, True, False) for arch in ("sm_120a", "sm_121a")),
+    *((arch, 64, False, False, False, False, False) for arch in ("sm_120a", "sm_121a")),
 ]
 
 
 @pytest.mark.audit
 @compiles
-@pytest.mark.parametrize(("arch", "channels", "recent_keys", "is_causal", "return_lse", "padded", "heavy"), VARIANTS)
-def test_no_variant_spills_in_its_loops(arch, channels, recent_keys, is_causal, return_lse, padded, heavy):
+@pytest.mark.parametrize(("arch", "channels", "recent", "is_causal", "return_lse", "padded", "heavy"), VARIANTS)
+def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, return_lse, padded, heavy):
     config = replace(
         CONFIG,
         channels=channels,
@@ -95,13 +106,16 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent_keys, is_causal, 
         quantized_denominator=heavy,
         heavy=heavy,
         late_keys=16 * (heavy and is_causal),
-        recent_keys=recent_keys,
+        recent=recent,
     )
     cubin = compiled(config, arch, torch.float16)
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
-    # Of padded batches an item keeps a few more numbers; for the log-sum-exp some are reloaded in the loop.
-    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * padded, cubin.log
-    assert all(loop.spills <= 4 * (padded and return_lse) for loop in inner_loops(machine_code(cubin.image)))
+    # Of padded batches an item keeps a few more numbers, and for the log-sum-exp beside recent keys; then some are
+    # reloaded in the loops.
+    more = padded or (recent and return_lse)
+    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * more, cubin.log
+    loops = [loop for opcodes in ({"OMMA"}, {"HMMA"}) for loop in inner_loops(machine_code(cubin.image), opcodes)]
+    assert all(loop.spills <= 4 * (more and (recent or return_lse)) for loop in loops)
     static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
     assert static + config.shared_bytes <= SHARED_MEMORY
 

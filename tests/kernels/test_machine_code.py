@@ -206,8 +206,12 @@ def unsupported(kernel: str, recipe: str, head_dim: int, mask: str, capability: 
 
 
 def inner_loop(case) -> Instructions:
+    """The loop over tiles that need no mask in low bits; that over recent keys, in 16 bits, comes after it."""
     code = compile_forward(*case)
-    return code.lean_loop if case[0] in BACKWARD else code.main_loop
+    if case[0] in BACKWARD:
+        return code.lean_loop
+    recent = RECIPES[case[1]].recent_keys > 0 and case[3] == "causal"
+    return next(loop for loop in code.loops if loop.matrix_products) if recent else code.main_loop
 
 
 def name(case) -> str:

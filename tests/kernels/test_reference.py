@@ -7,6 +7,7 @@ group of heads or a smoothing correction could go wrong, and nothing is tuned.
 
 import resource
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec import transforms
+from sage_kernels.spec import call, transforms
 from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.layout import BLOCK
 from sage_kernels.spec.masks import attended_rows
 from sage_kernels.spec.recipe import RECIPES, Recipe
 from tests.helpers.sinks import uniform_but_where_sampled
@@ -319,23 +321,34 @@ def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(recipe, l
     torch.testing.assert_close(lse[0, 0, rows], count.log()[rows], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("heavy_keys", [0, 64])
-def test_recent_keys_are_as_many_as_the_recipe_says_and_others_are_quantised(heavy_keys):
+@pytest.mark.parametrize(("causal_offset", "recent_keys"), list(product((-130, -48, 0, 1, 63, 200), (1, 64, 80, 200))))
+def test_rows_have_at_least_so_many_recent_keys_and_few_more(causal_offset, recent_keys):
+    """The blocks' own rows and the rounding to whole tiles make the others."""
+    start = call.recent_start(causal_offset, recent_keys)
+    assert start % BLOCK == 0
+    for row in range(2 * BLOCK):
+        recent = row + causal_offset + 1 - (start + row // BLOCK * BLOCK)
+        assert recent_keys <= recent <= recent_keys + 2 * (BLOCK - 1)
+
+
+@pytest.mark.parametrize(("heavy_keys", "row"), list(product((0, 64), (0, 127, 128, 131))))
+def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
     """A row whose weight is on one key has that key's V, exactly if the key is recent."""
     # A key with all the weight would be a late one.
-    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, heavy_choice="first", recent_keys=3)
-    for age in range(6):
-        query, key = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 200, 64)
-        query[..., :8], key[:, :, 150 - age, :8] = 5.0, 50.0
-        value = torch.randn(1, 1, 200, 64, generator=torch.Generator().manual_seed(age))
-        output, _ = reference.attention(query, key, value, recipe, is_causal=True, causal_offset=150)
-        error = (output[0, 0, 0] - value[0, 0, 150 - age]).abs().mean()
-        assert (error < 1e-5) == (age < 3) and error < 0.2
+    recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys, heavy_choice="first", recent_keys=64)
+    first = heavy_keys + call.recent_start(300 - heavy_keys, 64) + row // BLOCK * BLOCK
+    for chosen in (first - 20, first - 1, first, 299, row + 300):
+        query, key = torch.zeros(1, 1, 132, 64), torch.zeros(1, 1, 432, 64)
+        query[:, :, row, :8], key[:, :, chosen, :8] = 5.0, 50.0
+        value = torch.randn(1, 1, 432, 64, generator=torch.Generator().manual_seed(chosen))
+        output, _ = reference.attention(query, key, value, recipe, is_causal=True, causal_offset=300)
+        error = (output[0, 0, row] - value[0, 0, chosen]).abs().mean()
+        assert (error < 1e-5) == (chosen >= first) and error < 0.2
 
 
 def test_without_causality_and_beside_a_block_list_no_key_is_recent():
     inputs = draw(1, 2, 1, 140, 200, 32, 32)
-    recipe, without = (replace(RECIPES["sage3"], recent_keys=recent) for recent in (4, 0))
+    recipe, without = (replace(RECIPES["sage3"], recent_keys=recent) for recent in (64, 0))
     blocks = BlockList(torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32))
     for options in ({}, {"is_causal": True, "blocks": blocks}):
         outputs = [reference.attention(*inputs, one, **options)[0] for one in (recipe, without)]

@@ -245,7 +245,7 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
 class DoubledHeads(ReferenceHeadKernel):
     """Returns heads twice as large."""
 
-    name = "norm_rope"
+    name = "qk_norm_rope"
 
     def forward(self, x, norm, rope):
         return 2 * super().forward(x, norm, rope)
@@ -255,10 +255,10 @@ class DoubledHeads(ReferenceHeadKernel):
 
 
 def test_a_wrong_kernel_of_norms_gives_way_to_pytorchs_operators(monkeypatch):
-    monkeypatch.setattr(head_kernels, "_kernels", {"norm_rope": DoubledHeads(), "reference": ReferenceHeadKernel()})
+    monkeypatch.setattr(head_kernels, "_kernels", {"qk_norm_rope": DoubledHeads(), "reference": ReferenceHeadKernel()})
     x = torch.randn(2, 5, 3, 64).bfloat16()
-    assert head_kernels.head_kernel(x, None, None, grad=False).name == "norm_rope"
+    assert head_kernels.head_kernel(x, None, None, grad=False).name == "qk_norm_rope"
     found = examination.examine_heads(64, torch.device("cpu"))
-    assert found.kernel == "norm_rope" and "times as far" in found.reason
+    assert found.kernel == "qk_norm_rope" and "times as far" in found.reason
     assert not self_check.keep_heads(found, 64, None)
     assert head_kernels.head_kernel(x, None, None, grad=False).name == "reference"

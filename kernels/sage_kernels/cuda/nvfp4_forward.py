@@ -16,7 +16,7 @@ from ..dispatch.kernels import Quantizer
 from ..dispatch.request import Request
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
-from ..spec.call import Call, chooses_heavy_keys, late_keys_of
+from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import KeyPadding, NVFP4Operands
 from ..spec.recipe import get_recipe
@@ -41,7 +41,7 @@ class Config:
     """Compile-time choices of the call and of its recipe.
 
     Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
-    the last `late_keys` of which are late ones, and so are each row's `recent_keys` latest ones; `native`: products in
+    the last `late_keys` of which are late ones; `recent`: so are the latest ones of causal rows; `native`: products in
     NVFP4 are instructions, otherwise emulated.
     """
 
@@ -54,7 +54,7 @@ class Config:
     heavy: bool
     native: bool
     late_keys: int = 0
-    recent_keys: int = 0
+    recent: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -78,7 +78,7 @@ class Arguments:
         valid, spans: as in `operands.KeyPadding`, or None. They count all keys.
         valid_stride, spans_stride: from batch element to batch element.
         first_sequence, sequences: of this launch.
-        kv_len, causal_offset: of the keys behind the first ones; recent keys are beyond causal_offset.
+        kv_len, causal_offset, recent_start: of the keys behind the first ones (`Call.recent_start`).
         first_block, blocks: of BLOCK rows of each sequence, of this launch.
         head_dim: of Q.
     """
@@ -113,6 +113,7 @@ class Arguments:
     q_rows: Int
     kv_rows: Int
     causal_offset: Int
+    recent_start: Int
     head_dim: Int
     v_head_dim: Int
     mean_channels: Int
@@ -158,7 +159,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
         "LARGEST_P_LOG2": f"{math.log2(P_SCALE['nvfp4'])}f",
         "HEAVY_KEYS": HEAVY_KEYS if config.heavy else 0,
         "LATE_KEYS": config.late_keys,
-        "RECENT_KEYS": config.recent_keys,
+        "RECENT": config.recent,
         "CAUSAL": config.is_causal,
         "PADDED": config.padded,
         "LSE": config.return_lse,
@@ -183,7 +184,7 @@ def unavailable(request: Request) -> str:
         0 < recipe.heavy_keys < request.kv_len,
         native=True,
         late_keys=late_keys_of(recipe, request.kv_len, request.mask, request.is_causal),
-        recent_keys=recipe.recent_keys if request.is_causal else 0,
+        recent=has_recent_keys(recipe, request.mask, request.is_causal),
     )
     assert request.capability is not None  # of a GPU
     kernels = [kernel(config, request.dtype)]
@@ -238,7 +239,7 @@ def forward(
     Raises:
         CompileError: see `launch.launch`.
     """
-    tail, heavy, recent, device = call.tail, operands.heavy, call.recent_keys > 0, output.device
+    tail, heavy, recent, device = call.tail, operands.heavy, call.has_recent_keys, output.device
     batch, q_heads, q_len, v_head_dim = output.shape
     kv_heads, kv_rows = operands.key.shape[1:3]
     q_rows, channels = operands.query.shape[2], 2 * operands.query.shape[3]
@@ -260,7 +261,7 @@ def forward(
         heavy is not None,
         native,
         call.late_keys,
-        call.recent_keys,
+        recent,
     )
     key = tensor_map(operands.key.view(-1, channels // 2), (BLOCK, channels // 2), channels // 2)
     value = tensor_map(operands.value.view(-1, kv_rows // 2), (channels, BLOCK // 2), BLOCK // 2)
@@ -304,7 +305,8 @@ def forward(
             kv_len=tail.kv_len,
             q_rows=q_rows,
             kv_rows=kv_rows,
-            causal_offset=tail.causal_offset - call.recent_keys,
+            causal_offset=tail.causal_offset,
+            recent_start=call.recent_start if recent else 0,
             head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             mean_channels=operands.value_mean.shape[-1],

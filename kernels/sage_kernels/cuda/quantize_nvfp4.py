@@ -9,7 +9,7 @@ import torch
 
 from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
-from ..spec.call import Call, chooses_heavy_keys, heavy_keys_of, late_keys_of
+from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
 from ..spec.operands import Statistics as FoundStatistics
@@ -258,7 +258,7 @@ def unavailable(request: Request) -> str:
     places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
-    mean_score = request.return_lse or (request.is_causal and recipe.recent_keys > 0)
+    mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
     reduce, _, _ = kernels(
         *(channels, rotation, request.dtype, recipe, heavy_keys, places, late_keys > 0, padded, request.packed),
         mean_score,

@@ -176,7 +176,7 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
 
 
 def examine_heads(head_dim: int, device: torch.device) -> Verdict:
-    """Run the kernel of norms and rotations (`norm_rope`), forward and backward; compare with PyTorch's operators."""
+    """Run the kernel `qk_norm_rope`, forward and backward; compare with PyTorch's operators."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

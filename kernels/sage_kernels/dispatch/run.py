@@ -1,4 +1,4 @@
-"""The only way from a call to its kernels: `choose` a plan, `announce` it, `compute`."""
+"""The way from a call that is not replayed to its kernels: `choose` a plan, `announce` it, `compute`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
-HEADS = "norm_rope"
+HEADS = "qk_norm_rope"
 """Name in the place of a recipe where a kernel normalises and rotates heads."""
 
 

@@ -55,8 +55,7 @@ def attend_heavy_keys(
         stride_token, stride_channel: of Q.
         mean_score: pointer to the products of the sequence's queries with K's mean, which these keys have and the
             others do not; None: none has it.
-        row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
-            and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
+        row_max, total, divisor, output, p_scale_log2: as in `merge_keys`.
 
     Returns:
         (row_max, total, output): of all keys.
@@ -96,24 +95,36 @@ def attend_heavy_keys(
             sees = tl.load(late + column % LATE)[None, :] <= row[:, None] + causal_offset
             x = tl.where(sees & (column >= KEYS - 2 * LATE)[None, :], float("-inf"), x)
             x = tl.where((column >= KEYS - LATE)[None, :], tl.where(sees, late_scores, float("-inf")), x)
-        new_max = tl.maximum(row_max, tl.max(x, 1))
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay = tl.exp2(row_max - reference)
-        p = tl.exp2(x - (reference - p_scale_log2)[:, None])
-        heavy_sum = tl.sum(p, 1)
-        others = divisor * decay
-        divisor = others + heavy_sum
-        positive = tl.where(divisor == 0.0, 1.0, divisor)
-        # Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same: it
-        # is exact for the largest weight, which may hold nearly all of a row.
-        power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        inverse = 1.0 / power
         v = tl.load(value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
-        p = (p * inverse[:, None]).to(v.dtype)
-        output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision=PRECISION)
-        output = output * (power / positive)[:, None]
-        row_max, total = new_max, total * decay + heavy_sum
+        row_max, total, divisor, output = merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION)
     return row_max, total, output
+
+
+@triton.jit
+def merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION: tl.constexpr):
+    """Merge some keys in the caller's dtype with others; return (row_max, total, divisor, output) of all.
+
+    Args:
+        x: float32 (rows, keys) scores in base 2, -inf where masked.
+        v: (keys, v_channels), to whose dtype P is rounded.
+        row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
+            and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
+    """
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - reference)
+    p = tl.exp2(x - (reference - p_scale_log2)[:, None])
+    keys_sum = tl.sum(p, 1)
+    others = divisor * decay
+    divisor = others + keys_sum
+    positive = tl.where(divisor == 0.0, 1.0, divisor)
+    # Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same: it is
+    # exact for the largest weight, which may hold nearly all of a row.
+    power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    inverse = 1.0 / power
+    p = (p * inverse[:, None]).to(v.dtype)
+    output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision=PRECISION)
+    return new_max, total * decay + keys_sum, divisor, output * (power / positive)[:, None]
 
 
 @triton.jit

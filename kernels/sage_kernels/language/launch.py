@@ -32,7 +32,7 @@ ON_AMD = tl.constexpr(torch.version.hip is not None)
 # anew where they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward kernels, and
 # `rows`, which is the stride of a tile in others.
 UNSPECIALIZED = [
-    *("tokens", "q_len", "kv_len", "causal_offset", "q_heads", "kv_heads", "heads", "heads_together"),
+    *("tokens", "q_len", "kv_len", "causal_offset", "recent_start", "q_heads", "kv_heads", "heads", "heads_together"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
     *("first_sequence", "first_row", "first_block"),
     *("value_rows_of_batch", "value_rows_of_head", "value_columns_of_head"),

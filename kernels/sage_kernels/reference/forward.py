@@ -18,7 +18,7 @@ from ..formats import fp8, fp16, int8, nvfp4
 from ..formats.weights import P_SCALE
 from ..spec import transforms
 from ..spec.block_list import BlockList
-from ..spec.call import PADDING_BIAS
+from ..spec.call import PADDING_BIAS, clamped_offset, recent_start
 from ..spec.layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
 from ..spec.masks import key_mask, unexpanded
 from ..spec.recipe import Recipe
@@ -212,8 +212,8 @@ def attention(
         blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and equalizer are those
             of all keys, listed or not. With a list no key is heavy, and recent keys are as others.
 
-    With an attention bias, heavy keys are the first ones. Causal rows attend to their latest
-    `recent_keys` keys in the caller's dtype.
+    With an attention bias, heavy keys are the first ones. Causal rows attend to their latest keys, `recent_keys` at
+    least, in the caller's dtype (`call.recent_start`).
 
     Returns:
         (output, lse): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -227,6 +227,7 @@ def attention(
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_head_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
+    causal_offset = clamped_offset(causal_offset, q_len, kv_len)
     if 0 in (batch, q_heads, q_len, kv_len):
         return nothing_attended(query, v_head_dim, query.dtype)
     if mask is not None:
@@ -327,9 +328,11 @@ def _attend(
     denominator = torch.zeros_like(maximum)
     output = maximum.new_zeros(*maximum.shape[:3], operands.value.shape[-1])
     first_keys = 0 if operands.heavy is None else operands.heavy.first_keys
-    recent_keys = 0 if operands.recent is None else recipe.recent_keys
-    others_offset = causal_offset - recent_keys
-    last_column = min(kv_len, chunk.stop + others_offset) if is_causal else kv_len
+    first_recent, hides_later = 0, is_causal and operands.recent is None
+    last_column = min(kv_len, chunk.stop + causal_offset) if is_causal else kv_len
+    if operands.recent is not None:
+        first_recent = first_keys + recent_start(causal_offset - first_keys, recipe.recent_keys)
+        last_column = min(last_column, (chunk.stop - 1) // BLOCK_M * BLOCK_M + first_recent)
     listed = None if blocks is None else blocks.kept_by_rows(kv_len, chunk.start, chunk.stop)
     for column in range(first_keys, last_column, block_n):
         tile = slice(column - first_keys, column - first_keys + block_n)
@@ -342,7 +345,11 @@ def _attend(
                 block_scores.add_(delta[:, :, block : block + 1], alpha=scale)
         scores[..., kv_len - column :] = -torch.inf
         inside = scores[..., : kv_len - column]
-        inside.copy_(apply_mask(inside, mask, is_causal, chunk.start, column, others_offset))
+        inside.copy_(apply_mask(inside, mask, hides_later, chunk.start, column, causal_offset))
+        if operands.recent is not None:
+            for block, block_scores in enumerate(scores.split(BLOCK_M, 2)):
+                if column >= chunk.start + block * BLOCK_M + first_recent:
+                    block_scores.fill_(-torch.inf)
         if blocks is not None and listed is not None:
             keys = torch.arange(column, column + inside.shape[-1], device=inside.device)
             inside.masked_fill_(~listed[..., keys // blocks.block_n], -torch.inf)
@@ -363,7 +370,7 @@ def _attend(
     output = output * value_scale
     if operands.value_mean is not None:
         output = output + denominator * operands.value_mean.repeat_interleave(query.shape[2], 1)
-    unquantized = operands.heavy, operands.recent, recent_keys, kv_heads
+    unquantized = operands.heavy, operands.recent, first_recent, kv_heads
     for scores, weigh in attend_unquantized(*unquantized, chunk, kv_len, mask, is_causal, causal_offset, scale):
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         offset = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)

@@ -15,7 +15,7 @@ from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache
 from ..spec.operands import Saved
-from . import backward, forward, kv_cache, norm_rope
+from . import backward, forward, kv_cache, qk_norm_rope
 
 
 class ReferenceKernel(Declared):
@@ -76,8 +76,8 @@ class ReferenceHeadKernel:
         return ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-        """Normalise and rotate; see `norm_rope.norm_rope`."""
-        return norm_rope.norm_rope(x, norm, rope)
+        """Normalise and rotate; see `qk_norm_rope.qk_norm_rope`."""
+        return qk_norm_rope.qk_norm_rope(x, norm, rope)
 
     def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None

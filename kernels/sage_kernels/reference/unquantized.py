@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..exact.sdpa import apply_mask
 from ..spec import transforms
+from ..spec.layout import BLOCK, ceil_div
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def take_late(x: torch.Tensor, late: torch.Tensor, first_keys: int) -> tuple[tor
 def attend_unquantized(
     heavy: Unquantized | None,
     recent: Unquantized | None,
-    recent_keys: int,
+    recent_start: int,
     kv_heads: int,
     chunk: slice,
     kv_len: int,
@@ -62,8 +64,8 @@ def attend_unquantized(
 ) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
     """Give the scores of heavy keys, then of recent ones, (batch, q_heads, rows, keys), each with what weighs V by P.
 
-    P is rounded to the caller's dtype for heavy keys, which matrix units multiply; recent keys are few enough for
-    float32.
+    P is rounded to the caller's dtype. `chunk.start` is a multiple of BLOCK, and `recent_start` the first recent key of
+    rows 0…BLOCK - 1: each later block of rows begins BLOCK keys later.
     """
     first_keys = 0
     if heavy is not None:
@@ -82,20 +84,27 @@ def attend_unquantized(
             lambda p: (per_group(p.to(heavy.dtype).float(), kv_heads) @ heavy.value.unsqueeze(2)).flatten(1, 2),
         )
     if recent is not None:
-        ages = torch.arange(recent_keys, device=recent.key.device)
-        column = torch.arange(chunk.start, chunk.stop, device=ages.device)[:, None] + causal_offset - ages
-        exists, column = (column >= first_keys) & (column < kv_len), column.clamp(0, kv_len - 1)
-        # (batch, kv_heads, rows, ages, channels)
-        key, value = (torch.where(exists[..., None], x[:, :, column], 0.0) for x in (recent.key, recent.value))
-        query = per_group(recent.query[:, :, chunk], kv_heads).transpose(2, 3)
-        scores = (query @ key.transpose(-1, -2)).transpose(2, 3).flatten(1, 2) * scale
-        if mask is not None:
-            seen = mask[:, :, chunk].gather(-1, column.expand(*scores.shape))
-            scores = apply_mask(scores, seen, False, 0, 0)
-        yield (
-            scores.masked_fill(~exists, -torch.inf),
-            lambda p: (per_group(p, kv_heads).transpose(2, 3) @ value).transpose(2, 3).flatten(1, 2),
+        rows, blocks = chunk.stop - chunk.start, ceil_div(chunk.stop - chunk.start, BLOCK)
+        row = chunk.start + torch.arange(blocks * BLOCK, device=recent.key.device).view(blocks, BLOCK, 1)
+        column = row[:, :1] + recent_start + torch.arange(causal_offset + BLOCK - recent_start, device=row.device)
+        exists = (column >= first_keys) & (column < kv_len)
+        sees, column = exists & (column <= row + causal_offset), column.clamp(0, kv_len - 1)
+        # (batch, kv_heads, 1, blocks, keys, channels) and (batch, kv_heads, group, blocks, BLOCK, channels)
+        key, value = (
+            torch.where(exists.mT, x[:, :, column.squeeze(1)], 0.0).unsqueeze(2) for x in (recent.key, recent.value)
         )
+
+        def by_block(x: torch.Tensor) -> torch.Tensor:
+            return per_group(F.pad(x, (0, 0, 0, blocks * BLOCK - rows)).unflatten(2, (blocks, BLOCK)), kv_heads)
+
+        def by_row(x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1, 2).flatten(2, 3)[:, :, :rows]
+
+        scores = by_row(by_block(recent.query[:, :, chunk]) @ key.transpose(-1, -2)) * scale
+        if mask is not None:
+            scores = apply_mask(scores, by_row(mask[:, :, None, row.clamp(max=chunk.stop - 1), column]), False, 0, 0)
+        scores = scores.masked_fill(~sees.flatten(0, 1)[:rows], -torch.inf)
+        yield scores, lambda p: by_row(by_block(p.to(recent.dtype).float()) @ value)
 
 
 def per_group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from .block_list import BlockList
-from .layout import Lengths, Sequences, at_aligned_address, padded_channels, token_axes
+from .layout import BLOCK, Lengths, Sequences, at_aligned_address, padded_channels, token_axes
 from .masks import key_mask
 from .operands import Saved
 from .recipe import Recipe
@@ -176,17 +176,22 @@ class Call:
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
-    def recent_keys(self) -> int:
-        """Return the number of keys, the latest that a causal row sees, that are attended to in 16 bits.
+    def has_recent_keys(self) -> bool:
+        """Return whether the latest keys of each row are attended to in 16 bits (`recent_start`).
 
         Heavy keys among them are heavy. Without causality, and with a block list, there are none.
         """
-        return self.recipe.recent_keys if self.is_causal and self.mask.blocks is None else 0
+        return has_recent_keys(self.recipe, self.mask.kind, self.is_causal)
+
+    @property
+    def recent_start(self) -> int:
+        """Return `recent_start` of the call, which has recent keys: where they begin, counted from `first_keys` on."""
+        return recent_start(self.causal_offset - self.first_keys, self.recipe.recent_keys)
 
     @property
     def wants_mean_score(self) -> bool:
         """Return whether kernels of NVFP4 need Q's products with K's mean: for the LSE, or for recent keys."""
-        return self.return_lse or self.recent_keys > 0
+        return self.return_lse or self.has_recent_keys
 
     @cached_property
     def tail(self) -> Call:
@@ -348,6 +353,24 @@ def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -
     """Return the number of heavy keys of such calls that are late ones, or none."""
     chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask, is_causal)
     return heavy_keys_of(recipe, kv_len, mask) // LATE_SHARE if chooses else 0
+
+
+def has_recent_keys(recipe: Recipe, mask: MaskKind, is_causal: bool) -> bool:
+    """Return whether the latest keys of each row of such calls are attended to in 16 bits."""
+    return recipe.recent_keys > 0 and is_causal and mask not in ("blocks", "block_keys")
+
+
+def recent_start(causal_offset: int, recent_keys: int) -> int:
+    """Return the first key that causal rows 0…BLOCK - 1 attend to in 16 bits because it is recent; perhaps below 0.
+
+    Each later block of BLOCK rows begins BLOCK keys later. Recent keys are those from there on, whole tiles of BLOCK,
+    which matrix units multiply. So the other keys are whole tiles, too, which no row of the block sees in part.
+
+    Args:
+        causal_offset: row i sees keys up to i + causal_offset. Keys are counted from the first one that is not heavy.
+        recent_keys: least number of recent keys of a row, if it sees so many.
+    """
+    return (causal_offset + 1 - recent_keys) // BLOCK * BLOCK
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

@@ -20,17 +20,18 @@ class Recipe:
             per row of a tile, V with one per channel; "fp16".
         smooth_q, smooth_k, smooth_v: subtract means (transforms.smooth); Q's per 128 rows.
         rotate: rotate Q and K along head_dim (transforms.rotate).
-        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that both are as loud
-            (transforms.equalize).
+        equalize: divide K's channels and multiply Q's by powers of two before `rotate`, so that their
+            magnitudes in a channel are alike (transforms.equalize).
         heavy_keys: number of keys of a sequence that are attended to in the caller's dtype. If sinks, keys that hold
             much of every row's weight, are among them, P of the other keys has a scale of its own. A call without more
             keys than that has none, nor has one with a block list. Not with `backward`.
         heavy_choice: which they are. "first": the first ones. "heaviest": those, but keys with much larger scores take
             the places of some (transforms.heavy_places), and with causality of a few, for rows that see such a key
             (transforms.late_keys); not with an attention bias.
-        recent_keys: number of keys, the latest that a causal row sees, that are attended to in the caller's dtype. Rows
-            of language models give their own key and its neighbours so much weight that the rounding of these alone
-            carries most of the error. Not with a block list, nor with `backward`.
+        recent_keys: least number of keys, the latest that a causal row sees, that are attended to in the caller's
+            dtype: whole tiles, the same for each block of rows (`call.recent_start`). Rows of language models give
+            their own key and its neighbours so much weight that the rounding of these carries most of the error. Not
+            with a block list, nor with `backward`.
         tensor_scale: NVFP4 keeps a float32 scale next to the e4m3 scales of the groups: one per 128 tokens of Q and K,
             one per (batch, head) of V.
         scale_steps: NVFP4 group-scale search in Q and V: codes from amax/6 to each further scale that is tried
@@ -88,7 +89,7 @@ RECIPES: dict[str, Recipe] = {
             denominator="quantized_p",
             heavy_keys=64,
             heavy_choice="heaviest",
-            recent_keys=4,
+            recent_keys=64,
         ),
         Recipe("sage3_paper", qk="nvfp4", pv="nvfp4", smooth_q=True, smooth_k=True, tensor_scale=False),
         Recipe(

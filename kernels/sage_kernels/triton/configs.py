@@ -109,6 +109,17 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
     return Config(128 if capability[0] == 9 else 64, 64, 8, 2)
 
 
+def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bool) -> int:
+    """Return how many recent keys `nvfp4_forward` attends to at once.
+
+    They are few where heavy keys are (`language/heavy.py`), and with a mask: on compute capability 10.3 and 12.0 the
+    loop over them would spill with 32. At head_dim 128 it would with 64 without one.
+    """
+    if masked or element_size > 2 or min(channels, v_channels) < 64 or max(channels, v_channels) > 128:
+        return 16
+    return 64 if max(channels, v_channels) == 64 else 32
+
+
 def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
     """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 

@@ -10,10 +10,11 @@ import triton.language as tl
 
 from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..spec.call import PADDING_BIAS, Call
-from ..spec.layout import ceil_div
+from ..spec.layout import BLOCK, ceil_div
 from ..spec.masks import unexpanded
 
 PADDING = tl.constexpr(PADDING_BIAS)
+BLOCK_ROWS = tl.constexpr(BLOCK)
 WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
 # Bits that describe a set of scores.
 ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
@@ -43,6 +44,11 @@ class MaskTiles:
         batch, head, row = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(3))
         return batch, head, row
 
+    @property
+    def valid_stride(self) -> int:
+        """Return the stride of `valid` along batch, 0 where it is broadcast."""
+        return 0 if self.valid.shape[0] == 1 else self.valid.stride(0)
+
 
 def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
@@ -67,7 +73,8 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         keys=keys,
         q_len=shape[2],
         kv_len=columns,
-        causal_offset=call.causal_offset - call.recent_keys,
+        causal_offset=call.causal_offset,
+        recent_start=call.recent_start if call.has_recent_keys else 0,
         **strides("", mask.stride(), MASK_AXES),
         tiles_per_row=tiles.shape[3],
         BLOCK_M=block_m,
@@ -75,6 +82,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         FIRST=first_keys,
         BOOL=mask.dtype == torch.uint8,
         CAUSAL=call.is_causal,
+        RECENT=call.has_recent_keys,
         num_warps=max(4, block_m // 16),
     )
     valid = mask.new_empty((batches, columns), dtype=torch.uint8)
@@ -102,6 +110,7 @@ def list_tiles(
     q_len,
     kv_len,
     causal_offset,
+    recent_start,
     stride_batch,
     stride_head,
     stride_row,
@@ -112,11 +121,13 @@ def list_tiles(
     FIRST: tl.constexpr,
     BOOL: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RECENT: tl.constexpr,
 ):
     """List the tiles of one block of rows of one (mask batch, mask head), and add their scores' bits to the keys'."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside_row = row < q_len
+    last_column = FIRST + row // BLOCK_ROWS * BLOCK_ROWS + recent_start - 1 if RECENT else row + causal_offset
     base = mask + batch * stride_batch + head * stride_head + row.to(tl.int64)[:, None] * stride_row
     keys += batch * (kv_len + 1)
     tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
@@ -145,7 +156,7 @@ def list_tiles(
             row_has_key |= tl.max(unpadded.to(tl.int32), 1)
             seen = allowed
             if CAUSAL:
-                not_hidden = column[None, :] <= row[:, None] + causal_offset
+                not_hidden = column[None, :] <= last_column[:, None]
                 seen = allowed & not_hidden
                 plain = plain & not_hidden
             bits = tl.where(allowed, ALLOWED, 0) | tl.where(unpadded, UNPADDED, 0) | tl.where(seen, SEEN, 0)

@@ -34,7 +34,7 @@ from ..spec.call import Call, MaskKind
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..spec.operands import NVFP4Operands
 from .block_tiles import BlockTiles, block_tiles
-from .configs import Config, limit_to_list, nvfp4_forward_config
+from .configs import Config, limit_to_list, nvfp4_forward_config, recent_block_n
 from .mask_tiles import MaskTiles, mask_tiles
 from .smooth_q_scores import smooth_q_scores
 
@@ -91,7 +91,7 @@ def forward(
         capability, native: see `attend`.
         tiles: the tiles that the mask leaves, or those of a block list; None without either.
     """
-    (q_sequences, kv_sequences), heavy, recent_keys = call.token_axes, operands.heavy, call.recent_keys
+    (q_sequences, kv_sequences), heavy, recent = call.token_axes, operands.heavy, call.has_recent_keys
     tail_sequences = call.tail.token_axes[1]
     channels, v_channels = 2 * operands.query.shape[-1], operands.value.shape[-2]
     batch, kv_heads = operands.value_tensor_scale.shape
@@ -137,9 +137,10 @@ def forward(
             lse=lse,
             mask=mask,
             tiles=None if tiles is None else tiles.tiles,
-            source_query=None if heavy is None and recent_keys == 0 else call.query,
-            source_key=call.key if recent_keys else None,
-            source_value=call.value if recent_keys else None,
+            valid=None if tiles is None else tiles.valid,
+            source_query=call.query if recent or heavy is not None else None,
+            source_key=call.key if recent else None,
+            source_value=call.value if recent else None,
             heavy_key=None if heavy is None else heavy.key,
             heavy_value=None if heavy is None else heavy.value,
             late=None if heavy is None else heavy.late,
@@ -158,6 +159,8 @@ def forward(
             head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             causal_offset=call.causal_offset,
+            recent_start=call.recent_start if recent else 0,
+            valid_stride=0 if tiles is None else tiles.valid_stride,
             softmax_scale=call.scale,
             **strides("output", batch_strides(output, q_sequences)),
             **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
@@ -181,7 +184,7 @@ def forward(
             NATIVE=native,
             FIRST=call.first_keys,
             LATE=call.late_keys,
-            RECENT=recent_keys,
+            RECENT_N=recent_block_n(channels, v_channels, output.element_size(), kind != "none") if recent else 0,
             LIST_M=list_m,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
@@ -306,6 +309,7 @@ def nvfp4_forward(
     lse,
     mask,
     tiles,
+    valid,
     source_query,
     source_key,
     source_value,
@@ -327,6 +331,8 @@ def nvfp4_forward(
     head_dim,
     v_head_dim,
     causal_offset,
+    recent_start,
+    valid_stride,
     softmax_scale,
     output_stride_batch,
     output_stride_head,
@@ -369,16 +375,17 @@ def nvfp4_forward(
     NATIVE: tl.constexpr,
     FIRST: tl.constexpr,
     LATE: tl.constexpr,
-    RECENT: tl.constexpr,
+    RECENT_N: tl.constexpr,
     LIST_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
     A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; with it
-    FIRST and RECENT are 0. `kv_len`, `causal_offset` and `mask` count FIRST keys, which `key`, `value` and `delta` do
+    FIRST and RECENT_N are 0. `kv_len`, `causal_offset` and `mask` count FIRST keys, which `key`, `value` and `delta` do
     not have; in place of each of the LATE keys these have the first key that gave way to it. `source_query`,
-    `source_key` and `source_value` are the caller's tensors.
+    `source_key` and `source_value` are the caller's tensors. Of recent keys, which begin as `call.recent_start` says,
+    the program attends to RECENT_N at once; 0: no key is recent.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -388,11 +395,15 @@ def nvfp4_forward(
     q_start, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     kv_start, kv_len, kv_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     q_rows, kv_rows = q_blocks * BLOCK_ROWS, kv_blocks * BLOCK_ROWS
-    tail_len, tail_offset = kv_len, causal_offset - (FIRST + RECENT)
+    tail_len, tail_offset = kv_len, causal_offset - FIRST
     if FIRST > 0:
         tail_len = tl.maximum(kv_len - FIRST, 0)
     delta_block = block * BLOCK_M // BLOCK_ROWS
     block += first_row // BLOCK_M
+    TAIL_CAUSAL: tl.constexpr = CAUSAL and RECENT_N == 0
+    if RECENT_N > 0:
+        recent_first = tl.maximum(block * BLOCK_M // BLOCK_ROWS * BLOCK_ROWS + recent_start, 0)
+        tail_len = tl.minimum(tail_len, recent_first)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if block * BLOCK_M < q_len:
         q_first = operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED) + block * BLOCK_M
@@ -420,21 +431,21 @@ def nvfp4_forward(
         TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
             _begin, _full_begin, full, columns = key_tiles(
-                None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+                None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, TAIL_CAUSAL, False
             )
             for tile in tl.range(0, full, num_stages=STAGES):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, False, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         elif MASK == "blocks" or MASK == "block_keys":
             KEYS: tl.constexpr = (
@@ -452,7 +463,7 @@ def nvfp4_forward(
                     tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
                     mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, KEYS, False, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, False, NATIVE,
                 )  # fmt: skip
                 tile = following
             for index in range(whole, number):
@@ -460,7 +471,7 @@ def nvfp4_forward(
                     tl.load(tiles + 2 + index), 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
                     value_scale, delta, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column, row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, KEYS, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, True, NATIVE,
                 )  # fmt: skip
         else:
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
@@ -476,7 +487,7 @@ def nvfp4_forward(
                     value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
                     mask_stride_column,
                     row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, CAUSAL, MASK, True, NATIVE,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
         if TOTAL:
@@ -486,23 +497,26 @@ def nvfp4_forward(
         factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
-        if FIRST + RECENT > 0:
+        if FIRST + RECENT_N > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
             if LATE > 0:
                 late += kv_pair * LATE
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
-        if RECENT > 0:
+        if RECENT_N > 0:
             source_key += batch * source_key_stride_batch + kv_head * source_key_stride_head
             source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
+            if MASK == "bool" or MASK == "additive":
+                valid += batch * valid_stride
             row_max, recent_total, divisor, accumulator = attend_recent_keys(
-                source_query, source_key, source_value, late, mask, row, token, kv_start, q_len, kv_len, head_dim,
+                source_query, source_key, source_value, valid, late, mask, row, token, FIRST + recent_first,
+                tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset), kv_start, q_len, kv_len, head_dim,
                 v_head_dim, causal_offset, softmax_scale, tl.load(mean_score + q_row),
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
                 mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, RECENT, FIRST, LATE, MASK,
+                CHANNELS, V_CHANNELS, RECENT_N, FIRST, LATE, MASK,
             )  # fmt: skip
             if TOTAL:
                 row_sum = recent_total

@@ -230,9 +230,9 @@ class SplitKVForward(TritonExact):
 
 
 class HeadKernel:
-    """Norm and rotation of heads by `triton.norm_rope`."""
+    """Norm and rotation of heads by `triton.qk_norm_rope`."""
 
-    name = "norm_rope"
+    name = "qk_norm_rope"
 
     def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
         """Return why it does not serve the call, or ""."""
@@ -259,15 +259,15 @@ class HeadKernel:
         return "needs tensors that hold their values as they are" if hidden else ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-        """Normalise and rotate; see `norm_rope.forward`."""
-        output: torch.Tensor = _load("norm_rope").forward(x, norm, rope)
+        """Normalise and rotate; see `qk_norm_rope.forward`."""
+        output: torch.Tensor = _load("qk_norm_rope").forward(x, norm, rope)
         return output
 
     def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute gradients; see `norm_rope.backward`."""
-        gradients: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = _load("norm_rope").backward(
+        """Compute gradients; see `qk_norm_rope.backward`."""
+        gradients: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = _load("qk_norm_rope").backward(
             gradient, x, norm, rope
         )
         return gradients

@@ -28,12 +28,12 @@ def served(monkeypatch) -> list[Rope | None]:
     """Let samples of a CPU be served, by the reference; the rotation of each call."""
     ropes: list[Rope | None] = []
 
-    def norm_rope(x, norm, rope):
+    def qk_norm_rope(x, norm, rope):
         ropes.append(rope)
         return original(x, norm, rope)
 
-    original = heads.norm_rope
-    monkeypatch.setattr(heads, "norm_rope", norm_rope)
+    original = heads.qk_norm_rope
+    monkeypatch.setattr(heads, "qk_norm_rope", qk_norm_rope)
     monkeypatch.setattr(heads, "is_served", lambda sample: True)
     monkeypatch.setattr(heads, "gains", lambda module, sample: True)
     return ropes
@@ -75,11 +75,11 @@ def test_explain_counts_the_layers_whose_queries_the_kernel_normalises(served):
     model = case.build()
     model.set_attn_processor(SageAttnProcessor("sage1", "emulate"))
     run(model, case.make_inputs())
-    assert explain(model).norm_rope == len(attention_layers(model))
+    assert explain(model).qk_norm_rope == len(attention_layers(model))
 
 
 def test_where_no_kernel_serves_nothing_changes(monkeypatch):
-    monkeypatch.setattr(heads, "norm_rope", lambda *arguments: pytest.fail("it serves no CPU"))
+    monkeypatch.setattr(heads, "qk_norm_rope", lambda *arguments: pytest.fail("it serves no CPU"))
     queries_and_keys(family("flux"), torch.bfloat16)
 
 
@@ -186,12 +186,12 @@ def test_a_kernel_that_disagrees_is_not_used(request, monkeypatch, sage_log, whe
     """The processor's module is patched, or the kernel is wrong: found at the first call, and said."""
     case, ropes = family("flux" if where == "rotation" else "sd3.5"), request.getfixturevalue("served")
     expected = queries_and_keys(case, torch.float32, "exact")
-    computed = heads.norm_rope
+    computed = heads.qk_norm_rope
 
     def wrong(x, norm, rope):
         return computed(x, norm, rope) * 1.001
 
-    monkeypatch.setattr(heads, "norm_rope", wrong)
+    monkeypatch.setattr(heads, "qk_norm_rope", wrong)
     monkeypatch.setattr(heads, "_agreements", {})
     found = queries_and_keys(case, torch.float32)
     for own, theirs in zip(found[:2], expected[:2], strict=True):
@@ -207,11 +207,11 @@ def test_a_trial_is_seen_by_no_hook(served, monkeypatch):
     hooks = [child.register_forward_hook(lambda *given: seen.append(given[0])) for child in (first, first.to_q)]
     model.set_attn_processor(SageAttnProcessor("sage1", "emulate"))
     run(model, case.make_inputs())
-    assert len(seen) == 2 and explain(model).norm_rope == len(others)
+    assert len(seen) == 2 and explain(model).qk_norm_rope == len(others)
     for hook in hooks:
         hook.remove()
     run(model, case.make_inputs())
-    assert explain(model).norm_rope == len(others) + 1
+    assert explain(model).qk_norm_rope == len(others) + 1
 
 
 @pytest.mark.parametrize(("tokens", "known"), [(2**17, True), (6, False)])

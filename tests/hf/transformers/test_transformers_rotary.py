@@ -22,12 +22,12 @@ def served(monkeypatch) -> list[torch.Size]:
     """Let tensors of a CPU be served, by the reference; the sizes of what it rotates."""
     sizes: list[torch.Size] = []
 
-    def norm_rope(x, rope):
+    def qk_norm_rope(x, rope):
         sizes.append(x.shape)
         return original(x, rope=rope)
 
-    original = rotary.norm_rope
-    monkeypatch.setattr(rotary, "norm_rope", norm_rope)
+    original = rotary.qk_norm_rope
+    monkeypatch.setattr(rotary, "qk_norm_rope", qk_norm_rope)
     monkeypatch.setattr(rotary, "is_served", lambda x: True)
     monkeypatch.setattr(rotary, "LARGE", 0)
     monkeypatch.setattr(rotary, "_agreements", {})
@@ -53,11 +53,11 @@ def test_queries_and_keys_are_those_of_the_model(tiny: TinyModel, dtype: torch.d
 
 def test_explain_counts_the_layers_whose_queries_the_kernel_rotates(served):
     model = MODELS["llama"].build("sage1_emulate")
-    assert explain(model).norm_rope == 0
+    assert explain(model).qk_norm_rope == 0
     run(model, **MODELS["llama"].inputs())
     explanation = explain(model)
-    assert explanation.norm_rope == 2
-    assert "norm_rope: in 2 layers one kernel normalises or rotates queries and keys" in str(explanation)
+    assert explanation.qk_norm_rope == 2
+    assert "qk_norm_rope: in 2 layers one kernel normalises or rotates queries and keys" in str(explanation)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "sage_exact"])

@@ -8,6 +8,7 @@ constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
 constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
 constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
 constexpr int FIRST_KEYS = HEAVY_KEYS - LATE_KEYS;                    // of heavy keys, that are not late ones
+constexpr bool TAIL_CAUSAL = CAUSAL && !RECENT;                       // rows of an item see different keys in 4 bits
 constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
 
 // What comes with a tile of keys, in this order, and lies so in shared memory.
@@ -18,6 +19,8 @@ struct alignas(1024) Stage {
   float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
   float key_tensor_scale;
 };
+// Recent keys in 16 bits whose K and V take as much room as those of a tile.
+constexpr int RECENT_TILE = K_BYTES / (2 * CHANNELS);
 constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
 // Where they lie.
 constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
@@ -41,6 +44,13 @@ struct Item {
 
   DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+  // Return the number of keys that some row may attend to, or 0 or less.
+  DEVICE int seen_keys(const Arguments& a) const {
+    const int keys = PADDED ? a.spans[batch * a.spans_stride + 2] - FIRST_KEYS : a.kv_len;
+    return CAUSAL ? min(keys, first_row + BLOCK + a.causal_offset) : keys;
+  }
+  // Return the first one of these that is recent.
+  DEVICE int first_recent(const Arguments& a) const { return max(first_row + a.recent_start, 0); }
 };
 
 // Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
@@ -56,10 +66,8 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   item.batch = a.first_sequence + item.sequence;
   item.kv_head = item.head / (a.q_heads / a.kv_heads);
   item.first_row = (a.first_block + item.block) * BLOCK;
-  const int* spans = a.spans + item.batch * a.spans_stride;
-  int keys = PADDED ? spans[2] - FIRST_KEYS : a.kv_len;
-  if (CAUSAL) keys = min(keys, item.first_row + BLOCK + a.causal_offset);
-  item.first_tile = PADDED ? max(spans[0] - FIRST_KEYS, 0) / BLOCK : 0;
+  const int keys = RECENT ? min(item.seen_keys(a), item.first_recent(a)) : item.seen_keys(a);
+  item.first_tile = PADDED ? max(a.spans[item.batch * a.spans_stride] - FIRST_KEYS, 0) / BLOCK : 0;
   item.last_tile = (max(keys, 0) + BLOCK - 1) / BLOCK;
   return true;
 }

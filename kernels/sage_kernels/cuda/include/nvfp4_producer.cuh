@@ -1,8 +1,10 @@
 // The producer of the NVFP4 forward kernel: a warp that brings tiles of 128 keys, with V, scales and the scores of Q's
-// means, and heavy keys.
+// means, and recent and heavy keys.
 #pragma once
 #include "nvfp4_items.cuh"
 #include "tma.cuh"
+#include "tokens.cuh"
+#include "warp_recent_keys.cuh"
 
 // Copy 4 or 8 bytes to shared memory.
 template <int BYTES>
@@ -16,8 +18,56 @@ DEVICE void arrive_when_copied(uint64& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
+// Copy 16 bytes to shared memory; zeros unless they exist.
+DEVICE void copy_or_clear(uint32 into, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Return where K or V in 16 bits have a channel of an item's first key.
+DEVICE const uint16* first_token(const Tokens& x, const Item& item, int channel) {
+  return x.first + item.batch * x.batch_stride + item.kv_head * x.head_stride + channel;
+}
+
+// Bring tiles of recent keys and their values.
+DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const Tokens& value_tokens, const Item& item,
+                           Shared& shared, Barriers& b, Use& use) {
+  static_assert(RECENT_TILE == 32, "a lane must have one key of a tile");
+  const int lane = threadIdx.x % 32, part = lane % LANES;
+  const uint8* valid = a.valid + static_cast<int64>(item.batch) * a.valid_stride;
+  const int* late = a.late + item.kv_pair(a) * LATE_KEYS;
+  const uint16* keys = first_token(key_tokens, item, 8 * part);
+  const uint16* values = first_token(value_tokens, item, 8 * part);
+#pragma unroll 1
+  for (int tile = item.first_recent(a), end = item.seen_keys(a); tile < end; tile += RECENT_TILE, use.next()) {
+    const uint32 stage = shared_address(&shared.stages[use.stage]);
+    uint64& full = b.full[use.stage];
+    wait(b.empty[use.stage], use.parity ^ 1);
+    if (lane == 0) arrive(full);
+    // A lane finds where one of the keys lies; below 0: nowhere.
+    const int place = FIRST_KEYS + tile + lane;
+    int source = tile + lane < end ? place : -1;
+    if (PADDED && source >= 0 && !valid[place]) source = -1;
+    if constexpr (LATE_KEYS > 0) {
+      // In place of a late key rows attend to the first key that gave way to it.
+      const int number = place & LATE_KEYS - 1;
+      if (source >= 0 && __ldg(late + number) == place) source = FIRST_KEYS - LATE_KEYS + number;
+    }
+#pragma unroll 2
+    for (int i = 0; i < RECENT_TILE / ROWS; i++) {
+      const int number = i * ROWS + lane / LANES, of_key = __shfl_sync(~0u, source, number);
+      const int64 token = max(of_key, 0);
+      copy_or_clear(stage + place_of_key(number, part), keys + token * key_tokens.token_stride,
+                    of_key >= 0 && 8 * part < a.head_dim);
+      copy_or_clear(stage + VALUE + place_of_value(number, part), values + token * value_tokens.token_stride,
+                    of_key >= 0 && 8 * part < a.v_head_dim);
+    }
+    arrive_when_copied(full);
+  }
+}
+
 DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& value, const TensorMap& heavy_key,
-                    const TensorMap& heavy_value, Shared& shared, Barriers& b) {
+                    const TensorMap& heavy_value, const Tokens& key_tokens, const Tokens& value_tokens, Shared& shared,
+                    Barriers& b) {
   const int lane = threadIdx.x % 32;
   Item item;
   Use use;
@@ -35,6 +85,7 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
       uint64& full = b.full[use.stage];
       wait(b.empty[use.stage], use.parity ^ 1);
       if (lane == 0) {
+        if (RECENT) fence_shared();  // others than the TMA wrote here
         arrive_expecting(full, COPIED_BYTES);
         load_box(key, stage.key, full, static_cast<int>(row) + tile * BLOCK, 0);
         load_box(value, stage.value, full, item.kv_pair(a) * CHANNELS, tile * V_ROW);
@@ -53,6 +104,7 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
                            value_scale + static_cast<int64>(channel + lane) * (a.kv_rows / GROUP) + tile * V_SCALES);
       arrive_when_copied(full);
     }
+    if (RECENT) produce_recent(a, key_tokens, value_tokens, item, shared, b, use);
     if (HEAVY_KEYS > 0) {
       wait(b.heavy_empty, round & 1 ^ 1);
       if (lane == 0) {

@@ -40,7 +40,7 @@ DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0
 // which are the lane's own row: so a warp computes each scale twice only.
 struct Consumer {
   const Arguments& a;
-  const Tokens &query_tokens, &key_tokens, &value_tokens;
+  const Tokens& query_tokens;
   Shared& shared;
   Barriers& barriers;
   int warp, lane, quad, row;  // row: the first of the thread's two, in the item
@@ -139,11 +139,11 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int room = left;
-      if (CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
+      if (TAIL_CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
-        const bool hidden = (CAUSAL || !PADDED) && key >= room || PADDED && !(exists >> i & 1);
+        const bool hidden = (TAIL_CAUSAL || !PADDED) && key >= room || PADDED && !(exists >> i & 1);
         if (hidden) scores[i / 2][2 * r + i % 2] = -INFINITE;
       }
     }
@@ -281,60 +281,45 @@ struct Consumer {
   }
 
   // Return the number, of all keys, of the latest one that the thread's first row may attend to.
-  DEVICE int latest_key() const { return item.first_row + row + a.causal_offset + RECENT_KEYS + FIRST_KEYS; }
+  DEVICE int latest_key() const { return item.first_row + row + a.causal_offset + FIRST_KEYS; }
 
-  // Return where Q in 16 bits has a channel of the thread's first row.
-  DEVICE const uint16* query_at(int channel) const {
-    return query_tokens.first + item.batch * query_tokens.batch_stride + item.head * query_tokens.head_stride +
-           (item.first_row + row) * query_tokens.token_stride + channel;
+  // Return the thread's rows of Q in 16 bits.
+  DEVICE QueryRows query_rows() const {
+    const int token = item.first_row + row;
+    const uint16* first = query_tokens.first + item.batch * query_tokens.batch_stride +
+                          item.head * query_tokens.head_stride + token * query_tokens.token_stride;
+    return {first + 8 * quad, query_tokens.token_stride, a.q_len - token, a.head_dim - 8 * quad};
   }
-
-  // Return where K or V in 16 bits have a channel of the first key.
-  DEVICE const uint16* first_token(const Tokens& x, int channel) const {
-    return x.first + item.batch * x.batch_stride + item.kv_head * x.head_stride + channel;
-  }
-
-  DEVICE const int* late_keys() const { return LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr; }
 
   // Return the heavy keys, as those of the item's rows.
   DEVICE HeavyKeys heavy_keys() const {
     HeavyKeys heavy;
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
-    heavy.query = query_at(8 * quad);
-    heavy.stride = query_tokens.token_stride;
-    heavy.rows = a.q_len - (item.first_row + row);
-    heavy.channels = a.head_dim - 8 * quad;
     heavy.seen = latest_key() + 1;
-    heavy.late = late_keys();
+    heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
     heavy.valid = PADDED ? valid() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
     heavy.weight_log2 = P_LOG2;
     return heavy;
   }
 
-  // Return the recent keys, as those of the item's rows.
+  // Return what tiles of recent keys have in common for the thread's rows.
   DEVICE RecentKeys recent_keys() const {
     RecentKeys recent;
-    recent.query = query_at(8 * quad);
-    recent.key = first_token(key_tokens, 8 * quad), recent.value = first_token(value_tokens, 2 * quad);
-    recent.query_stride = query_tokens.token_stride;
-    recent.key_stride = key_tokens.token_stride, recent.value_stride = value_tokens.token_stride;
-    recent.rows = a.q_len - (item.first_row + row);
-    recent.channels = a.head_dim - 8 * quad, recent.value_channels = a.v_head_dim - 2 * quad;
-    recent.latest = latest_key();
-    recent.keys = a.kv_len + FIRST_KEYS;
-    recent.late = late_keys();
-    recent.valid = PADDED ? valid() : nullptr;
-    recent.mean_score = a.mean_score + item.pair(a) * a.q_rows + item.first_row + row;
+    recent.lane = lane;
+    const float* mean_score = a.mean_score + item.pair(a) * a.q_rows + item.first_row + row;
+    recent.mean_scores[0] = __ldg(mean_score), recent.mean_scores[1] = __ldg(mean_score + 8);
     recent.scale = a.softmax_scale * LOG2E;
     recent.weight_log2 = P_LOG2;
     return recent;
   }
 
-  // Write the outputs of an item, recent and heavy keys included, and its log-sum-exp.
-  DEVICE void end_item(int round) {
+  // Write the outputs of an item, recent and heavy keys included, and its log-sum-exp. `step` attends to the next
+  // stage.
+  template <typename Step>
+  DEVICE void end_item(int round, Step step) {
     // What the main loop does not need is computed here, not kept in registers all along.
-    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row));
+    asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row), "+r"(item.first_row));
     float maxima[2], totals[2], divisors[2];
     if (TOTAL) total += from_neighbour(total, 2);
     if (SUMS_BY_LANES) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
@@ -342,12 +327,24 @@ struct Consumer {
     share(total, totals[0], totals[1]);
     share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
     finish(divisors);
-    if constexpr (RECENT_KEYS > 0)
-      attend_to_recent_keys<RECENT_KEYS, FIRST_KEYS, LATE_KEYS, PADDED>(recent_keys(), outputs, maxima, totals,
-                                                                        divisors);
+    [[maybe_unused]] const QueryRows query = query_rows();
+    if constexpr (RECENT) {
+      RecentKeys recent = recent_keys();
+#pragma unroll 1
+      for (int tile = item.first_recent(a), keys = item.seen_keys(a); tile < keys; tile += RECENT_TILE)
+        step([&](uint32 stage) {
+          if (item.first_row + warp * 16 + 15 + a.causal_offset < tile) return;  // which no row of the warp sees
+          recent.stage = stage;
+          recent.left = keys - tile;
+          recent.seen = latest_key() + 1 - FIRST_KEYS - tile;
+          recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
+          attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
+        });
+    }
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
-      attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), outputs, maxima, totals, divisors);
+      attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), query, outputs, maxima, totals,
+                                                                  divisors);
       __syncwarp();
       if (lane < WARP_ARRIVALS) arrive(barriers.heavy_empty);
     }
@@ -392,7 +389,8 @@ struct Consumer {
         whole = (max(spans[0] - FIRST_KEYS, 0) + BLOCK - 1) / BLOCK;
         end = max(spans[1] - FIRST_KEYS, 0) / BLOCK;
       }
-      if (CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
+      if (RECENT) end = min(end, item.last_tile);
+      if (TAIL_CAUSAL) end = min(end, max(item.first_row + warp * 16 + a.causal_offset + 1, 0) / BLOCK);
       auto step = [&](auto attend_to) {
         wait(full + 8 * use.stage, use.parity);
         attend_to(stages + use.stage * static_cast<uint32>(sizeof(Stage)));
@@ -408,7 +406,7 @@ struct Consumer {
         if (tile >= item.last_tile) break;
         step([&](uint32 stage) { attend<true>(stage, tile++); });
       }
-      end_item(round);
+      end_item(round, step);
     }
   }
 };

@@ -6,8 +6,8 @@
 // are in its registers, and weights become the left operand of P·V where they are.
 //
 // The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
-// bits when it is done with all others (`warp_heavy_keys.cuh`). Before that it attends so to the latest keys of each
-// causal row (`warp_recent_keys.cuh`), which the row's mask hides among the others: it ends so many keys earlier.
+// bits when it is done with all others (`warp_heavy_keys.cuh`). Before that it attends so to the latest keys of causal
+// rows (`warp_recent_keys.cuh`): tiles of 32, which come through the same stages, behind those in 4 bits.
 //
 // The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
 // are not defined here.
@@ -23,8 +23,9 @@ static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the ma
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
 static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY_KEYS > 0 && CAUSAL,
               "LATE_KEYS must be 0, or 16 of a causal call's");
-static_assert(RECENT_KEYS == 0 || RECENT_KEYS > 0 && CAUSAL, "RECENT_KEYS must be 0, or a number of a causal call's");
 ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
+ASSERT_FLAG(RECENT, "the latest keys of a causal call's rows are in 16 bits, or as the others");
+static_assert(CAUSAL || !RECENT, "RECENT keys are those of a causal call");
 ASSERT_FLAG(PADDED, "keys may not exist, or all do");
 ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
 ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
@@ -46,10 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) nvfp4_forward(NVFP4_FOR
   if (warp >= WARPS) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp > WARPS) return;
-    produce(arguments, key, value, heavy_key, heavy_value, shared, barriers);
+    produce(arguments, key, value, heavy_key, heavy_value, key_tokens, value_tokens, shared, barriers);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Consumer consumer{arguments, query_tokens, key_tokens, value_tokens, shared, barriers};
+    Consumer consumer{arguments, query_tokens, shared, barriers};
     consumer.warp = warp;
     consumer.lane = lane;
     consumer.quad = lane % 4;

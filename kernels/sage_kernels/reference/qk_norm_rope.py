@@ -1,4 +1,4 @@
-"""Norm and rotation of heads in plain PyTorch: the specification of `norm_rope`."""
+"""Norm and rotation of heads in plain PyTorch: the specification of `qk_norm_rope`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ..spec.heads import Norm, Rope
 
 
-def norm_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
+def qk_norm_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
     """Normalise and rotate heads; rounded to the dtype of x after each.
 
     Args:

@@ -7,7 +7,7 @@ import triton
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.language.launch import recording
 from sage_kernels.testing.aot import compile_launch, machine_code
-from sage_kernels.triton import norm_rope
+from sage_kernels.triton import qk_norm_rope
 from tests.helpers.heads import HeadCase
 
 pytestmark = [
@@ -30,13 +30,13 @@ CASES = (
 def test_heads_are_read_and_written_16_bytes_at_a_time_without_spills(case, capability):
     x, norm, rope = case.draw(torch.bfloat16)
     with recording() as launches:
-        norm_rope.forward(x, norm, rope)
+        qk_norm_rope.forward(x, norm, rope)
         if not case.across_heads:
-            norm_rope.backward(x, x, norm, rope)
+            qk_norm_rope.backward(x, x, norm, rope)
     for launch in launches:
         kernel = compile_launch(launch, capability)
         assert machine_code(kernel.asm["cubin"]).instructions.spills == 0
-        if launch.kernel is norm_rope.sum_parts:  # it reads no heads
+        if launch.kernel is qk_norm_rope.sum_parts:  # it reads no heads
             continue
         heads = [line for line in kernel.asm["ptx"].splitlines() if "global.v4.b32" in line]
         assert any("ld.global" in line for line in heads) and any("st.global" in line for line in heads)

@@ -1,6 +1,6 @@
 """Measure norm and rotation of queries, as models call them: by PyTorch's operators, compiled, and by our kernel.
 
-The "rows" of <gpu>-norm_rope.json have model, batch, tokens, heads, head_dim, direction ("forward" or
+The "rows" of <gpu>-qk_norm_rope.json have model, batch, tokens, heads, head_dim, direction ("forward" or
 "forward_backward"), "copy_ms", which a copy of the tensor takes, and in ms: "operators_ms" of the model's own code,
 "compiled_ms" of torch.compile, "ours_ms". Forward passes are replayed as CUDA graphs, so that the host does not count.
 It needs diffusers and transformers.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_hf.bench import command, results, timing
-from sage_kernels.norm_rope import norm_rope
+from sage_kernels.qk_norm_rope import qk_norm_rope
 from sage_kernels.spec.heads import Norm, Rope
 
 CALLS = 20
@@ -63,7 +63,7 @@ def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
         own = Norm("rms", 1e-6, norm.weight, rounds=not isinstance(norm, nn.RMSNorm)), Rope(cosine, sine)
         return (
             lambda x: rotate(norm(x), (cosine, sine), sequence_dim=1),
-            lambda x: norm_rope(x, *own),
+            lambda x: qk_norm_rope(x, *own),
             [norm.weight],
         )
 
@@ -74,7 +74,7 @@ def _cogvideox(sizes: Sizes) -> Made:
     norm = nn.LayerNorm(sizes[3], eps=1e-6, device="cuda", dtype=torch.bfloat16)
     own = Norm("layer", 1e-6, norm.weight, norm.bias)
     # The processor normalises a view of (batch, heads, tokens, head_dim).
-    return lambda x: norm(x.transpose(1, 2)).transpose(1, 2), lambda x: norm_rope(x, own), [norm.weight, norm.bias]
+    return lambda x: norm(x.transpose(1, 2)).transpose(1, 2), lambda x: qk_norm_rope(x, own), [norm.weight, norm.bias]
 
 
 def _llama(sizes: Sizes) -> Made:
@@ -88,7 +88,7 @@ def _llama(sizes: Sizes) -> Made:
         rotated: Tensor = rotate(query, query[:, :1], cosine, sine)[0]
         return rotated.transpose(1, 2)
 
-    return operators, lambda x: norm_rope(x, rope=own), []
+    return operators, lambda x: qk_norm_rope(x, rope=own), []
 
 
 def _diffusers_norm() -> Any:
@@ -145,11 +145,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Measure, and write <gpu>-norm_rope.json."""
+    """Measure, and write <gpu>-qk_norm_rope.json."""
     device = command.gpu("cuda")
     bandwidth = timing.copy_bandwidth(device)
     result = {**results.facts(device), "copy_bandwidth": bandwidth, "rows": []}
     for case in CASES:
         result["rows"].append(measure_case(case, bandwidth))
         print(result["rows"][-1], flush=True)
-    results.write(results.path_of(args.output, result, "norm_rope"), result)
+    results.write(results.path_of(args.output, result, "qk_norm_rope"), result)

@@ -36,7 +36,7 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
     output = x.new_empty(x.shape)
     if x.numel():
         grid, arguments = _arguments(x, norm, rope, FORWARD_ELEMENTS)
-        launch(norm_rope_forward, grid, x=x, output=output, enable_fp_fusion=False, **arguments)
+        launch(qk_norm_rope_forward, grid, x=x, output=output, enable_fp_fusion=False, **arguments)
     return output
 
 
@@ -62,7 +62,7 @@ def backward(
         None if one is None else x.new_empty((*grid, x.shape[-1]), dtype=torch.float32) for one in vectors
     )
     launch(
-        norm_rope_backward,
+        qk_norm_rope_backward,
         grid,
         gradient=gradient,
         x=x,
@@ -241,7 +241,7 @@ def _angles(
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "rows", "offset"])
-def norm_rope_forward(
+def qk_norm_rope_forward(
     x,
     output,
     weight,
@@ -327,7 +327,7 @@ def norm_rope_forward(
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "rows", "offset"])
-def norm_rope_backward(
+def qk_norm_rope_backward(
     gradient,
     x,
     x_gradient,

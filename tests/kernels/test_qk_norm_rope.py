@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import norm_rope as door
-from sage_kernels.norm_rope import norm_rope
-from sage_kernels.reference import norm_rope as reference
+from sage_kernels import qk_norm_rope as door
+from sage_kernels.qk_norm_rope import qk_norm_rope
+from sage_kernels.reference import qk_norm_rope as reference
 from sage_kernels.spec.heads import Norm, Rope
 from tests.helpers.heads import CASES, HeadCase
 
@@ -59,7 +59,7 @@ def test_tokens_without_a_row_are_not_rotated(offset):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_door_runs_the_reference_on_a_cpu(case: HeadCase):
     x, norm, rope = case.draw(torch.bfloat16)
-    assert torch.equal(norm_rope(x, norm, rope), reference.norm_rope(x, norm, rope))
+    assert torch.equal(qk_norm_rope(x, norm, rope), reference.qk_norm_rope(x, norm, rope))
 
 
 def test_gradients_of_the_reference_are_right():
@@ -67,7 +67,7 @@ def test_gradients_of_the_reference_are_right():
     angles = draw(7, 8)
 
     def attended(x, weight, bias):
-        return reference.norm_rope(x, Norm("layer", 1e-3, weight, bias), Rope(angles.cos(), angles.sin(), 1))
+        return reference.qk_norm_rope(x, Norm("layer", 1e-3, weight, bias), Rope(angles.cos(), angles.sin(), 1))
 
     assert torch.autograd.gradcheck(attended, (x, weight, bias))
 
@@ -90,18 +90,18 @@ def test_gradients_of_the_reference_are_right():
 )
 def test_what_does_not_fit_is_refused(norm, rope, message):
     with pytest.raises(ValueError, match=message):
-        norm_rope(draw(), norm, rope)
+        qk_norm_rope(draw(), norm, rope)
 
 
 def test_tensors_on_several_devices_are_refused():
     weight = draw(16).to("meta")
     with pytest.raises(ValueError, match="x is on cpu, and norm or rotation on meta"):
-        norm_rope(draw(), Norm("rms", 1e-5, weight))
+        qk_norm_rope(draw(), Norm("rms", 1e-5, weight))
 
 
 def test_tables_that_want_gradients_get_them():
     angles = draw(7, 8).requires_grad_()
-    output = norm_rope(draw(), rope=Rope(angles.cos(), angles.sin()))
+    output = qk_norm_rope(draw(), rope=Rope(angles.cos(), angles.sin()))
     output.square().sum().backward()
     assert angles.grad.shape == (7, 8)
 
@@ -109,12 +109,12 @@ def test_tables_that_want_gradients_get_them():
 @pytest.mark.parametrize("x", [draw(7, 16), torch.ones(SIZES, dtype=torch.int64)], ids=["two axes", "integers"])
 def test_only_heads_of_floats_are_taken(x):
     with pytest.raises(ValueError, match="x must be"):
-        norm_rope(x)
+        qk_norm_rope(x)
 
 
 def test_no_tokens_give_no_tokens():
     x, weight = draw(2, 0, 3, 16).requires_grad_(), draw(16).requires_grad_()
-    output = norm_rope(x, Norm("rms", 1e-5, weight), Rope(draw(5, 8), draw(5, 8)))
+    output = qk_norm_rope(x, Norm("rms", 1e-5, weight), Rope(draw(5, 8), draw(5, 8)))
     output.sum().backward()
     assert output.shape == x.grad.shape == x.shape and not weight.grad.any()
 
@@ -123,29 +123,29 @@ def test_no_tokens_give_no_tokens():
 def test_a_tensor_whose_memory_was_freed_is_refused(known):
     x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
     for _ in range(3 * known):
-        norm_rope(x, norm, rope)
+        qk_norm_rope(x, norm, rope)
     for freed in (x, norm.weight, rope.cosine):
         size = freed.untyped_storage().nbytes()
         freed.untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="no memory"):
-            norm_rope(x, norm, rope)
+            qk_norm_rope(x, norm, rope)
         freed.untyped_storage().resize_(size)
 
 
 def loss(x, norm, rope):
-    return norm_rope(x, norm, rope).float().square().sum()
+    return qk_norm_rope(x, norm, rope).float().square().sum()
 
 
 def transformed(x, norm, rope):
-    """Results of `torch.func` and forward-mode AD around `norm_rope`."""
+    """Results of `torch.func` and forward-mode AD around `qk_norm_rope`."""
     tangent = torch.ones_like(x)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
-        forward = torch.autograd.forward_ad.unpack_dual(norm_rope(dual, norm, rope)).tangent
+        forward = torch.autograd.forward_ad.unpack_dual(qk_norm_rope(dual, norm, rope)).tangent
     return (
         torch.func.grad(loss)(x, norm, rope),
-        torch.func.vmap(partial(norm_rope, norm=norm, rope=rope))(x[None]),
-        *torch.func.jvp(partial(norm_rope, norm=norm, rope=rope), (x,), (tangent,)),
+        torch.func.vmap(partial(qk_norm_rope, norm=norm, rope=rope))(x[None]),
+        *torch.func.jvp(partial(qk_norm_rope, norm=norm, rope=rope), (x,), (tangent,)),
         forward,
     )
 

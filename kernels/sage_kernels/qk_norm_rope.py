@@ -26,7 +26,7 @@ DTYPES = torch.float16, torch.bfloat16
 Tensors = list[torch.Tensor]
 
 
-def norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
+def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
     """Normalise heads and rotate them by their position; round after each, as models do.
 
     On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward. All else runs in PyTorch's operators,
@@ -84,7 +84,7 @@ def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Ten
     def run(kernel: HeadKernel, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
         return [kernel.forward(x, *_with_tensors(norm, rope, others))]
 
-    return _run("norm_rope", run, [x, *_tensors(norm, rope)], x, norm, rope)[0]
+    return _run("qk_norm_rope", run, [x, *_tensors(norm, rope)], x, norm, rope)[0]
 
 
 def _run(
@@ -93,10 +93,10 @@ def _run(
     """Return the outputs of a pass by the best kernel for it, replayed if there is a replay.
 
     Args:
-        kind: "norm_rope", or "norm_rope backward".
+        kind: "qk_norm_rope", or "qk_norm_rope backward".
         run: (kernel, tensors) -> outputs; it only allocates, takes views and launches, unless the reference runs.
         tensors: its arguments.
-        x, norm, rope: as of `norm_rope`.
+        x, norm, rope: as of `qk_norm_rope`.
     """
     facts = None if norm is None else norm.facts, None if rope is None else rope.facts
     entry = cache.find(kind, tensors, facts)
@@ -105,7 +105,7 @@ def _run(
     check_heads(x, norm, rope)
     check_memory(*tensors)
     self_check.check_heads(x.shape[3], x.device)
-    kernel = head_kernel(x, norm, rope, grad=kind != "norm_rope")
+    kernel = head_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
     outputs = run(kernel, *tensors)
     if entry is not None and kernel.name != "reference":
         entry.consider(partial(cache.traced, None, partial(run, kernel), tensors, outputs, list))
@@ -140,7 +140,7 @@ def _with_tensors(
 
 
 class _NormRope(torch.autograd.Function):
-    """`norm_rope` with gradients; what is kept for them is x."""
+    """`qk_norm_rope` with gradients; what is kept for them is x."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ class _NormRope(torch.autograd.Function):
             found = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
             return [one for one in found if one is not None]
 
-        x_gradient, *found = _run("norm_rope backward", run, [gradient, x, *others], x, norm, rope)
+        x_gradient, *found = _run("qk_norm_rope backward", run, [gradient, x, *others], x, norm, rope)
         weight_gradient = found.pop(0) if norm is not None and norm.weight is not None else None
         bias_gradient = found.pop(0) if norm is not None and norm.bias is not None else None
         return x_gradient, weight_gradient, bias_gradient, None, None

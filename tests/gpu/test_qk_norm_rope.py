@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_kernels.dispatch.head_kernels import head_kernel
-from sage_kernels.norm_rope import norm_rope
-from sage_kernels.reference.norm_rope import norm_rope as reference
+from sage_kernels.qk_norm_rope import qk_norm_rope
+from sage_kernels.reference.qk_norm_rope import qk_norm_rope as reference
 from sage_kernels.spec.heads import Norm, Rope
 from tests.helpers.heads import CASES, HeadCase
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 def test_repeated_calls_compute_the_reference(case: HeadCase, dtype: torch.dtype, repeated: list[object]):
     for _ in range(3):
         x, norm, rope = case.draw(dtype, "cuda")
-        assert head_kernel(x, norm, rope, grad=False).name == "norm_rope"
-        case.judge(norm_rope(x, norm, rope), x, norm, rope)
+        assert head_kernel(x, norm, rope, grad=False).name == "qk_norm_rope"
+        case.judge(qk_norm_rope(x, norm, rope), x, norm, rope)
     assert len(repeated) == 1
 
 
@@ -37,7 +37,7 @@ def test_repeated_calls_compute_the_reference(case: HeadCase, dtype: torch.dtype
 def test_gradients_are_those_of_the_reference(case: HeadCase, dtype: torch.dtype):
     x, norm, rope = case.draw(dtype, "cuda")
     inputs = [one.requires_grad_() for one in (x, norm and norm.weight, norm and norm.bias) if one is not None]
-    output = norm_rope(x, norm, rope)
+    output = qk_norm_rope(x, norm, rope)
     assert output.grad_fn.name() == "_NormRopeBackward"
     gradient = torch.randn_like(output)
     found = torch.autograd.grad(output, inputs, gradient)
@@ -47,10 +47,10 @@ def test_gradients_are_those_of_the_reference(case: HeadCase, dtype: torch.dtype
 def test_a_graph_repeats_it():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
     for _ in range(3):
-        norm_rope(x, norm, rope)
+        qk_norm_rope(x, norm, rope)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = norm_rope(x, norm, rope)
+        output = qk_norm_rope(x, norm, rope)
     x.copy_(torch.randn_like(x))
     output.fill_(torch.nan)
     graph.replay()
@@ -59,11 +59,11 @@ def test_a_graph_repeats_it():
 
 def test_another_stream_runs_it():
     x, norm, rope = LARGE[0].draw(torch.bfloat16, "cuda")
-    expected = norm_rope(x, norm, rope)
+    expected = qk_norm_rope(x, norm, rope)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        outputs = [norm_rope(x, norm, rope) for _ in range(4)]
+        outputs = [qk_norm_rope(x, norm, rope) for _ in range(4)]
     stream.synchronize()
     assert all(torch.equal(output, expected) for output in outputs)
 
@@ -76,22 +76,22 @@ def test_more_elements_than_32_bits_count(heads_first: bool):
     x[:, -3:] = torch.randn_like(x[:, -3:])
     angles = torch.randn(tokens, head_dim // 2, device="cuda")
     norm, rope = Norm("rms", 1e-5), Rope(angles.cos(), angles.sin())
-    output = norm_rope(x, norm, rope)
-    last = norm_rope(x[:, -3:].contiguous(), norm, Rope(rope.cosine[-3:], rope.sine[-3:]))
+    output = qk_norm_rope(x, norm, rope)
+    last = qk_norm_rope(x[:, -3:].contiguous(), norm, Rope(rope.cosine[-3:], rope.sine[-3:]))
     assert torch.equal(output[:, -3:], last)
 
 
 def test_what_the_kernel_does_not_take_runs_in_operators():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
     for other in (torch.stack((x, x), -1)[..., 0], torch._neg_view(-x)):
-        norm_rope(x, norm, rope)  # the kernel runs it
+        qk_norm_rope(x, norm, rope)  # the kernel runs it
         assert head_kernel(other, norm, rope, grad=False).name == "reference"
-        LARGE[1].judge(norm_rope(other, norm, rope).contiguous(), x, norm, rope)
+        LARGE[1].judge(qk_norm_rope(other, norm, rope).contiguous(), x, norm, rope)
 
 
 def test_inside_of_transforms_pytorchs_operators_run():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
-    own = partial(norm_rope, norm=norm, rope=rope)
+    own = partial(qk_norm_rope, norm=norm, rope=rope)
     plain = partial(reference, norm=norm, rope=rope)
     own(x)  # the kernel runs it
     gradients = [torch.func.grad(lambda x, call=call: call(x).float().square().sum())(x) for call in (own, plain)]
@@ -104,7 +104,7 @@ def test_inside_of_transforms_pytorchs_operators_run():
 @torch.no_grad()
 def test_tensors_without_memory_are_refused():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
-    norm_rope(x, norm, rope)  # the kernel runs it
+    qk_norm_rope(x, norm, rope)  # the kernel runs it
     norm.weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        norm_rope(x, norm, rope)
+        qk_norm_rope(x, norm, rope)

@@ -3,26 +3,26 @@
 import pytest
 import torch
 
-from sage_kernels.triton import norm_rope
+from sage_kernels.triton import qk_norm_rope
 from tests.helpers.heads import CASES, HeadCase
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_computes_the_reference(case: HeadCase):
     x, norm, rope = case.draw(torch.bfloat16)
-    case.judge(norm_rope.forward(x, norm, rope), x, norm, rope)
+    case.judge(qk_norm_rope.forward(x, norm, rope), x, norm, rope)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.across_heads], ids=str)
 def test_the_kernel_computes_the_gradients_of_the_reference(case: HeadCase):
     x, norm, rope = case.draw(torch.bfloat16)
     gradient = torch.randn(x.shape).to(x.dtype)
-    case.judge_gradients(norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)
+    case.judge_gradients(qk_norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)
 
 
 def test_programs_add_up_the_parts_of_several_blocks(monkeypatch):
-    monkeypatch.setattr(norm_rope, "PARTS", 4)
+    monkeypatch.setattr(qk_norm_rope, "PARTS", 4)
     case = HeadCase((2, 131, 3, 64), "layer", "pairs")
     x, norm, rope = case.draw(torch.bfloat16)
     gradient = torch.randn(x.shape).to(x.dtype)
-    case.judge_gradients(norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)
+    case.judge_gradients(qk_norm_rope.backward(gradient, x, norm, rope), gradient, x, norm, rope)

@@ -1,0 +1,114 @@
+// Keys in 16 bits, heavy or recent: a warp finds their scores, and merges them with what it has of other keys, as two
+// parts of a row are merged by their maxima and sums. It does what `language/heavy.py` does.
+//
+// Lane 4g + t has rows g and g + 8. Keys lie in shared memory, and their values, in lines of 64 channels, 128 bytes.
+#pragma once
+#include "mma.cuh"
+#include "tokens.cuh"
+
+constexpr int LINE_CHANNELS = 64;
+
+// A thread's two rows of Q, of which it has the 8 channels from 8t on of each 32.
+struct QueryRows {
+  const uint16* first;  // channels of the first row
+  int64 stride;         // from row to row
+  int rows, channels;   // that exist, from there on
+};
+
+DEVICE float larger_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// Compute Q·Kᵀ of KEYS keys. `load_key(k, section, block)` loads, of key g of a block of 8, the thread's 8 channels of
+// a section of 32.
+template <int KEYS, typename LoadKey>
+DEVICE void find_16bit_scores(const QueryRows& query, LoadKey load_key, float (&x)[KEYS / 8][4]) {
+#pragma unroll
+  for (int section = 0; section < CHANNELS / 32; section++) {
+    uint32 words[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      uint4 loaded = make_uint4(0, 0, 0, 0);
+      if (8 * r < query.rows && section * 32 < query.channels)
+        loaded = *reinterpret_cast<const uint4*>(query.first + 8 * r * query.stride + section * 32);
+      words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z, words[r][3] = loaded.w;
+    }
+#pragma unroll
+    for (int block = 0; block < KEYS / 8; block++) {
+      uint32 k[4];
+      load_key(k, section, block);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32 left[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1], words[1][2 * i + 1]};
+        add_16bit_product<FLOAT16>(x[block], left, k[2 * i], k[2 * i + 1]);
+      }
+    }
+  }
+}
+
+// Merge KEYS keys with others.
+//
+// x: their scores, to base 2, -INFINITE where hidden; overwritten. values: address of V in shared memory, 16-byte parts
+// of whose lines are exchanged from key to key. weight_log2: of the largest weight, to base 2. outputs: of the others,
+// divided by `divisors`, 0 where that is. maxima, totals: of both rows, to base 2 and sums of weights. All become those
+// of all keys.
+template <int KEYS, int BLOCKS>
+DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float weight_log2, int lane, float (&outputs)[BLOCKS][4],
+                       float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
+  constexpr int LINE = 2 * LINE_CHANNELS * KEYS;
+  float factors[2], ends[2], inverses[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float largest = -INFINITE;
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) largest = larger_or_nan(largest, x[i / 2][2 * r + i % 2]);
+    largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float new_max = larger_or_nan(maxima[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
+    const float decay = exp2_approximate(maxima[r] - reference);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) {
+      float& weight = x[i / 2][2 * r + i % 2];
+      weight = exp2_approximate(weight - (reference - weight_log2));
+      sum += weight;
+    }
+    sum = sum_of_quad(sum);
+    const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
+    // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
+    const int power = __float_as_int(positive) & 0x7F800000;
+    inverses[r] = __int_as_float(0x7F000000 - power);  // 1 / power
+    factors[r] = others * inverses[r];
+    ends[r] = __fdividef(__int_as_float(power), positive);
+    maxima[r] = new_max;
+    totals[r] = totals[r] * decay + sum;
+    divisors[r] = divisor;
+  }
+#pragma unroll
+  for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
+#pragma unroll
+  for (int step = 0; step < KEYS / 16; step++) {
+    uint32 p[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float* weights = x[2 * step + i / 2] + 2 * (i % 2);
+      p[i] = pack_16bit<FLOAT16>(weights[0] * inverses[i % 2], weights[1] * inverses[i % 2]);
+    }
+    const int key = 16 * step + lane % 16;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; block += 2) {
+      uint32 v[4];
+      load_transposed(v, values + block / 8 * LINE + key * 128 + ((block % 8 + lane / 16) ^ key % 8) * 16);
+      add_16bit_product<FLOAT16>(outputs[block], p, v[0], v[1]);
+      add_16bit_product<FLOAT16>(outputs[block + 1], p, v[2], v[3]);
+    }
+  }
+#pragma unroll
+  for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) outputs[block][i] *= ends[i / 2];
+}
