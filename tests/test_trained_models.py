@@ -261,8 +261,7 @@ def test_a_trained_model_keeps_its_predictions(tmp_path):
     command += ["--output", str(tmp_path)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)})
     result = json.loads((tmp_path / "cpu-trained_models.json").read_text(encoding="utf-8"))
-    sage2, sage3 = result["rows"]
-    assert sage2["kl"] < 0.002 and sage2["same_top"] > 0.97 and abs(sage2["ppl_change"]) < 0.01
-    assert sage2["kl"] < sage3["kl"] < 0.02 and sage3["same_top"] > 0.9
+    for row in result["rows"]:  # few bits ran, and cost as much as eight do: of so few tokens most are recent keys
+        assert 0 < row["kl"] < 0.002 and row["same_top"] > 0.97 and abs(row["ppl_change"]) < 0.01
     sinks = [row["key"] for row in result["sinks"]]
     assert len(sinks) == 30 and sinks.count(0) > 15
