@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 import sage_hf  # noqa: F401 - which registers the recipes
 from tests.helpers.tiny_transformers import MODELS
 
-RECIPES = ("sage_exact", "sage2", "sage3")
+RECIPES = ("sage_exact", "sage2", "sage3_paper")
 
 
 def computed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
