@@ -95,18 +95,21 @@ def attend_heavy_keys(
             sees = tl.load(late + column % LATE)[None, :] <= row[:, None] + causal_offset
             x = tl.where(sees & (column >= KEYS - 2 * LATE)[None, :], float("-inf"), x)
             x = tl.where((column >= KEYS - LATE)[None, :], tl.where(sees, late_scores, float("-inf")), x)
-        v = tl.load(value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :])
-        row_max, total, divisor, output = merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION)
+        values = value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :]
+        row_max, total, divisor, output = merge_keys(
+            x, values, None, row_max, total, divisor, output, p_scale_log2, PRECISION
+        )
     return row_max, total, output
 
 
 @triton.jit
-def merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION: tl.constexpr):
+def merge_keys(x, values, counts, row_max, total, divisor, output, p_scale_log2, PRECISION: tl.constexpr):
     """Merge some keys in the caller's dtype with others; return (row_max, total, divisor, output) of all.
 
     Args:
         x: float32 (rows, keys) scores in base 2, -inf where masked.
-        v: (keys, v_channels), to whose dtype P is rounded.
+        values: pointers to V, (keys, v_channels), to whose dtype P is rounded; read late, when registers are free.
+        counts: which values are read, the others being 0; None: all.
         row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
             and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
     """
@@ -122,6 +125,7 @@ def merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION: t
     # exact for the largest weight, which may hold nearly all of a row.
     power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = 1.0 / power
+    v = tl.load(values) if counts is None else tl.load(values, mask=counts, other=0.0)
     p = (p * inverse[:, None]).to(v.dtype)
     output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision=PRECISION)
     return new_max, total * decay + keys_sum, divisor, output * (power / positive)[:, None]

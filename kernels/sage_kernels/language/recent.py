@@ -94,7 +94,10 @@ def attend_recent_keys(
         x = mask_scores(
             x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, True, MASK
         )
-        at = value + key_token[:, None] * value_stride_token + v_channel.to(tl.int64)[None, :] * value_stride_channel
-        v = tl.load(at, mask=counts[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
-        row_max, total, divisor, output = merge_keys(x, v, row_max, total, divisor, output, p_scale_log2, PRECISION)
+        values = value + key_token[:, None] * value_stride_token
+        values += v_channel.to(tl.int64)[None, :] * value_stride_channel
+        v_counts = counts[:, None] & (v_channel < v_head_dim)[None, :]
+        row_max, total, divisor, output = merge_keys(
+            x, values, v_counts, row_max, total, divisor, output, p_scale_log2, PRECISION
+        )
     return row_max, total, divisor, output
