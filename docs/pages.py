@@ -388,23 +388,26 @@ def peaked_models_errors() -> str:
     )
 
 
-def language_models() -> str:
-    """Return tables of the predictions of trained language models, on each device that measured them."""
-    paths = sorted(RESULTS.glob("*-trained_models.json"), key=lambda path: (path.stem.startswith("cpu"), path))
+def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
+    """Return the tables of all results <device>-<name>, a CPU's last."""
+    paths = sorted(RESULTS.glob(f"*-{name}.json"), key=lambda path: (path.stem.startswith("cpu"), path))
     parts = []
     for result in map(read_result, (path.stem for path in paths)):
-        where = "On a CPU, in float32, all recipes emulated:"
+        where = "On a CPU, in float32, emulated:"
         if result["capability"]:
             where = f"On one {result['gpu']}, in bfloat16:"
-        parts += [where, trained_models_table.markdown(result)]
+        parts += [where, markdown(result)]
     return "\n\n".join((*parts, sources(*(path.stem for path in paths))))
+
+
+def language_models() -> str:
+    """Return tables of the predictions of trained language models, on each device that measured them."""
+    return on_each_device("trained_models", trained_models_table.markdown)
 
 
 def kv_accuracy() -> str:
     """Return tables of the predictions of trained language models through a low-bit KV cache, likewise."""
-    paths = sorted(RESULTS.glob("*-kv_cache_perplexity.json"))
-    tables_of_devices = [trained_models_table.cache_markdown(read_result(path.stem)) for path in paths]
-    return "\n\n".join((*tables_of_devices, sources(*(path.stem for path in paths))))
+    return on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown)
 
 
 def kv_speed() -> str:
