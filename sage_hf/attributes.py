@@ -10,8 +10,8 @@ the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the 
 SPLIT is set on diffusers' attention modules whose tokens are split among processes by a plan of ours, and on their
 model: how they are split (`diffusers.shards`).
 CHANGES is set on models that `apply` or `enable_vsa` changed: what undoes each change (`changes`).
-CAUSALITY is set on masks that transformers makes: (the offset of the causality that a mask holds, what else it holds:
-which keys exist, bool (batch, keys up to the last query's), or None if all do; the mask's version at that time).
+CAUSALITY is set on causal masks that transformers makes: (what it says, a `transformers.masks.Causality`; the mask's
+version at that time).
 """
 
 CHANGES = "_sage_changes"

@@ -10,15 +10,17 @@ from torch import nn
 
 from sage_hf import record
 from sage_hf.attention import attend, chosen_fallback
-from sage_hf.attributes import CAUSALITY, FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
+from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.bridge import cuts_masks
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
+from sage_hf.transformers.masks import Causality, causality_of
 from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.masks import attended_rows, with_causality
 from sage_kernels.spec.options import Options
+from sage_kernels.spec.recipe import get_recipe
 
 
 def sage_attention_forward(
@@ -88,7 +90,7 @@ def sage_attention_forward(
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, the rest of which is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    mask, causality = attention_mask, _causality_of(attention_mask, query.shape[2], key.shape[2])
+    mask, causality = attention_mask, causality_of(attention_mask, query.shape[2], key.shape[2])
     if mask is not None and mask.shape[-1] > key.shape[2] and cuts_masks():
         mask = mask[..., : key.shape[2]]
     if mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
@@ -125,20 +127,6 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
     return recipe, fallback
 
 
-def _causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> tuple[int, torch.Tensor | None] | None:
-    """Return (i, keys) if the mask, made by `masks.sage_mask`, lets query q attend to exactly those keys up to q + i.
-
-    `keys` is bool (batch, q_len + i), or None for all of them. A mask that the model has changed since is not
-    recognised, nor is a part or copy of one, nor one made for other lengths: then return None.
-    """
-    if mask is None or torch.compiler.is_compiling():
-        return None
-    offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
-    if offset is None or version != mask._version or mask.shape[2:] != (q_len, kv_len):
-        return None
-    return offset, keys
-
-
 @dataclass(frozen=True)
 class _Call:
     """Attention that a model asks for.
@@ -169,7 +157,7 @@ class _Call:
 
 def _attend(
     call: _Call,
-    causality: tuple[int, torch.Tensor | None] | None,
+    causality: Causality | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     fallback: str | None,
@@ -178,7 +166,7 @@ def _attend(
 
     Args:
         call: the attention.
-        causality: the mask's, where it is nothing but causality and padding (`_causality_of`).
+        causality: what the mask says, if it is known to be causal.
         softcap, fallback: as in `sage_attention_forward`.
         sinks: (q_heads,) logits of the attention sinks.
 
@@ -215,10 +203,13 @@ def _attend(
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
-    if causality is not None and call.recipe != "exact" and not wants_gradient:
-        causal_offset, keys = causality
-        mask, is_causal = None if keys is None else keys[:, None, None], True
+    if causality is not None and _gains(causality, call.recipe) and not wants_gradient:
+        causal_offset, is_causal = causality.offset, True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
+        if causality.hides_more and mask is not None:
+            mask = mask[..., : key.shape[2]]
+        else:
+            mask = None if causality.keys is None else causality.keys[:, None, None]
     output, lse = attend(
         query,
         key,
@@ -239,6 +230,11 @@ def _attend(
     # A sink adds exp(sink) to the exp(lse) by which the output was divided.
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
     return (output * kept.unsqueeze(-1)).to(output.dtype)
+
+
+def _gains(causality: Causality, recipe: str) -> bool:
+    """Check whether a recipe gains by the causality of a mask: where the mask goes, or latest keys are in 16 bits."""
+    return recipe != "exact" and (not causality.hides_more or get_recipe(recipe).recent_keys > 0)
 
 
 def _eager(

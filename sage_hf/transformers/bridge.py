@@ -6,6 +6,7 @@ Importing this file imports neither transformers nor torch.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +100,21 @@ def is_causal_mask(mask_function: object) -> bool:
     from transformers import masking_utils
 
     return mask_function is not None and mask_function is getattr(masking_utils, "causal_mask_function", None)
+
+
+def implies_causality(mask_function: Any) -> bool:
+    """Check whether a mask function says causality, perhaps among other things; False if that is not known.
+
+    transformers makes masks of windows, chunks and packed sequences by `and_masks`, whose functions are in its closure.
+    """
+    from transformers import masking_utils
+
+    if is_causal_mask(mask_function):
+        return True
+    code = getattr(mask_function, "__code__", None)
+    if code is None or code not in masking_utils.and_masks.__code__.co_consts:
+        return False
+    return any(map(implies_causality, inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())))
 
 
 def is_full_mask(mask_function: object) -> bool:

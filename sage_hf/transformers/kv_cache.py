@@ -18,11 +18,11 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from sage_hf import kv_notes
-from sage_hf.attributes import CAUSALITY
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.bridge import implementation_of_config
 from sage_hf.transformers.keywords import sort_keywords
+from sage_hf.transformers.masks import causality_of
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
 
@@ -382,11 +382,10 @@ def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor |
     length = past + q_len
     if q_len == 1 and mask.dtype == torch.bool and mask.shape[1:] == (1, 1, length):
         return mask[:, 0, 0]
-    offset, keys, version = getattr(mask, CAUSALITY, (None, None, None))
-    if offset != past or mask.is_inference() or version != mask._version or mask.shape[2:] != (q_len, length):
+    causality = causality_of(mask, q_len, length)
+    if causality is None or causality.offset != past or causality.hides_more:
         return mask
-    found: torch.Tensor | None = keys
-    return found
+    return causality.keys
 
 
 def _kind_of(layer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from sage_hf.attributes import CAUSALITY
 from sage_hf.transformers.bridge import (
     first_query_of,
+    implies_causality,
     is_causal_mask,
     is_full_mask,
     queries_of,
@@ -24,9 +26,9 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
     Returns:
         bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
-        attention, without padding, window or packed sequences. A mask that is nothing but causality, also for queries
-        behind a cache, and padding says so by an attribute, see `attributes.CAUSALITY`; if it is being compiled, which
-        attributes do not survive, padding of as many queries as keys comes alone, as in `sage_training_mask`.
+        attention, without padding, window or packed sequences. A causal mask, also for queries behind a cache, says so
+        by an attribute, see `causality_of`; if it is being compiled, which attributes do not survive, padding of as
+        many queries as keys comes alone, as in `sage_training_mask`.
         Models whose attention layers compute with their masks, or that ask whether the implementation is `sdpa`, never
         get None for causal attention; those of the former that refuse `sdpa` get what transformers makes for `eager`,
         which is additive.
@@ -43,8 +45,35 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:
-            setattr(mask, CAUSALITY, (*causality, mask._version))
+            setattr(mask, CAUSALITY, (causality, mask._version))
     return mask
+
+
+@dataclass(frozen=True)
+class Causality:
+    """What a causal mask says: query q attends to no key behind q + offset.
+
+    Attributes:
+        offset: see above.
+        hides_more: whether it hides other keys too, not the same ones from all queries: those before a window, or of
+            other sequences.
+        keys: if not, which keys exist, bool (batch, q_len + offset); None: all.
+    """
+
+    offset: int
+    hides_more: bool = False
+    keys: torch.Tensor | None = None
+
+
+def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causality | None:
+    """Tell what a mask says that `sage_mask` made for so many queries and keys; None if it is not known to be causal.
+
+    A mask that the model has changed since is not known, nor is a part or copy of one, nor one made for other lengths.
+    """
+    if mask is None or torch.compiler.is_compiling() or mask.shape[2:] != (q_len, kv_len):
+        return None
+    causality, version = getattr(mask, CAUSALITY, (None, None))
+    return causality if causality is not None and version == mask._version else None
 
 
 @dynamo.assume_constant_result
@@ -63,28 +92,25 @@ def _reading_of(config_class: type) -> str:
     return "boolean" if computing or any(map(asks_for_sdpa, models)) else ""
 
 
-def _causality(kwargs: dict[str, Any]) -> tuple[int, torch.Tensor | None] | None:
-    """Return (i, keys) if the mask of these arguments lets query q attend to exactly those keys up to q + i, else None.
-
-    `keys` is bool (batch, q_len + i), or None for all keys.
-    """
-    if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
-        return None
+def _causality(kwargs: dict[str, Any]) -> Causality | None:
+    """Tell what the mask of these arguments says, if it is known to be causal."""
     first, q_len = first_query_of(kwargs), queries_of(kwargs)
     if not kwargs.get("allow_is_causal_skip", True) or first is None or q_len is None:
         return None
     start = kwargs.get("kv_offset", 0)
     offset = first - start
+    if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
+        return Causality(offset, hides_more=True) if implies_causality(kwargs["mask_function"]) else None
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
-        return offset, None
+        return Causality(offset)
     if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start:
         return None
     # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
     seen = padding[:, start : first + q_len]
     if bool(seen.all()):
-        return offset, None
-    return (offset, seen) if seen.dtype == torch.bool else None
+        return Causality(offset)
+    return Causality(offset, keys=seen) if seen.dtype == torch.bool else None
 
 
 def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:

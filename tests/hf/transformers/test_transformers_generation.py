@@ -186,6 +186,19 @@ def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(paddin
 
 
 @behind_a_cache
+@pytest.mark.parametrize(("recipe", "said"), [("sage3", True), ("sage2", False)])
+def test_the_mask_of_a_window_is_known_to_be_causal(recipe: str, said: bool) -> None:
+    """`sage3` attends in 16 bits to the latest keys, which are all of this window; other recipes would gain nothing."""
+    tiny = MODELS["mistral"]
+    model, tokens = tiny.build(f"{recipe}_emulate"), tiny.inputs()["input_ids"]
+    logits = prefill_in_two(model, tokens, DynamicCache(config=model.config))
+    requests = [record.last_plans(layer)[-1].request for layer in attention_layers(model).values()]
+    assert {(request.mask, request.is_causal) for request in requests} == {("bool", said)}
+    exact = prefill_in_two(tiny.build("sage_exact"), tokens, DynamicCache(config=model.config))
+    assert ((logits - exact).abs().max() < 1e-4) == said
+
+
+@behind_a_cache
 def test_a_hidden_key_or_a_changed_mask_behind_a_cache_is_honoured() -> None:
     tiny = MODELS["llama"]
     model, tokens = tiny.build("sage2_emulate"), tiny.inputs()["input_ids"]
