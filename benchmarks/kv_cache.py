@@ -12,7 +12,6 @@ in eager mode: with random weights, and 8 of Llama-3-8B's 32 layers.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import statistics
@@ -28,6 +27,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from sage_hf import QuantizedKVCache
 from sage_hf.bench.results import facts
+from sage_hf.transformers.kv_cache import cache_keyword
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import KVCache, get_format
 
@@ -189,7 +189,7 @@ def model_row(model: LlamaForCausalLM, batch: int, tokens: int, format: str, ste
     else:
         cache, attention = QuantizedKVCache(config, format), "sage2"
     model.set_attn_implementation(attention)
-    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    name = cache_keyword(model)
 
     def forward(ids: torch.Tensor) -> float:
         start = time.perf_counter()

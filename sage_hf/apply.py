@@ -73,8 +73,7 @@ def apply(
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
-        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
-            that format, unless it is given a cache; None: the model's own cache.
+        kv_cache: "int8", "int4" or "nvfp4", in place of the configuration's; None: the configuration's.
 
     Returns:
         A handle that puts back what was there before the first `apply`: `handle.restore()`, or
@@ -97,8 +96,10 @@ def apply(
         config = SageConfig.from_name(config)
     if fallback is not None:
         config = replace(config, fallback=fallback)
+    if kv_cache is not None:
+        config = replace(config, kv_cache=kv_cache)
     targets = find_targets(pipe_or_model)
-    if kv_cache is not None and any(target.library == "diffusers" for target in targets):
+    if config.kv_cache is not None and any(target.library == "diffusers" for target in targets):
         raise ValueError("kv_cache: a diffusers model has no KV cache")
     _check_architecture(config, targets)
     _check_patterns(config, targets)
@@ -106,7 +107,7 @@ def apply(
     changes = [
         _diffusers_change(target, config.of_model(target.name), pipe)
         if target.library == "diffusers"
-        else _transformers_change(target, config, kv_cache)
+        else _transformers_change(target, config)
         for target in targets
     ]
     made: list[_Applied] = []
@@ -220,7 +221,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     return change
 
 
-def _transformers_change(target: Target, config: SageConfig, kv_cache: str | None) -> MakeChange:
+def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     """Return the change of a transformers model: its `attn_implementation`, each layer's recipe, and its `generate`."""
     model = inner(target.model)
     if config.sparse is not None:
@@ -233,12 +234,12 @@ def _transformers_change(target: Target, config: SageConfig, kv_cache: str | Non
     implementation = name_of(next(with_gradients, recipes[0]), None)
 
     generate = None
-    if kv_cache is not None:
+    if config.kv_cache is not None:
         from sage_hf.transformers.kv_cache import GenerateWithCache
 
         if not hasattr(model, "generate"):
             raise ValueError(f"kv_cache: {type(model).__name__} does not generate")
-        generate = GenerateWithCache(model, kv_cache)
+        generate = GenerateWithCache(model, config.kv_cache)
 
     def change(undo: Undo) -> None:
         undo.append(partial(_restore_files, model))

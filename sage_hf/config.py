@@ -78,6 +78,8 @@ class SageConfig:
             any.
         sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
+        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
+            that format, unless it is given a cache; None: the model's own cache.
 
     Raises:
         ValueError: a recipe or fallback is unknown, an entry is not a rule, or a pattern or a range of steps is empty.
@@ -91,6 +93,7 @@ class SageConfig:
     training: str | None = None
     sparse: Sparse | Literal["model"] | None = None
     architecture: str = ""
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_recipe(self.recipe, "recipe")
@@ -103,6 +106,10 @@ class SageConfig:
                 raise ValueError(f"{key}: expected a string, got {getattr(self, key)!r}")
         if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
             raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
+        if self.kv_cache is not None:
+            from sage_kernels.spec.kv_cache import get_format  # here, for it imports torch
+
+            get_format(self.kv_cache)
         for key, kind in (("layers", LayerRule), ("steps", StepRule)):
             rules = getattr(self, key)
             if not isinstance(rules, list | tuple) or not all(isinstance(rule, kind) for rule in rules):
@@ -164,6 +171,7 @@ class SageConfig:
         data["layers"] = [{"pattern": rule.pattern, "recipe": rule.recipe} for rule in self.layers]
         data["steps"] = [{"start": rule.start, "stop": rule.stop, "recipe": rule.recipe} for rule in self.steps]
         data["sparse"] = self.sparse.to_dict() if isinstance(self.sparse, Sparse) else self.sparse
+        data["kv_cache"] = self.kv_cache
         data["architecture"] = self.architecture
         data["note"] = self.note
         return {key: value for key, value in data.items() if value not in (None, [], "")}
@@ -175,7 +183,7 @@ class SageConfig:
         Raises:
             ValueError: a key is unknown or missing, or its value is not supported; the message names the key.
         """
-        optional = ("fallback", "layers", "steps", "training", "note", "sparse", "architecture")
+        optional = ("fallback", "layers", "steps", "training", "note", "sparse", "architecture", "kv_cache")
         _check_keys(data, "the configuration", required=("recipe",), optional=optional)
         layers, steps = [], []
         for i, rule in enumerate(_list(data, "layers")):
@@ -186,12 +194,12 @@ class SageConfig:
             if rule.get("start") is None and rule.get("stop") is None:
                 raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
             steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
-        rules = tuple(layers), tuple(steps)
         sparse = data.get("sparse")
         if sparse not in (None, "model"):
             sparse = Sparse.from_dict(sparse)
-        texts = {key: data.get(key, "") for key in ("note", "architecture")}
-        return cls(data["recipe"], data.get("fallback"), *rules, training=data.get("training"), sparse=sparse, **texts)
+        others: dict[str, Any] = {key: data.get(key) for key in ("fallback", "training", "kv_cache")}
+        others |= {key: data.get(key, "") for key in ("note", "architecture")}
+        return cls(data["recipe"], layers=tuple(layers), steps=tuple(steps), sparse=sparse, **others)
 
     def to_json(self) -> str:
         """Return the configuration as JSON text that `from_json` reads back."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import sage_hf
 from sage_hf.bench import results
+from sage_hf.transformers.kv_cache import cache_keyword
 
 PROMPT, CHUNK = 512, 16
 LEVELS = 15
@@ -88,15 +88,10 @@ CACHES: dict[str, Callable[[Any], Cache]] = {
 }
 
 
-def keyword(model: Any, cache: Cache) -> dict[str, Cache]:
-    """Return the keyword argument by which a model's `forward` and `generate` take a cache."""
-    return {"cache" if "cache" in signature(type(model).forward).parameters else "past_key_values": cache}
-
-
 def through_cache(model: Any, ids: Tensor, prompt: int, cache: Cache) -> Tensor:
     """Return the hidden states (tokens, hidden size) of ids (1, tokens): a prompt comes first, then CHUNK at a time."""
     parts = (ids[:, :prompt], *ids[:, prompt:].split(CHUNK, 1))
-    return torch.cat([hidden_states(model, part, use_cache=True, **keyword(model, cache)) for part in parts])
+    return torch.cat([hidden_states(model, part, use_cache=True, **{cache_keyword(model): cache}) for part in parts])
 
 
 def main() -> None:
@@ -140,7 +135,7 @@ def main() -> None:
     for format, make in CACHES.items():
         for prompt, ids in prompts(tokenizer, text).items():
             start = time.perf_counter()
-            new = answer(model, ids.to(device), **keyword(model, make(model.config)))
+            new = answer(model, ids.to(device), **{cache_keyword(model): make(model.config)})
             same = same_beginning(expected.setdefault(prompt, new), new)
             row = {"format": format, "prompt": prompt, "answer": tokenizer.decode(new)}
             add("answers", row | {"tokens": len(new), "same_beginning": same})

@@ -19,6 +19,7 @@ from sage_hf.app.mix import Mix, StepRange, fastest_mix
 from sage_hf.app.subjects import Subject, subject_of
 from sage_hf.config import SageConfig, StepRule
 from sage_hf.files import replacing
+from sage_hf.sparse.config import Sparse
 from sage_hf.targets import architecture_of
 from sage_hf.text import text_table, to_ascii
 from sage_kernels.spec.recipe import get_recipe
@@ -27,6 +28,8 @@ ATTEMPTS = 6
 """Configurations that are tried before the model stays exact."""
 HEADROOM = 0.9
 """Share of the limit that a tightened mix aims at."""
+EXTRA_SHARE = 0.5
+"""Share of the loss allowed that sparse attention or a low-bit KV cache may take; the recipes have the rest."""
 FEWEST_FOR_BOUND = 4
 """Prompts from which the spread of their losses says what to expect of others."""
 RANGES = 6
@@ -77,8 +80,11 @@ class Calibration:
     def summary(self) -> str:
         """Return the errors and the shares, a line each."""
         shares = ", ".join(f"{share:.0%} {recipe}" for recipe, share in self.shares.items() if share)
+        sparse, kv_cache = self.config.sparse, self.config.kv_cache
+        extra = f", sparse: {sparse.describe()}" if isinstance(sparse, Sparse) else ""
+        extra += f", KV cache in {kv_cache}" if kv_cache else ""
         lines = [
-            f"{shares}, of {len(self.layers)} layers x {sum(self.lengths)} steps",
+            f"{shares}, of {len(self.layers)} layers x {sum(self.lengths)} steps{extra}",
             f"{self.measure}: at most {max(self.errors):.4g} on {len(self.errors)} prompts (budget {self.budget:g}; "
             f"{self.recipes[0]} alone {self.alone:.4g})",
         ]
@@ -104,6 +110,8 @@ def calibrate(
     recipes: Sequence[str] = ("sage3", "sage2"),
     held_out: Sequence[Any] = (),
     keep_sensitive: int = 0,
+    sparse: Sequence[Sparse] = (),
+    kv_caches: Sequence[str] = (),
     seed: int = 0,
     measurements: str | Path | None = None,
     **settings: Any,
@@ -124,6 +132,9 @@ def calibrate(
 
     A mix is chosen by these, run on all prompts, and tightened until the measured error is within the budget on each
     and, from four prompts on, probably on others too (`bound`).
+    Before that, the first of `sparse` or `kv_caches` is chosen whose loss, with the most accurate of the recipes, is at
+    most half of what the budget allows. The mix has what it leaves; if none is good enough, all of it.
+
     Recipes run in their own numerics, emulated where the GPU lacks them (`fallback="emulate"`), so that the result
     holds on every GPU. Time is by the table of costs of this GPU if it knows all of these calls; otherwise each recipe
     costs one unit more for each product of Q·Kᵀ than the recipe before it. Only sums are kept, and the latents of the
@@ -136,6 +147,9 @@ def calibrate(
         recipes: low-bit recipes to mix, the fastest first; "exact" is always the last.
         held_out: more prompts, on which the configuration is measured when it has been chosen.
         keep_sensitive: number of layers, those that add most loss, that run exact attention in any case.
+        sparse: settings of sparse attention to choose from, in order of preference; of a pipeline.
+        kv_caches: formats of the KV cache to choose from, in order of preference; of a language model. The first half
+            of a prompt is then what the cache begins with, and the loss is that of the other half.
         seed: seed of every prompt.
         measurements: JSON file of finished measurements, written after each one; if it exists, calibration goes on
             from there.
@@ -146,8 +160,9 @@ def calibrate(
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a causal language model.
-        ValueError: prompts, budget or recipes make no sense; attention is switched already; or the file
-            `measurements` is of another architecture, or of other prompts or settings.
+        ValueError: prompts, budget or recipes make no sense; `sparse` is given for a language model, or `kv_caches` for
+            a pipeline; attention is switched already; or the file `measurements` is of another architecture, or of
+            other prompts or settings.
 
     Example:
         >>> calibration = sage_hf.calibrate(pipe, ["a red circle moving left"], budget=0.02, num_inference_steps=20)
@@ -166,11 +181,13 @@ def calibrate(
     for name in names:
         get_recipe(name)
     subject = subject_of(pipe_or_model, settings, seed, RANGES)
+    extras = [SageConfig(recipes[-1], sparse=one) for one in sparse]
+    extras += [SageConfig(recipes[-1], kv_cache=one) for one in kv_caches]
     done = Measurements({**subject.describe(), "recipes": list(names)}, measurements)
-    measured = _measure(subject, prompts, names, done)
     power, limit = 1 / subject.exponent, budget**subject.exponent
-    mix, losses = _choose(subject, prompts, names, done, measured, limit, keep_sensitive)
-    config = mix.config(names, measured.layers, measured.ranges)
+    extra, spent = _choose_extra(subject, prompts, extras, done, limit)
+    measured = _measure(subject, prompts, names, done)
+    mix, config, losses = _choose_mix(subject, prompts, names, done, measured, limit, keep_sensitive, extra, spent)
     others = [_loss(subject, prompt, config, done) for prompt in held_out]
     result = Calibration(
         config=config,
@@ -300,7 +317,21 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
     return layers * gains[:, None]
 
 
-def _choose(
+def _choose_extra(
+    subject: Subject, prompts: Sequence[Any], extras: Sequence[SageConfig], done: Measurements, limit: float
+) -> tuple[SageConfig, float]:
+    """Choose the first configuration that may be used beside a mix; return it and the `bound` of its losses.
+
+    If there is none, return one with neither sparse attention nor a low-bit KV cache, and 0.
+    """
+    for extra in extras:
+        spent = bound([_loss(subject, prompt, extra, done) for prompt in prompts])
+        if spent <= EXTRA_SHARE * limit:
+            return extra, spent
+    return SageConfig("exact"), 0.0
+
+
+def _choose_mix(
     subject: Subject,
     prompts: Sequence[Any],
     recipes: Sequence[str],
@@ -308,21 +339,37 @@ def _choose(
     measured: _Measured,
     limit: float,
     keep_sensitive: int,
-) -> tuple[Mix, list[float]]:
-    """Return the fastest mix that keeps the `bound` of measured losses within the limit, and these losses."""
+    extra: SageConfig,
+    spent: float,
+) -> tuple[Mix, SageConfig, list[float]]:
+    """Return the fastest mix that keeps the `bound` of measured losses within the limit.
+
+    Args:
+        subject, prompts, recipes, done, measured: what is calibrated, and what was measured of it.
+        limit: of the loss, `spent` included.
+        keep_sensitive: see `calibrate`.
+        extra, spent: see `_choose_extra`.
+
+    Returns:
+        The mix; its configuration, with the extra's sparse attention or KV cache; and its loss on each prompt.
+    """
     exact = len(recipes) - 1
+
+    def run(mix: Mix) -> tuple[Mix, SageConfig, list[float]]:
+        config = mix.config(recipes, measured.layers, measured.ranges)
+        config = replace(config, sparse=extra.sparse, kv_cache=extra.kv_cache)
+        return mix, config, [_loss(subject, prompt, config, done) for prompt in prompts]
+
     kept = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
     fixed = [exact if row in kept else None for row in range(len(measured.layers))]
     highest = bound(measured.alone)
-    target = limit * (fmean(measured.alone) / highest if highest > 0 else 1.0)
+    target = (limit - spent) * (fmean(measured.alone) / highest if highest > 0 else 1.0)
     for _ in range(ATTEMPTS):
-        mix = fastest_mix(measured.losses, measured.costs, target, fixed)
-        config = mix.config(recipes, measured.layers, measured.ranges)
-        losses = [_loss(subject, prompt, config, done) for prompt in prompts]
+        mix, config, losses = run(fastest_mix(measured.losses, measured.costs, target, fixed))
         if (highest := bound(losses)) <= limit:
-            return mix, losses
-        target = HEADROOM * mix.total(measured.losses) * limit / highest
-    return Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)), [0.0] * len(prompts)
+            return mix, config, losses
+        target = HEADROOM * (mix.total(measured.losses) + spent) * limit / highest - spent
+    return run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
 
 
 def _in_range(span: StepRange, recipe: str) -> SageConfig:

@@ -154,6 +154,12 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="fastest first (default: sage3 sage2)",
     )
+    parser.add_argument(
+        "--keep", type=float, nargs="+", default=(), metavar="SHARE", help="shares of sparse self-attention to try"
+    )
+    parser.add_argument(
+        "--kv-cache", nargs="+", default=(), metavar="FORMAT", help="formats of the KV cache to try: int4 int8 nvfp4"
+    )
     parser.add_argument("--keep-sensitive", type=int, default=0, metavar="N", help="layers that stay exact in any case")
     parser.add_argument(
         "--held-out", type=int, metavar="N", help="prompts, the last ones, that only test it (default: a quarter)"
@@ -425,6 +431,8 @@ def _calibrate(args: argparse.Namespace) -> None:
         recipes=args.recipes,
         held_out=prompts[kept:],
         keep_sensitive=args.keep_sensitive,
+        sparse=[Sparse(keep=share) for share in args.keep],
+        kv_caches=args.kv_cache,
         seed=args.seed,
         measurements=args.output.with_suffix(".measurements.json"),
         **settings,

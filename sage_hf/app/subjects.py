@@ -24,6 +24,7 @@ from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.registry import exact_kernels
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
+from sage_kernels.spec.kv_cache import MAX_QUERIES
 
 ROWS = 256
 """Rows of logits that are compared at a time."""
@@ -293,10 +294,16 @@ class LanguageSubject:
         return (None,)
 
     def loss(self, prompt: Any, config: SageConfig) -> float:
-        """Run a configuration on a prompt, int64 (tokens,), and return its divergence from exact attention."""
+        """Run a configuration on a prompt, int64 (tokens,), and return its divergence from exact attention.
+
+        With a KV cache, it is that of the prompt's second half, which comes MAX_QUERIES tokens at a time.
+        """
         exact = self._predict(prompt)
         with apply(self._model, config, fallback="emulate"):
-            return divergence(exact, self._predict(prompt))
+            if config.kv_cache is None:
+                return divergence(exact, self._predict(prompt))
+            half = len(prompt) // 2
+            return divergence(exact[half:], self._decode(prompt, half, config.kv_cache))
 
     def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
         """Run each layer alone with each recipe on a prompt, int64 (tokens,)."""
@@ -311,6 +318,18 @@ class LanguageSubject:
         """Return the logits of each next token, (tokens - 1, words)."""
         device = next(self._model.parameters()).device
         return self._model(tokens[None].to(device), use_cache=False).logits[0, :-1]
+
+    @torch.no_grad()
+    def _decode(self, tokens: Tensor, first: int, kv_cache: str) -> Tensor:
+        """Return the logits of each next token behind the first tokens, through a KV cache that begins with these."""
+        from sage_hf.transformers.kv_cache import QuantizedKVCache, cache_keyword
+
+        model = inner(self._model)
+        keyword = {cache_keyword(model): QuantizedKVCache(model.config, kv_cache)}
+        tokens = tokens[None].to(next(model.parameters()).device)
+        model(tokens[:, :first], use_cache=True, **keyword)
+        parts = tokens[:, first:].split(MAX_QUERIES, 1)
+        return torch.cat([model(part, use_cache=True, **keyword).logits[0] for part in parts])[:-1]
 
 
 def subject_of(

@@ -351,6 +351,11 @@ def attention_with_cache(
     return layer.attend(module, query, attention_mask, scaling, forward, kwargs)
 
 
+def cache_keyword(model: Any) -> str:
+    """Name the keyword by which a model's `forward` and `generate` take a cache, which depends on its version."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
 class GenerateWithCache:
     """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind."""
 
@@ -362,13 +367,12 @@ class GenerateWithCache:
         """Generate; arguments as of the model's class."""
         model = self.model
         config = kwargs.get("generation_config") or next(iter(args[1:2]), None) or model.generation_config
-        name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         chosen = kwargs.get("cache_implementation") or config.cache_implementation
         if chosen is not None and "offloaded" in chosen:
             raise ValueError(f"cache_implementation={chosen!r}: a quantised KV cache is not offloaded")
         own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
         if not own and chosen is None and kwargs.get("use_cache", config.use_cache) is not False:
-            kwargs[name] = QuantizedKVCache(model.config, self.format)
+            kwargs[cache_keyword(model)] = QuantizedKVCache(model.config, self.format)
         return type(model).generate(model, *args, **kwargs)
 
 

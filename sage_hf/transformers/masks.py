@@ -51,7 +51,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Causality:
-    """What a causal mask says: query q attends to no key behind q + offset.
+    """The statement of a causal mask: query q attends to no key behind q + offset.
 
     Attributes:
         offset: see above.

@@ -19,6 +19,7 @@ from sage_hf.app.calibrate import Measurements, bound, calibrate
 from sage_hf.app.cli import main
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.diffusers import attention_layers
+from sage_hf.sparse.config import Sparse
 from sage_kernels.dispatch.request import Request
 from tests.helpers import tiny_pipelines as tiny
 
@@ -129,6 +130,40 @@ def test_a_language_model_keeps_its_divergence_within_the_budget_and_sensitive_l
         with sage_hf.apply(model, tight.config):
             low = model(tokens[0][None]).logits[0, :-1].log_softmax(-1)
     assert tight.errors[0] == pytest.approx(float((exact.exp() * (exact - low)).sum(-1).mean()), rel=1e-3, abs=1e-7)
+
+
+def test_the_kv_cache_with_fewest_bits_that_leaves_half_of_the_budget_is_chosen():
+    model = tiny.llama(head_dim=64)
+    tokens = [torch.randint(32, (250,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    caches = ("int4", "int8")
+    loose = calibrate(model, tokens, math.inf, recipes=("sage2",), kv_caches=caches)
+    assert loose.config.kv_cache == "int4" and loose.config.recipe == "sage2"
+    losses = {
+        one: max(calibrate(model, tokens, math.inf, recipes=("sage2",), kv_caches=[one]).errors) for one in caches
+    }
+    assert losses["int8"] < losses["int4"]
+    between = calibrate(model, tokens, losses["int8"] + losses["int4"], recipes=("sage2",), kv_caches=caches)
+    assert between.config.kv_cache == "int8" and max(between.errors) <= between.budget
+    assert "KV cache in int8" in between.summary()
+    assert SageConfig.from_json(between.config.to_json()) == between.config
+    assert calibrate(model, tokens, losses["int8"], recipes=("sage2",), kv_caches=caches).config.kv_cache is None
+    with sage_hf.apply(model, between.config):
+        assert model.generate.format == "int8"
+
+
+def test_the_first_kept_share_that_leaves_half_of_the_budget_is_chosen(measured):
+    pipe, _, _ = measured
+    few, most = Sparse(keep=0.1, from_tokens=0), Sparse(keep=0.999, from_tokens=0)
+    errors = {
+        one: calibrate(pipe, PROMPTS[:1], math.inf, recipes=("sage2",), sparse=[one], **SETTINGS).errors[0]
+        for one in (few, most)
+    }
+    assert errors[most] < errors[few]
+    budget = (errors[few] ** 2 + errors[most] ** 2) ** 0.5
+    found = calibrate(pipe, PROMPTS[:1], budget, recipes=("sage2",), sparse=[few, most], **SETTINGS)
+    assert found.config.sparse == most and max(found.errors) <= budget and "sparse: " in found.summary()
+    with pytest.raises(ValueError, match="no KV cache"):
+        calibrate(pipe, PROMPTS[:1], kv_caches=["int4"], **SETTINGS)
 
 
 def test_an_impossible_budget_leaves_the_model_exact():
