@@ -17,9 +17,10 @@ from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_hf.transformers.masks import Causality, causality_of
 from sage_kernels.dispatch import run
+from sage_kernels.dispatch.request import Request
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.masks import attended_rows, with_causality
-from sage_kernels.spec.options import Options
+from sage_kernels.spec.options import Fallback, Options
 from sage_kernels.spec.recipe import get_recipe
 
 
@@ -203,7 +204,7 @@ def _attend(
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
-    if causality is not None and _gains(causality, call.recipe) and not wants_gradient:
+    if causality is not None and not wants_gradient and _gains(causality, call, chosen_fallback(fallback)):
         causal_offset, is_causal = causality.offset, True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
         if causality.hides_more and mask is not None:
@@ -232,9 +233,14 @@ def _attend(
     return (output * kept.unsqueeze(-1)).to(output.dtype)
 
 
-def _gains(causality: Causality, recipe: str) -> bool:
-    """Check whether a recipe gains by the causality of a mask: where the mask goes, or latest keys are in 16 bits."""
-    return recipe != "exact" and (not causality.hides_more or get_recipe(recipe).recent_keys > 0)
+def _gains(causality: Causality, call: _Call, fallback: Fallback) -> bool:
+    """Check whether a call gains by the causality of its mask: the mask goes, or latest keys will be in 16 bits."""
+    if call.recipe == "exact" or not causality.hides_more:
+        return call.recipe != "exact"
+    if not get_recipe(call.recipe).recent_keys:
+        return False
+    request = Request.of(call.query, call.key, call.value, call.mask, True, call.recipe)
+    return run.choose(request, fallback).recipe == call.recipe
 
 
 def _eager(
