@@ -95,6 +95,13 @@ def test_masks_are_read_and_rows_without_a_key_are_0(case):
     assert_exact(call, masked_forward.attend(call))
 
 
+def test_an_infinite_value_stays_infinite():
+    call = draw_call((2, 1), 70, 150, 64)
+    call.value[0, 0, 20, 3] = torch.inf
+    output = masked_forward.attend(call)
+    assert (output[..., 3] == torch.inf).all() and output[..., 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [scattered(), documents(), key_mask(0, 130, 200)], ids=["scattered", "docs", "keys"])
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):

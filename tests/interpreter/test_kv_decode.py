@@ -118,6 +118,21 @@ def test_after_a_crop_the_kernels_go_on_as_the_reference_does():
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("element", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_never_becomes_a_finite_number(element):
+    query, key, value = draw(64, 1, 200)
+    cache = KVCache(get_format("int8"), key)
+    reference.freeze(cache, query, key, value)
+    two = copy.deepcopy(cache)
+    value[:, :, 198, 5] = element
+    for append, one in ((kv_append.append, cache), (reference.append, two)):
+        append(one, key[:, :, :199], value[:, :, :199])
+    assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())
+    output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
+    assert not output.isfinite().any()
+    assert not reference.attend(two, query[:, :, 199:], None, 0.125).isfinite().any()
+
+
 def test_rows_without_a_key_are_zero():
     query, key, value = draw(64, 1, 200)
     cache = KVCache(get_format("int8"), key)

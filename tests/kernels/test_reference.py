@@ -380,6 +380,15 @@ def test_float16_values_at_the_end_of_their_range_do_not_overflow(recipe):
     assert output.isfinite().all()
 
 
+@pytest.mark.parametrize("recipe", LOW_BIT, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("element", [torch.inf, -torch.inf, torch.nan])
+def test_an_infinite_value_never_becomes_a_finite_number(recipe, element):
+    query, key, value = (x.half() for x in draw(1, 1, 1, 300, 300, 32, 32))
+    value[0, 0, 130, 3] = element
+    output, _ = reference.attention(query, key, value, recipe)
+    assert not output[..., 3].isfinite().any()
+
+
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("sage3", "sage2", "sage1")], ids=lambda r: r.name)
 @pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**100])
 def test_the_magnitude_of_values_does_not_matter(recipe, magnitude):

@@ -59,10 +59,17 @@ def mask_scores(
 
 @triton.jit
 def store_clamped(into, x, inside):
-    """Store float32 x, clamped to the pointers' dtype, whose range a rounded V can exceed; NaN stays NaN."""
-    dtype: tl.constexpr = into.dtype.element_ty
+    """Store float32 x as `round_finite` rounds it, for a rounded V can exceed every unrounded one."""
+    tl.store(into, round_finite(x, into.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def round_finite(x, dtype: tl.constexpr):
+    """Round float32 x; what is beyond the dtype's range becomes its largest number, infinities and NaN stay."""
     if dtype == tl.float16:
-        x = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        clamped = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.where(tl.abs(x) == float("inf"), x, clamped)
     if dtype == tl.bfloat16:
-        x = tl.clamp(x, -BFLOAT16_MAX, BFLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(into, x.to(dtype), mask=inside)
+        clamped = tl.clamp(x, -BFLOAT16_MAX, BFLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.where(tl.abs(x) == float("inf"), x, clamped)
+    return x.to(dtype)

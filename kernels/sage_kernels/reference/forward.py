@@ -302,7 +302,7 @@ def attend(
             operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n, blocks
         )
         # A rounded V can exceed every unrounded one, and so the range of its dtype.
-        output[:, :, chunk] = attended.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        output[:, :, chunk] = transforms.round_finite(attended, dtype)
     return output, lse
 
 

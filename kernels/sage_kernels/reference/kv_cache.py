@@ -18,7 +18,6 @@ from ..formats import nvfp4
 from ..spec import transforms
 from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
 
-FLOAT16_MAX = 65504.0
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
 FEWEST_TOKENS = 64
@@ -88,13 +87,13 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
 def transform_key(cache: KVCache, key: torch.Tensor) -> torch.Tensor:
     """Return K as it is kept in 16 bits, float16 (batch, kv_heads, tokens, channels)."""
     x = (_padded(cache, key) - cache.key_mean[:, :, None]) / cache.equalizer[:, :, None]
-    return transforms.rotate(x).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+    return transforms.round_finite(transforms.rotate(x), torch.float16)
 
 
 def transform_value(cache: KVCache, value: torch.Tensor) -> torch.Tensor:
     """Return V as it is kept in 16 bits, float16 (batch, kv_heads, tokens, channels)."""
     x = _padded(cache, value) / cache.value_unit[:, :, None, None]
-    return transforms.rotate(x).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+    return transforms.round_finite(transforms.rotate(x), torch.float16)
 
 
 def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:

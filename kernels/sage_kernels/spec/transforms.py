@@ -309,6 +309,12 @@ def rotation_block(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
+def round_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round; what is beyond the dtype's range becomes its largest number, infinities and NaN stay."""
+    limit = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-limit, limit)).to(dtype)
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate the head dimension: signs, then an orthonormal Walsh-Hadamard transform, in blocks of `rotation_block`.
 

@@ -11,13 +11,13 @@ import triton.language as tl
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.repeated import Call
 from ..language.rotation import channel_factor, rotate, sign_bits
+from ..language.scores import round_finite
 from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
 from ..spec.layout import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BIAS = tl.constexpr(1024.0)
 """Offset of a code in the mantissa of a float16 (`kv_decode`)."""
-FLOAT16_MAX = tl.constexpr(65504.0)
 BLOCK_T = 32
 """Tokens of a program."""
 
@@ -246,7 +246,7 @@ def append_block(
         at + index.to(tl.int64)[:, None] * stride + channel[None, :], mask=is_new[:, None] & inside[None, :], other=0.0
     )
     x = rotate((x.to(tl.float32) - mean[None, :]) * factor[None, :], CHANNELS, SIGN_BITS)
-    x = tl.minimum(tl.maximum(x, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
+    x = round_finite(x, tl.float16)
     column = length + index
     newest = is_new & (column >= length + tokens - RING)
     tl.store(slots + (FIRST + column % RING)[:, None] * CHANNELS, x, mask=newest[:, None])
