@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 from torch import nn
 
@@ -23,6 +24,9 @@ from sage_hf.transformers.bridge import configs_of, implementation_of, keep_impl
 from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
+
+_transformers_models: WeakSet[nn.Module] = WeakSet()
+"""Models of transformers that were switched at some time."""
 
 
 class Handle:
@@ -84,7 +88,8 @@ def apply(
         ValueError: the configuration is unknown or cannot be read, it is for another architecture, a pattern matches no
             layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" leaves
             such a module as it is), or there are step rules for a model without steps; the KV cache of a model cannot
-            be quantised, or the model is not a transformers model.
+            be quantised, or the model is not a transformers model; a transformers model shares its config, which names
+            its attention, with another one that is switched.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -228,6 +233,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         raise ValueError(f"sparse: {type(model).__name__} is no diffusers model, whose self-attention alone is routed")
     if config.steps:
         timestep_argument(model)
+    _check_config_is_its_own(model)
     # The implementation's name decides which masks transformers makes: those for gradients if a layer's recipe has any.
     recipes = [config.training or config.recipe, config.recipe, *(rule.recipe for rule in config.layers)]
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
@@ -242,6 +248,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         generate = GenerateWithCache(model, config.kv_cache)
 
     def change(undo: Undo) -> None:
+        _transformers_models.add(model)
         undo.append(partial(_restore_files, model))
         if generate is not None:
             model.generate = generate
@@ -256,6 +263,17 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
             _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
+
+
+def _check_config_is_its_own(model: nn.Module) -> None:
+    """Raise ValueError if a config of the model, which names its attention, is also that of a switched model."""
+    own = set(map(id, configs_of(model)))
+    for other in list(_transformers_models):
+        if other is not model and changes_of(other) and not own.isdisjoint(map(id, configs_of(other))):
+            raise ValueError(
+                f"{type(model).__name__} shares its config with a {type(other).__name__} that is switched: restore that "
+                "one first, or make each of a config of its own (copy.deepcopy)"
+            )
 
 
 def _restore_files(model: nn.Module) -> None:

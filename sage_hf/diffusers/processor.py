@@ -43,13 +43,22 @@ class SageAttnProcessor(BackendProcessor):
     """
 
     def __init__(self, recipe: str = "sage3", fallback: str | None = None, training: str | None = None) -> None:
-        self.recipe = get_recipe(recipe).name
+        self.recipe = recipe
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
         self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: all tiles are computed
         self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
         self._before: Any = None  # the processor that `exchange_processor` took out of that module
         self._by_backend = False  # whether that was for `set_attention_backend`
+
+    @property
+    def recipe(self) -> str:
+        """Name the recipe in evaluation mode; another may be assigned, and ValueError is raised if there is none."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, name: str) -> None:
+        self._recipe = get_recipe(name).name
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
         """Return the recipe for an attention module, of training or of evaluation, by the module's mode."""

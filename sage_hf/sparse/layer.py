@@ -38,12 +38,21 @@ SAMPLED_ROWS = 64
 logger = logging.get_logger(__name__)
 
 
+class _Call(threading.local):
+    """The call of a denoiser that a thread is in."""
+
+    grid: Grid | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Call, ()
+
+
 class SparseModel:
     """State that the sparse layers of one denoiser share: its grid of tokens, and whether the step is dense.
 
     Attributes:
         settings: the configuration.
-        grid: (frames, height, width) of the present call in tokens; None: unknown.
+        call: the present call; its `grid` is (frames, height, width) in tokens, None if it is unknown.
         dense_step: whether the present step attends densely.
         reordering: what holds the denoiser's tokens in 4×4×4 order between its blocks; None: its blocks are not known.
         measured_calls: number of each layer's first sparse calls in which the attention weight kept is measured.
@@ -52,7 +61,7 @@ class SparseModel:
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
         self.settings = settings
         self.layout: Layout | None = layout_of(denoiser)
-        self.grid: Grid | None = None
+        self.call = _Call()
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
         self.measured_calls = MEASURED_CALLS
@@ -72,12 +81,12 @@ class SparseModel:
     @dynamo.disable
     def _follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         model = inner(denoiser)
-        self.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
+        self.call.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
         if self.reordering is not None:
             # A block that is run again for its gradients would be given tokens in raster order; one whose tokens are
             # split among processes would be given rotary embeddings of a part of them.
             whole = not torch.is_grad_enabled() and model is denoiser and not hasattr(model, SPLIT)
-            grid = self.grid if whole else None
+            grid = self.call.grid if whole else None
             enough = grid is not None and math.prod(grid) >= self.settings.from_tokens
             self.reordering.begin_call(grid if enough else None)
 
@@ -91,9 +100,9 @@ class SparseModel:
 
         None without a known grid: nothing is known about text then either, and all tokens count as video.
         """
-        if self.layout is None or self.grid is None or math.prod(self.grid) > tokens:
+        if self.layout is None or self.call.grid is None or math.prod(self.call.grid) > tokens:
             return None
-        return order_beside_text(self.grid, tokens, self.layout.text, device)
+        return order_beside_text(self.call.grid, tokens, self.layout.text, device)
 
 
 @dataclass(frozen=True)

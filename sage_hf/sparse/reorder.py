@@ -8,6 +8,7 @@ argument of a block with one row for each token, as rotary embeddings are, is pu
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -28,8 +29,10 @@ FOR_ALL_TOKENS = frozenset(
 Masks have entries for text; over video tokens they are constant."""
 
 
-class Reordering:
+class Reordering(threading.local):
     """Hooks that hold the tokens of a denoiser in 4×4×4 order between its first block and its last.
+
+    Each thread that calls the denoiser has its own attributes.
 
     Attributes:
         active: whether tokens are in that order now.
@@ -42,6 +45,10 @@ class Reordering:
         self.grid: Grid | None = None
         self._order: TileOrder | None = None
         self._permuted: list[tuple[Any, Any]] = []  # arguments of the present call, in raster order and in ours
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it without a call that is running."""
+        return type(self), (self.layout,)
 
     def begin_call(self, grid: Grid | None) -> None:
         """Prepare for a call of the denoiser; grid is None if it must not be reordered."""

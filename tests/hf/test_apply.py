@@ -196,6 +196,19 @@ def test_a_language_model_applied_twice_is_restored_without_a_handle():
     assert attributes(model) == names
 
 
+def test_two_models_of_one_config_are_not_switched_at_once():
+    """The config names the attention of both: to restore one would restore the other in silence."""
+    first = tiny.llama()
+    second = type(first)(first.config)
+    with sage_hf.apply(first, "sage2"), pytest.raises(ValueError, match=r"shares its config with a LlamaForCausalLM"):
+        sage_hf.apply(second, "sage3")
+    with sage_hf.apply(second, "sage3"):
+        assert second.config._attn_implementation == "sage3"
+    own = type(first)(copy.deepcopy(first.config))
+    with sage_hf.apply(first, "sage2"), sage_hf.apply(own, "sage3"):
+        assert (first.config._attn_implementation, own.config._attn_implementation) == ("sage2", "sage3")
+
+
 def test_a_copy_of_an_applied_model_leaves_the_original_alone():
     model = tiny.transformer()
     sage_hf.apply(model, "sage3")

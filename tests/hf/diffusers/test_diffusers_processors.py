@@ -89,6 +89,9 @@ def test_recipe_of_a_shared_processor_may_change_between_calls():
     assert torch.equal(run(model, inputs), expected)
     processor.recipe = "sage3"
     assert torch.equal(run(model, inputs), low_bit)
+    with pytest.raises(ValueError, match="unknown recipe 'sage9'"):
+        processor.recipe = "sage9"
+    assert processor.recipe == "sage3"
 
 
 def test_bind_chooses_without_changing_the_module():

@@ -64,7 +64,7 @@ def test_routers_see_text_first_and_video_in_tiles(monkeypatch):
 
         monkeypatch.setattr(type(shared.router), "route", spy)
         predict(model, video())
-        assert shared.grid == (3, 8, 8)
+        assert shared.call.grid == (3, 8, 8)
         order = shared.order(226 + 192, torch.device("cpu"))
     assert order.text == slice(0, 226)
     assert torch.equal(order.tokens[:226], torch.arange(226))
@@ -218,7 +218,7 @@ def test_without_text_one_tile_is_kept():
 def test_padding_goes_with_the_order():
     model = tiny.transformer()
     shared = layer.SparseModel(Sparse("mean", keep=1.0, from_tokens=64), model)
-    shared.grid = (3, 8, 8)
+    shared.call.grid = (3, 8, 8)
     one = layer.SparseLayer(shared)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 2, 226 + 192, 32, generator=generator) for _ in range(3)]

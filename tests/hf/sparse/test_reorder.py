@@ -3,6 +3,8 @@
 import copy
 import functools
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,6 +92,23 @@ def tile_by_tile(grid):
     places = itertools.product(*map(range, grid))
     in_tiles = sorted(enumerate(places), key=lambda one: ([side // 4 for side in one[1]], one[0]))
     return [index for index, _ in in_tiles]
+
+
+def test_threads_that_call_one_model_keep_their_own_order(monkeypatch):
+    model, together = model_of("wan-t2v"), threading.Barrier(2)
+    calls = [inputs_of("wan-t2v")]
+    calls.append(calls[0] | {"hidden_states": calls[0]["hidden_states"][:, :, :2].contiguous()})
+    expected = [run(model, inputs) for inputs in calls]
+
+    def meet(query, key, value, attn_mask=None, *, scale=None, **_):
+        together.wait(20)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
+
+    monkeypatch.setattr(layer, "sage_attention", meet)
+    with sage_hf.apply(model, ALL), ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(functools.partial(run, model), calls))
+    for output, one in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
