@@ -271,8 +271,8 @@ def _check_config_is_its_own(model: nn.Module) -> None:
     for other in list(_transformers_models):
         if other is not model and changes_of(other) and not own.isdisjoint(map(id, configs_of(other))):
             raise ValueError(
-                f"{type(model).__name__} shares its config with a {type(other).__name__} that is switched: restore that "
-                "one first, or make each of a config of its own (copy.deepcopy)"
+                f"{type(model).__name__} shares its config with a {type(other).__name__} that is switched: restore "
+                "that one first, or make each of a config of its own (copy.deepcopy)"
             )
 
 
