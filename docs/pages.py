@@ -381,8 +381,6 @@ def peaked_models_errors() -> str:
         (
             peaked.markdown(result["rows"]),
             peaked_models.perplexity_markdown(result["perplexity"]),
-            "The same of `sage3` if each row had just so many recent keys, over a quarter of this text:",
-            peaked_models.recent_markdown(result["recent_keys"]),
             sources("cpu-peaked_models"),
         )
     )

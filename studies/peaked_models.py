@@ -4,11 +4,10 @@ python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
 
 The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
-over all layers as in `peaked_errors`; "perplexity", the Llama's on held-out text with every recipe; and "recent_keys",
-the same of `sage3` by their number. "change" is relative to exact attention, "standard_error" that of the change
-over windows of text, and "divergence" Kullback and Leibler's, of what the model predicts from what it predicts with
-exact attention. The divergence, in nats a byte, is the change that a text drawn from the model itself would have, and
-varies a third as much from text to text.
+over all layers as in `peaked_errors`; and "perplexity", the Llama's on held-out text with every recipe. "change" is
+relative to exact attention, "standard_error" that of the change over windows of text, and "divergence" Kullback and
+Leibler's, of what the model predicts from what it predicts with exact attention. The divergence, in nats a byte, is the
+change that a text drawn from the model itself would have, and varies a third as much from text to text.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from sage_hf.text import markdown_table
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.recipe import RECIPES, Recipe
+from sage_kernels.spec.recipe import Recipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
@@ -43,8 +42,6 @@ STEPS = (0, 10, 19)
 """Denoising steps, of 20, whose calls of the video model are measured."""
 WINDOWS = 384
 """Held-out windows of the Llama's perplexity: of 48, the standard error of its change is a tenth of a percent."""
-RECENT_KEYS = (0, 1, 64, 128)
-"""Least numbers of recent keys that `sage3` is tried with, on every fourth window."""
 BATCH = 8
 
 
@@ -155,16 +152,6 @@ def perplexities(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]
     return rows
 
 
-def effect_of_recent_keys(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]:
-    """Return rows of `measure` for `sage3` with each number of "recent_keys"."""
-    model.set_attn_implementation("sdpa")
-    truth = log_probabilities(model, tokens)
-    return [
-        {"recent_keys": count, **measure(model, tokens, truth, replace(RECIPES["sage3"], recent_keys=count))}
-        for count in RECENT_KEYS
-    ]
-
-
 def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table of the Llama's perplexity with every recipe, without → with outlier handling, and its changes."""
     lines = []
@@ -176,15 +163,6 @@ def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
             cells[2] = " → ".join(f"{row['divergence']:.5f}" for row in mine)
         lines.append([name if name == "exact" else f"`{name}`", *cells])
     return markdown_table(["attention", "perplexity a byte", "change", "divergence"], lines)
-
-
-def recent_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the Llama's perplexity by the number of recent keys that `sage3` attends to in 16 bits."""
-    lines = [
-        [str(row["recent_keys"]), f"{row['change']:+.3%} ± {row['standard_error']:.3%}", f"{row['divergence']:.5f}"]
-        for row in rows
-    ]
-    return markdown_table(["latest keys in 16 bits", "change of perplexity", "divergence"], lines)
 
 
 def main() -> None:
@@ -217,12 +195,9 @@ def main() -> None:
         **results.facts(torch.device("cpu")),
         "heads": heads,
         "perplexity": perplexities(llama, tokens),
-        "recent_keys": effect_of_recent_keys(llama, tokens[::4]),
         "rows": rows,
     }
-    print(
-        f"{markdown(rows)}\n\n{perplexity_markdown(result['perplexity'])}\n\n{recent_markdown(result['recent_keys'])}"
-    )
+    print(f"{markdown(rows)}\n\n{perplexity_markdown(result['perplexity'])}")
     results.write(results.path_of(args.output, result, "peaked_models"), result)
 
 
