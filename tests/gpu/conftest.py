@@ -103,7 +103,7 @@ def needs_hopper(device: torch.device) -> None:
     """Skip a test of Hopper's CUDA kernels on another GPU, and where nothing compiles them."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    if reason := compiler.why_not():
+    if reason := compiler.unavailable():
         pytest.skip(reason)
 
 

@@ -37,7 +37,7 @@ CAUSAL = {"is_causal": True, "causal_offset": 100}
 
 def int8_kernel(device, sizes, head_dim=128):
     """The forward kernel of the INT8 recipes for lists of these sizes."""
-    hopper = torch.cuda.get_device_capability(device) == (9, 0) and not compiler.why_not()
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and not compiler.unavailable()
     return "int8_forward_hopper" if hopper and sizes == (128, 128) and head_dim <= 128 else "int8_forward"
 
 

@@ -14,7 +14,7 @@ from sage_kernels.cuda.launch import launch as launch_kernel
 from sage_kernels.cuda.parameters import Bytes, ConstFloats, CType, Float, Int, Int64, Map
 from sage_kernels.cuda.tensor_map import tensor_map
 
-pytestmark = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+pytestmark = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 
 SOURCE = "kernels.cu"
 KERNELS = """

@@ -24,7 +24,7 @@ from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise
 
 pytestmark = [
-    pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
+    pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable()),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),

@@ -18,7 +18,7 @@ from tests.helpers import calls
 from tests.helpers.layouts import lay_out
 
 pytestmark = [
-    pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not()),
+    pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable()),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 

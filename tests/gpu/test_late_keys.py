@@ -19,7 +19,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.sinks import uniform_but_where_sampled
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+compiles = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 # Without the search for scales, which Triton compiles for long.
 UNSEARCHED = replace(RECIPES["sage3"], scale_steps=(), key_scale_steps=())
 # Of sinks whose number modulo 16 is 6 to 9 or 12 to 14, the first keys that give way exist in every kind of padding.

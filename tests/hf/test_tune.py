@@ -185,7 +185,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
                     yield Measured(runner, point.kind, point.is_causal, point.sizes, us)
 
     monkeypatch.setattr(tune, "measure_points", measure)
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     table = tune.tune(torch.device("cuda"))
     request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
     monkeypatch.setattr(cost_model, "table_of", lambda capability: table)

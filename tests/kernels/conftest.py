@@ -9,7 +9,7 @@ from sage_kernels.dispatch.select import select
 @pytest.fixture
 def can_compile(monkeypatch):
     """A machine that compiles every CUDA kernel."""
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     select.cache_clear()
     yield
     select.cache_clear()

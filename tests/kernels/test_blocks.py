@@ -154,7 +154,7 @@ def test_the_plan_shows_the_kind_of_mask():
 )
 def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     request = Request(
         recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 128, 128, "blocks", False, False, aligned=True
     )

@@ -296,7 +296,7 @@ def shipped(routed, monkeypatch):
     """Choices by the tables that ship; say whether NVRTC is there, and the version of Triton."""
 
     def use(compiles, triton):
-        monkeypatch.setattr(compiler, "why_not", lambda *_: "" if compiles else "nothing compiles here")
+        monkeypatch.setattr(compiler, "unavailable", lambda *_: "" if compiles else "nothing compiles here")
         monkeypatch.setattr(registration, "triton_version", lambda: triton)
         cost_model.table_of.cache_clear()
         select.cache_clear()

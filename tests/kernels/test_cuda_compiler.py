@@ -342,13 +342,13 @@ def test_a_file_system_without_locks_compiles_and_caches(calls, monkeypatch):
 def test_forbidden_to_compile_the_cache_serves_and_nothing_else(calls, monkeypatch):
     cubin = compiler.compile("kernel.cu", {"FACTOR": 3})
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-    assert "SAGE_KERNELS_COMPILE" in compiler.why_not()
+    assert "SAGE_KERNELS_COMPILE" in compiler.unavailable()
     assert compiler.compile("kernel.cu", {"FACTOR": 3}) == cubin
     with pytest.raises(compiler.CompileError, match=r"kernel\.cu .*-DFACTOR=4 .*SAGE_KERNELS_COMPILE=0"):
         compiler.compile("kernel.cu", {"FACTOR": 4})
     assert len(calls) == 1
     monkeypatch.delenv("SAGE_KERNELS_COMPILE")
-    assert "SAGE_KERNELS_COMPILE" not in compiler.why_not()
+    assert "SAGE_KERNELS_COMPILE" not in compiler.unavailable()
     compiler.compile("kernel.cu", {"FACTOR": 4})
     assert len(calls) == 2
 
@@ -361,10 +361,10 @@ def test_forbidden_to_compile_a_kernel_can_be_had_when_it_is_cached(cache, calls
     others = [("kernel.cu", {"FACTOR": 4}, "sm_90a"), ("kernel.cu", {"FACTOR": 3}, "sm_80")]
     asked = [("kernel.cu", {"FACTOR": 3}, "sm_90a"), *others]
     compiler.compile(*asked[0])
-    assert [compiler.why_not(*kernel) for kernel in asked] == ["", "", ""]
+    assert [compiler.unavailable(*kernel) for kernel in asked] == ["", "", ""]
     monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-    assert ["SAGE_KERNELS_COMPILE=0" in compiler.why_not(*kernel) for kernel in asked] == [False, True, True]
-    assert compiler.why_not(*asked[0]) == ""
+    assert ["SAGE_KERNELS_COMPILE=0" in compiler.unavailable(*kernel) for kernel in asked] == [False, True, True]
+    assert compiler.unavailable(*asked[0]) == ""
     assert len(calls) == 1
 
 
@@ -390,11 +390,11 @@ def test_without_nvrtc_the_cache_serves_what_was_compiled_before(forbidden, with
     without_nvrtc()
     if forbidden:
         monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
-    assert compiler.why_not("kernel.cu", {"FACTOR": 3}) == ""
+    assert compiler.unavailable("kernel.cu", {"FACTOR": 3}) == ""
     assert compiler.compile("kernel.cu", {"FACTOR": 3}) == cubin
     reason = "SAGE_KERNELS_COMPILE=0" if forbidden else "pip install"
-    assert reason in compiler.why_not()
-    assert reason in compiler.why_not("kernel.cu", {"FACTOR": 4})
+    assert reason in compiler.unavailable()
+    assert reason in compiler.unavailable("kernel.cu", {"FACTOR": 4})
     with pytest.raises(compiler.CompileError, match=rf"FACTOR=4 is not in .*{reason}"):
         compiler.compile("kernel.cu", {"FACTOR": 4})
 
@@ -416,7 +416,7 @@ def test_forbidden_to_compile_the_newest_that_the_driver_can_run_serves(monkeypa
         assert compiler.compile("kernel.cu", {"FACTOR": 3}).log == served
     monkeypatch.setattr(driver, "version", lambda: 12020)
     compiler.forget_machine()
-    assert "SAGE_KERNELS_COMPILE=0" in compiler.why_not("kernel.cu", {"FACTOR": 3})
+    assert "SAGE_KERNELS_COMPILE=0" in compiler.unavailable("kernel.cu", {"FACTOR": 3})
 
 
 def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
@@ -463,14 +463,14 @@ def test_what_is_missing_is_named_with_what_to_install(missing, cuda, packages, 
     else:
         monkeypatch.setitem(sys.modules, missing, None)
     for package in ("pip install", *packages):
-        assert package in compiler.why_not()
+        assert package in compiler.unavailable()
     with pytest.raises(compiler.CompileError, match=r"kernel\.cu .*pip install"):
         compiler.compile("kernel.cu", {"FACTOR": 3})
 
 
 def test_another_system_than_linux_is_named(monkeypatch, uncached):
     monkeypatch.setattr(sys, "platform", "win32")
-    assert "Linux" in compiler.why_not()
+    assert "Linux" in compiler.unavailable()
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_a_driver_that_is_too_old_for_the_compiler_is_named(
 
     monkeypatch.setattr(driver, "version", lambda: driver_version)
     monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, *nvrtc_version))
-    reason = compiler.why_not()
+    reason = compiler.unavailable()
     assert needed in reason
     assert bool(reason) == bool(needed)
 
@@ -500,7 +500,7 @@ def test_a_machine_without_a_driver_can_compile(monkeypatch, uncached):
         raise OSError("libcuda.so.1 not found")
 
     monkeypatch.setattr(driver, "_open", not_found)
-    assert compiler.why_not() == ""
+    assert compiler.unavailable() == ""
 
 
 def test_registering_imports_no_cuda_bindings(forks):

@@ -26,7 +26,7 @@ PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8}
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 @pytest.mark.parametrize(("channels", "dtype", "is_fixed"), VARIANTS, ids=str)
 def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, is_fixed):
     """The compiler says by a warning that it waits; the loops have the products of a tile, and no other."""
@@ -45,7 +45,7 @@ def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channel
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 @pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
 def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
     """Return the loop of the keys' warpgroups in which nothing is masked."""
@@ -56,7 +56,7 @@ def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
 
 @pytest.fixture
 def can_compile(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
 
 
 def request(**changes) -> Request:
@@ -106,7 +106,7 @@ def test_serves_what_it_can_read(can_compile, changes, reason):
 
 @pytest.mark.parametrize("missing", ["int8_backward.cu", "backward_operands.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
-    monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
+    monkeypatch.setattr(compiler, "unavailable", lambda source, *_: f"no {source}" if source == missing else "")
     assert HopperFusedBackward().unsupported(request()) == f"no {missing}"
 
 

@@ -35,7 +35,7 @@ LONG = replace(
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 @pytest.mark.parametrize(
     ("size", "is_causal", "return_lse", "padded", "dtype", "quantizes_query", "heavy", "lists"),
     [
@@ -148,7 +148,7 @@ def test_beside_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(
 
 
 def test_int8_forward_says_what_it_lacks(monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "no NVRTC here")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "no NVRTC here")
     select.cache_clear()
     plan = select(LONG)
     select.cache_clear()

@@ -18,7 +18,7 @@ from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import machine_code
 from sage_kernels.triton import registration
 
-compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+compiles = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 CONFIG = nvfp4_forward.Config(
     channels=128,
     is_causal=False,
@@ -196,7 +196,7 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
 
 @pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "smooth_q_scores.cu", "find_spans.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
-    monkeypatch.setattr(compiler, "why_not", lambda source, *_: f"no {source}" if source == missing else "")
+    monkeypatch.setattr(compiler, "unavailable", lambda source, *_: f"no {source}" if source == missing else "")
     assert NVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"
 
 

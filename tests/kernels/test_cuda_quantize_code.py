@@ -34,7 +34,7 @@ FEATURES = {
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 @pytest.mark.parametrize(
     ("channels", "dtype", "pv", "return_lse", "features"),
     product((64, 128), DTYPES, ("fp8", "fp16"), (False, True), FEATURES),
@@ -59,7 +59,7 @@ def test_enough_bytes_are_under_way(tmp_path, monkeypatch, channels, dtype, pv, 
 
 
 @pytest.mark.audit
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rotated_element_takes_few_instructions(tmp_path, monkeypatch, channels, dtype):

@@ -22,7 +22,7 @@ from sage_kernels.testing.aot import machine_code
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SAGE3, PAPER = get_recipe("sage3"), get_recipe("sage3_paper")
 WARP_ELEMENTS = 32  # of a thread, in the one tile that it quantises
-compiles = pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+compiles = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
 
 
 def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False, packed=False, late=False):
@@ -139,7 +139,7 @@ def test_serves_what_it_can_read(can_compile, facts, reason):
 @pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES)
 def test_asks_the_compiler_for_the_gpus_own_architecture(monkeypatch, capability):
     asked = []
-    monkeypatch.setattr(compiler, "why_not", lambda *arguments: asked.append(arguments[2]) or "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *arguments: asked.append(arguments[2]) or "")
     tensors = [torch.empty(2, 4, 300, 128, dtype=torch.bfloat16) for _ in range(3)]
     request = replace(Request.of(*tensors, recipe="sage3"), device_type="cuda", capability=capability, aligned=True)
     assert NVFP4Quantizer().unsupported(request) == ""

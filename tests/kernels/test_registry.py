@@ -52,7 +52,7 @@ def newest(monkeypatch):
     for module in (registration, gluon):
         monkeypatch.setattr(module, "triton_version", lambda: gluon.VERSIONS[1])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     select.cache_clear()
     yield
     select.cache_clear()
@@ -90,7 +90,7 @@ def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
 )
 def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, recipe, kernel):
     monkeypatch.setattr(registration, "triton_version", lambda: triton)
-    monkeypatch.setattr(compiler, "why_not", lambda *_: "")
+    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     select.cache_clear()
     plan = select(replace(GPU, capability=capability, aligned=True))
     select.cache_clear()

@@ -1,6 +1,6 @@
 """Compile the CUDA C++ of this folder by NVRTC, and keep the machine code in the user's cache folder.
 
-PyTorch's CUDA wheels of 2.10 and newer install NVRTC and `cuda.bindings`; `why_not` says what is missing elsewhere.
+PyTorch's CUDA wheels of 2.10 and newer install NVRTC and `cuda.bindings`; `unavailable` says what is missing elsewhere.
 Compiling needs no GPU. Two environment variables are read at every use:
 
     SAGE_KERNELS_CACHE     the cache folder, else sage-hf/cuda in $XDG_CACHE_HOME or ~/.cache
@@ -71,7 +71,7 @@ class Cubin:
     log: str
 
 
-def why_not(
+def unavailable(
     source: str | None = None,
     macros: Mapping[str, Macro] = NONE,
     arch: str = "sm_90a",

@@ -336,10 +336,10 @@ def shared_memory(channels: int) -> int:
     return of_keys + of_queries + BUFFERS * (2 * BLOCK * TILE + 4 * TILE * PART_CHANNELS) + CONTROL_BYTES
 
 
-def unavailable(request: Request) -> str:
+def unsupported(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperFusedBackward` serves cannot be had, or ""."""
     found = kernels(power_of_two(request.head_dim), request.dtype, False)
-    return found.backward.source.why_not() or found.finish.source.why_not()
+    return found.backward.source.unavailable() or found.finish.source.unavailable()
 
 
 def heads_together(call: BackwardCall) -> int:

@@ -242,7 +242,7 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
     return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
 
 
-def unavailable(request: Request, quantizes_query: bool) -> str:
+def unsupported(request: Request, quantizes_query: bool) -> str:
     """Return why the kernel of a request that `registration.HopperForward` serves cannot be had; "" when it can.
 
     Args:
@@ -264,8 +264,8 @@ def unavailable(request: Request, quantizes_query: bool) -> str:
         lists,
     )
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    reason = kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.why_not()
-    return reason or (block_lists.kernel(request.is_causal, padded).source.why_not() if lists else "")
+    reason = kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.unavailable()
+    return reason or (block_lists.kernel(request.is_causal, padded).source.unavailable() if lists else "")
 
 
 def attend(call: Call, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor | None]:

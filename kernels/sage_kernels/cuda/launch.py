@@ -36,9 +36,9 @@ class Source:
         """Return the machine code; see `compiler.compile`."""
         return compiler.compile(self.file, self.macros, arch, self._generated)
 
-    def why_not(self, arch: str = "sm_90a") -> str:
+    def unavailable(self, arch: str = "sm_90a") -> str:
         """Return why the machine code cannot be had, compiled now or from the cache; "" when it can."""
-        return compiler.why_not(self.file, self.macros, arch, self._generated)
+        return compiler.unavailable(self.file, self.macros, arch, self._generated)
 
     @cached_property
     def _generated(self) -> dict[str, str]:

@@ -171,7 +171,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
     return Kernel(source, "nvfp4_forward", THREADS, config.shared_bytes)
 
 
-def unavailable(request: Request) -> str:
+def unsupported(request: Request) -> str:
     """Return why the kernels of a request that `registration.NVFP4Forward` serves cannot be had; "" when they can."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     config = Config(
@@ -193,7 +193,7 @@ def unavailable(request: Request) -> str:
         kernels.append(smooth_q_scores.kernel(channels, request.dtype, choice))
     if config.padded:
         kernels.append(padding.kernel())
-    reasons = (one.source.why_not(architecture(request.capability)) for one in kernels)
+    reasons = (one.source.unavailable(architecture(request.capability)) for one in kernels)
     return next(filter(None, reasons), "")
 
 

@@ -255,13 +255,13 @@ def signs(channels: int) -> dict[str, int]:
     return {f"SIGNS_{number}": word for number, word in enumerate(words)}
 
 
-def unavailable(request: Request) -> str:
+def unsupported(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
     if request.mask in ("blocks", "block_keys"):
         features = replace(features, heavy_keys=0, choice=False, causal=False)
-    return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.why_not()
+    return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.unavailable()
 
 
 def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:

@@ -250,7 +250,7 @@ def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
     return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
 
 
-def unavailable(request: Request) -> str:
+def unsupported(request: Request) -> str:
     """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
@@ -264,7 +264,7 @@ def unavailable(request: Request) -> str:
         mean_score,
     )
     assert request.capability is not None  # of a GPU
-    return reduce.source.why_not(architecture(request.capability))
+    return reduce.source.unavailable(architecture(request.capability))
 
 
 def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:

@@ -72,7 +72,7 @@ class HopperQuantizer(CudaKernel):
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""
-        return super().unsupported(request) or quantize.unavailable(request)
+        return super().unsupported(request) or quantize.unsupported(request)
 
     def quantize(
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class NVFP4Quantizer(CudaKernel):
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""
-        return super().unsupported(request) or _unreadable_values(request) or quantize_nvfp4.unavailable(request)
+        return super().unsupported(request) or _unreadable_values(request) or quantize_nvfp4.unsupported(request)
 
     def quantize(
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
@@ -142,7 +142,7 @@ class HopperForward(CudaKernel):
         if reason := _unreadable_values(request) or _too_many_rows(request):
             return reason
         quantizer = HopperQuantizer()
-        return int8_forward.unavailable(
+        return int8_forward.unsupported(
             request, quantizes_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
         )
 
@@ -175,7 +175,7 @@ class NVFP4Forward(CudaKernel):
         """Name the first limit of the kernel that a request exceeds; or ""."""
         if reason := super().unsupported(request) or _unreadable_values(request) or _too_many_rows(request):
             return reason
-        if reason := nvfp4_forward.unavailable(request):
+        if reason := nvfp4_forward.unsupported(request):
             return reason
         runners = (
             cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
@@ -206,7 +206,7 @@ class HopperFusedBackward(CudaKernel):
             return reason
         if request.head_dim % 8 or request.v_head_dim % 8:
             return "rows of gradients must be multiples of 16 bytes: head_dim of Q and V multiples of 8"
-        if reason := _too_many_rows(request) or int8_backward.unavailable(request):
+        if reason := _too_many_rows(request) or int8_backward.unsupported(request):
             return reason
         phases = request.recipe, HopperForward.name, HopperQuantizer.name
         runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
@@ -222,7 +222,7 @@ def _next_backward(request: Request) -> str:
     """Return the name of the first native backward kernel behind the fused one that serves a request."""
     others = (one for one in registry.backwards.values() if one.native and one.name != HopperFusedBackward.name)
     recipe = get_recipe(request.recipe)
-    return next((one.name for one in others if one.serves(recipe) and not registry.why_unsupported(one, request)), "")
+    return next((one.name for one in others if one.serves(recipe) and not registry.unsupported(one, request)), "")
 
 
 def nvfp4_forward_measured(enabled: bool = True) -> AbstractContextManager[None]:

@@ -80,17 +80,17 @@ def get_exact(name: str) -> Exact | None:
 
 def exact_kernels(request: Request) -> list[str]:
     """Return the names of the registered kernels of exact attention that serve a request."""
-    return [name for name, kernel in exacts.items() if not why_unsupported(kernel, request)]
+    return [name for name, kernel in exacts.items() if not unsupported(kernel, request)]
 
 
 def fitting_quantizers(forward: str, request: Request) -> list[str]:
     """Return the names of the quantisers that make the operands of a forward kernel for a request."""
     takes, recipe = forwards[forward].takes, get_recipe(request.recipe)
     fitting = [one for one in quantizers.values() if takes is not None and issubclass(one.makes, takes)]
-    return [one.name for one in fitting if one.serves(recipe) and not why_unsupported(one, request)]
+    return [one.name for one in fitting if one.serves(recipe) and not unsupported(one, request)]
 
 
-def why_unsupported(kernel: Kernel | Exact, request: Request) -> str:
+def unsupported(kernel: Kernel | Exact, request: Request) -> str:
     """Return why a kernel does not serve a request: for its limits, or since it is wrong on this machine; or ""."""
     recipe = "exact" if kernel.name in exacts else request.recipe
     failure = verdicts.failure(kernel.name, recipe, request.head_dim, request.capability)

@@ -158,7 +158,7 @@ class _Phases:
 
 
 def _choose_phases(kernel: Forward, request: Request) -> _Phases:
-    if reason := registry.why_unsupported(kernel, request):
+    if reason := registry.unsupported(kernel, request):
         return _Phases(reason=reason)
     quantizer = backward = ""
     passed_over: list[tuple[str, str]] = []
@@ -184,7 +184,7 @@ def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, lis
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:
-        reason = registry.why_unsupported(kernel, request) if kernel.serves(recipe) else "other formats or transforms"
+        reason = registry.unsupported(kernel, request) if kernel.serves(recipe) else "other formats or transforms"
         if not reason:
             return kernel.name, passed_over
         passed_over.append((kernel.name, reason))

@@ -92,7 +92,7 @@ class Requests:
     aligned: bool = False
     grid: bool = False
 
-    def why_not(self, request: Request) -> str:
+    def unsupported(self, request: Request) -> str:
         """Name the first limit that a request exceeds; "" if there is none."""
         if not is_nvidia(request.device_type):
             return "needs an NVIDIA GPU"
@@ -140,4 +140,4 @@ class Declared:
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; "" if there is none."""
-        return self.requests.why_not(request)
+        return self.requests.unsupported(request)

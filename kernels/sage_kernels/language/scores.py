@@ -65,11 +65,10 @@ def store_clamped(into, x, inside):
 
 @triton.jit
 def round_finite(x, dtype: tl.constexpr):
-    """Round float32 x; what is beyond the dtype's range becomes its largest number, infinities and NaN stay."""
+    """Round float32 x; what is finite and beyond the dtype's range becomes its largest number, all else is NaN."""
+    # The product with 0 is NaN where x is not finite. To choose by a comparison takes registers that kernels lack.
     if dtype == tl.float16:
-        clamped = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.where(tl.abs(x) == float("inf"), x, clamped)
+        x = tl.fma(x, 0.0, tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX))
     if dtype == tl.bfloat16:
-        clamped = tl.clamp(x, -BFLOAT16_MAX, BFLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.where(tl.abs(x) == float("inf"), x, clamped)
+        x = tl.fma(x, 0.0, tl.clamp(x, -BFLOAT16_MAX, BFLOAT16_MAX))
     return x.to(dtype)

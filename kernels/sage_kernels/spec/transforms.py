@@ -310,9 +310,9 @@ def rotation_block(head_dim: int) -> int:
 
 
 def round_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round; what is beyond the dtype's range becomes its largest number, infinities and NaN stay."""
+    """Round; what is finite and beyond the dtype's range becomes its largest number, all else is NaN."""
     limit = torch.finfo(dtype).max
-    return torch.where(x.isinf(), x, x.clamp(-limit, limit)).to(dtype)
+    return (x.clamp(-limit, limit) + 0 * x).to(dtype)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
