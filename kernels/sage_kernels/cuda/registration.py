@@ -149,12 +149,12 @@ class HopperForward(CudaKernel):
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `int8_forward.attend`."""
         assert quantizer is not None  # there are none of its operands otherwise
-        return int8_forward.attend(call, quantizer)
+        return int8_forward.attend(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
         """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
         assert quantizer is not None
-        return int8_forward.attend_and_save(call, quantizer)
+        return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
 
 class NVFP4Forward(CudaKernel):
