@@ -44,10 +44,8 @@ def compile_backward(call: Call, plan: Plan) -> None:
     if kind in _begun or torch.cuda.is_current_stream_capturing():
         return
     _begun.add(kind)
-    backward, device, valid = get_backward(plan.backward), call.query.device, call.mask.valid
-    query, key, value = (_without_memory(x) for x in (call.query, call.key, call.value))
-    mask = Mask.of_keys(None if valid is None else _without_memory(valid))
-    alike = replace(call, query=query, key=key, value=value, mask=mask, recipe=get_recipe(plan.recipe))
+    backward, device = get_backward(plan.backward), call.query.device
+    alike = replace(call.without_memory(), recipe=get_recipe(plan.recipe))
 
     def compile_all() -> None:  # it outlives the forward pass, and keeps none of the call's memory
         with torch.cuda.device(device), tracing(compiles_only=True) as traced:
@@ -57,12 +55,12 @@ def compile_backward(call: Call, plan: Plan) -> None:
             backward.backward(
                 BackwardCall(
                     stand_in(output),
-                    stand_in(value),
+                    stand_in(alike.value),
                     stand_in(output),
                     Saved(*map(stand_in, empty_saved(alike, lse))),
                     sizes[0],
                     alike.recipe,
-                    Mask.of_keys(None if mask.valid is None else stand_in(mask.valid)),
+                    Mask.of_keys(None if alike.mask.valid is None else stand_in(alike.mask.valid)),
                     alike.is_causal,
                     alike.causal_offset,
                     alike.scale,
@@ -134,7 +132,3 @@ def _begin(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=run, name="sage-kernels-compile")
     thread.start()
     return thread
-
-
-def _without_memory(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

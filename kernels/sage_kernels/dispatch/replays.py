@@ -19,6 +19,7 @@ from ..spec.masks import key_mask
 from ..spec.operands import Saved
 from ..spec.options import Options
 from ..spec.recipe import get_recipe
+from ..spec.saved import empty_saved
 from . import run
 from .kernels import TrainingForward
 from .plan import Plan
@@ -156,9 +157,14 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
         options: the caller's.
 
     Returns:
-        The replay; None off the GPU.
+        The replay; None off the GPU, and for results that are too large to be compared.
     """
     if not call.query.is_cuda or call.is_empty:
+        return None
+    sizes = call.without_memory()
+    output, lse = sizes.new_outputs(saves_lse=True)
+    assert lse is not None
+    if not cache.is_small([output, *empty_saved(sizes, lse)]):
         return None
     alike = calls_like(call, plan)
     kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)

@@ -166,6 +166,8 @@ def traced(
         NotRepeatableError: the call does more than that, or its replay gives other outputs.
         RuntimeError: the driver refuses.
     """
+    if not is_small(expected):
+        return None
     device = next(x.device for x in tensors if x is not None)
     with torch.cuda.device(device), driver.relaxed_capture(), tracing() as trace:
         inputs = [None if x is None else trace.stand_in(x, device) for x in tensors]
@@ -175,25 +177,30 @@ def traced(
     def run(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
         return launches.run(*[x for x in tensors if x is not None])
 
-    return Replay(plan, lambda *tensors: result(run(*tensors))) if _agrees(run, tensors, expected, rounds) else None
+    _compare(run, tensors, expected, rounds)
+    return Replay(plan, lambda *tensors: result(run(*tensors)))
 
 
 def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:
     """Return a replay by a function that does without checks and planning; arguments and errors as of `traced`."""
-    return Replay(plan, run) if _agrees(run, tensors, expected) else None
+    if not is_small(expected):
+        return None
+    _compare(run, tensors, expected)
+    return Replay(plan, run)
 
 
-def _agrees(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> bool:
-    """Return whether `run(*tensors)` gives what is expected; False if that is too large to be compared.
+def is_small(results: Tensors) -> bool:
+    """Tell whether the results of a call are small enough to be compared; of tensors on the meta device too."""
+    return sum(x.numel() * x.element_size() for x in results if x is not None) <= MOST_BYTES
 
-    Outputs must have the same bits, or with `rounds` be equal to rounding.
+
+def _compare(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
+    """Check that `run(*tensors)` gives what is expected: the same bits, or with `rounds` what is equal to rounding.
 
     Raises:
         NotRepeatableError: it gives something else.
     """
     device = next(x.device for x in expected if x is not None)
-    if sum(x.numel() * x.element_size() for x in expected if x is not None) > MOST_BYTES:
-        return False
     with contextlib.ExitStack() as stack:
         # Checkpointing counts the tensors that a forward pass saves, and must not count those of the comparison.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_keep, _keep))
@@ -202,7 +209,6 @@ def _agrees(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, ro
             stack.enter_context(driver.relaxed_capture())
         if not (are_equal_to_rounding if rounds else are_same)(run(*tensors), expected):
             raise NotRepeatableError("its replay gives another output")
-    return True
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:

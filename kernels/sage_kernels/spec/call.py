@@ -230,6 +230,15 @@ class Call:
             query = -query
         return replace(self, query=query, key=key, value=value, scale=abs(self.scale), causal_offset=offset)
 
+    def without_memory(self) -> Call:
+        """Return the call with its tensors, and the mask of its keys, on the meta device; another mask is left out."""
+
+        def empty(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+        mask = Mask.of_keys(None if self.mask.valid is None else empty(self.mask.valid))
+        return replace(self, query=empty(self.query), key=empty(self.key), value=empty(self.value), mask=mask)
+
     def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if it is wanted or saved.
 
