@@ -100,7 +100,9 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
     start = kwargs.get("kv_offset", 0)
     offset = first - start
     if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
-        return Causality(offset, hides_more=True) if implies_causality(kwargs["mask_function"]) else None
+        # To one query causality says nothing that its mask does not.
+        says_more = q_len > 1 and implies_causality(kwargs["mask_function"])
+        return Causality(offset, hides_more=True) if says_more else None
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)
