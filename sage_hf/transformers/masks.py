@@ -94,15 +94,15 @@ def _reading_of(config_class: type) -> str:
 
 def _causality(kwargs: dict[str, Any]) -> Causality | None:
     """Tell what the mask of these arguments says, if it is known to be causal."""
+    if not kwargs.get("allow_is_causal_skip", True) or not implies_causality(kwargs["mask_function"]):
+        return None
     first, q_len = first_query_of(kwargs), queries_of(kwargs)
-    if not kwargs.get("allow_is_causal_skip", True) or first is None or q_len is None:
+    if first is None or q_len is None:
         return None
     start = kwargs.get("kv_offset", 0)
     offset = first - start
     if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
-        # To one query causality says nothing that its mask does not.
-        says_more = q_len > 1 and implies_causality(kwargs["mask_function"])
-        return Causality(offset, hides_more=True) if says_more else None
+        return Causality(offset, hides_more=True) if q_len > 1 else None  # one query's mask says it all
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)
