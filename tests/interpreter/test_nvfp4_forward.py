@@ -107,6 +107,20 @@ def test_a_causal_offset_is_a_mask(offset):
         assert output[:, :, :-offset].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("width", [50, pytest.param(200, marks=pytest.mark.audit)])
+def test_causality_with_the_mask_of_a_window_keeps_latest_keys_in_16_bits(width):
+    """A window of at most the least number of recent keys is attended to in 16 bits alone."""
+    query, key, value = random_inputs(150, 330, q_heads=2)
+    row, column = torch.arange(150)[:, None] + 180, torch.arange(330)
+    mask = ((column <= row) & (column > row - width))[None, None]
+    options = {"mask": mask, "is_causal": True, "causal_offset": 180}
+    check(query, key, value, **options)
+    if width <= get_recipe("sage3").recent_keys:
+        expected, _ = sdpa.attention(query, key, value, **options)
+        output, _ = run(query, key, value, **options)
+        assert (output - expected).abs().max() <= 2.0**-10 * value.abs().max()
+
+
 def test_grouped_queries_use_their_own_keys():
     check(*random_inputs(40, 140, q_heads=4, kv_heads=2))
 
