@@ -9,8 +9,8 @@ import torch
 from . import ops, training
 from .dispatch import exact_choice, replays, run
 from .dispatch.plan import KernelUnavailableError
-from .exact import attend as exact
 from .exact import sdpa
+from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
 from .spec.block_list import BlockList, check_blocks
@@ -77,14 +77,14 @@ def attend(
         advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
         raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
     if reason or options.recipe == "exact":
-        return _attend_exactly(query, key, value, mask, blocks, options, reason, entry)
+        return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
     if grad:
-        output, lse = training.attend(query, key, value, keys.valid, blocks, None, options)
+        output, lse = training.call_operator(query, key, value, keys.valid, blocks, None, options)
         if entry is not None and blocks is None and not options.return_lse:
             entry.consider(partial(_training_replay, query, key, value, keys, options))
         return output, lse
     if entry is None:
-        return ops.attend(query, key, value, mask, blocks, None, options)
+        return ops.call_operator(query, key, value, mask, blocks, None, options)
     call = ops.new_call(query, key, value, mask, blocks, None, options)  # nothing watches operators
     return ops.forward(call, mask, options.fallback, entry)
 
@@ -123,7 +123,7 @@ def _attend_in_four_dims(
     return output.reshape(sizes), lse.reshape(sizes[:-1]) if options.return_lse and lse is not None else None
 
 
-def _attend_exactly(
+def _run_exactly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -137,7 +137,7 @@ def _attend_exactly(
     if blocks is not None:
         check_blocks(blocks, query, key)
     plan = run.announce_exact(query, key, value, mask, blocks, options, reason)
-    exactly = partial(exact.attend, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
+    exactly = partial(attend_exactly, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
     result = exactly(query, key, value, mask)
     if entry is not None and plan is not None and blocks is None:
         entry.consider(partial(cache.compared, plan, exactly, (query, key, value, mask), result))

@@ -81,7 +81,7 @@ def attention(
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
-    output, lse = attend(query, key, value, valid, blocks, None, options)
+    output, lse = call_operator(query, key, value, valid, blocks, None, options)
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -124,11 +124,11 @@ def packed_attention(
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
     query, key, value = map(as_one_sequence, (query, key, value))
-    output, _ = attend(query, key, value, None, blocks, lengths, options)
+    output, _ = call_operator(query, key, value, None, blocks, lengths, options)
     return output.squeeze(0).transpose(0, 1)
 
 
-def attend(
+def call_operator(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -111,7 +111,7 @@ def sage_attention_forward(
         mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
-    output = record.run_in_layer(module, _attend, call, causality, softcap, s_aux, fallback)
+    output = record.run_in_layer(module, _attend_by_recipe, call, causality, softcap, s_aux, fallback)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -156,7 +156,7 @@ class _Call:
         run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
-def _attend(
+def _attend_by_recipe(
     call: _Call,
     causality: Causality | None,
     softcap: float | None,
