@@ -48,9 +48,10 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
     tensors, alike = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
     own = get_exact(plan.kernel)
     if call.query.is_cuda and (plan.numerics != "exact" or (own is not None and own.repeats)):
-        outputs = list(result) if call.return_lse else [result[0]]
         launched = partial(_outputs, alike, plan)
-        return cache.traced(plan, launched, tensors, outputs, tuple if call.return_lse else _without_lse)
+        if call.return_lse:
+            return cache.traced(plan, launched, tensors, result)
+        return cache.traced(plan, launched, tensors, (result[0], None), _without_lse)
     if plan.numerics != "exact":
         return None
     return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
