@@ -156,7 +156,9 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
         smooth = transformed(smooth, recipe, operands.equalizer, -1)
         codes, scale = in_blocks(smooth, variant.key_tokens, torch.bfloat16)
         operands = replace(operands, key=codes, key_scale=scale)
-    output, lse = reference.attend(operands, recipe, kv_len, dtype=query.dtype, mask=None, causal_offset=0, **options)
+    output, lse = reference.attend_to_operands(
+        operands, recipe, kv_len, dtype=query.dtype, mask=None, causal_offset=0, **options
+    )
     delta = (gradient.float() * output.float()).sum(-1, keepdim=True)
     return output, *gradients(operands, lse, delta, value, gradient, variant, **options)
 

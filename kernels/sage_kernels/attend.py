@@ -7,14 +7,14 @@ from functools import partial
 import torch
 
 from . import ops, training
-from .dispatch import exact_choice, replays, run
+from .dispatch import exact_choice, run
 from .dispatch.plan import KernelUnavailableError
-from .exact import attend as exact
 from .exact import sdpa
+from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import NO_MASK, Call, Mask, softmax_scale
+from .spec.call import NO_MASK, Mask
 from .spec.derivatives import has_tangent, wants_gradient
 from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
@@ -72,19 +72,20 @@ def attend(
         keys = Mask.of_blocks(blocks, mask, key.shape[2])
     elif grad and options.recipe != "exact":
         keys = Mask.of(mask, key.shape[2])
-    reason = exact_choice.why_exact(query, key, value, keys, options, grad)
+    plan, reason = None, exact_choice.why_exact(query, key, value, keys, options, grad)
     if reason and options.fallback == "error":
         advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
         raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
+    if grad and not reason and options.recipe != "exact":
+        plan, reason = exact_choice.choose_training(query, key, value, keys, options)
     if reason or options.recipe == "exact":
-        return _attend_exactly(query, key, value, mask, blocks, options, reason, entry)
+        return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
     if grad:
-        output, lse = training.attend(query, key, value, keys.valid, blocks, None, options)
-        if entry is not None and blocks is None and not options.return_lse:
-            entry.consider(partial(_training_replay, query, key, value, keys, options))
-        return output, lse
+        if plan is None or entry is None or blocks is not None or options.return_lse:
+            return training.call_operator(query, key, value, keys.valid, blocks, None, options)
+        return training.forward(query, key, value, keys, plan, options, entry), None
     if entry is None:
-        return ops.attend(query, key, value, mask, blocks, None, options)
+        return ops.call_operator(query, key, value, mask, blocks, None, options)
     call = ops.new_call(query, key, value, mask, blocks, None, options)  # nothing watches operators
     return ops.forward(call, mask, options.fallback, entry)
 
@@ -123,7 +124,7 @@ def _attend_in_four_dims(
     return output.reshape(sizes), lse.reshape(sizes[:-1]) if options.return_lse and lse is not None else None
 
 
-def _attend_exactly(
+def _run_exactly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -137,17 +138,8 @@ def _attend_exactly(
     if blocks is not None:
         check_blocks(blocks, query, key)
     plan = run.announce_exact(query, key, value, mask, blocks, options, reason)
-    exactly = partial(exact.attend, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
+    exactly = partial(attend_exactly, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
     result = exactly(query, key, value, mask)
     if entry is not None and plan is not None and blocks is None:
         entry.consider(partial(cache.compared, plan, exactly, (query, key, value, mask), result))
     return result
-
-
-def _training_replay(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options
-) -> cache.Replay | None:
-    recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
-    call = Call(query, key, value, recipe, mask, options.is_causal, options.causal_offset, scale)
-    plan = run.plan_training(run.request_of(call, grad=True), options.fallback)
-    return replays.of_training(call, plan, options)

@@ -73,7 +73,7 @@ def attention(
     """
     # All by place: torch.compile would take a default that is a float, of dropout, for an input of the graph.
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
-    return attend(query, key, value, mask, blocks, None, options)
+    return call_operator(query, key, value, mask, blocks, None, options)
 
 
 def packed_attention(
@@ -122,7 +122,7 @@ def packed_attention(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     query, key, value = map(as_one_sequence, (query, key, value))
-    output, lse = attend(query, key, value, None, blocks, lengths, options)
+    output, lse = call_operator(query, key, value, None, blocks, lengths, options)
     return output.squeeze(0).transpose(0, 1), lse.squeeze(0) if return_lse else lse
 
 
@@ -131,7 +131,7 @@ def as_one_sequence(packed: torch.Tensor) -> torch.Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def attend(
+def call_operator(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

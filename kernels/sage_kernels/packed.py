@@ -62,8 +62,10 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opti
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
     if not derivative:
         return not options.dropout_p
-    exactly = options.recipe == "exact" or exact_choice.why_exact(query, key, value, NO_MASK, options, derivative)
-    return not exactly and not options.return_lse
+    call = query, key, value, NO_MASK, options
+    if options.recipe == "exact" or options.return_lse or exact_choice.why_exact(*call, derivative):
+        return False
+    return options.fallback == "error" or not exact_choice.choose_training(*call)[1]
 
 
 def _attend_one_by_one(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from .dispatch import run
+from .dispatch import replays, run
+from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
+from .replay import cache
 from .spec import checks, transforms
 from .spec.arguments import SCHEMA, Arguments
 from .spec.block_list import BlockList, check_blocks
@@ -50,7 +53,7 @@ def attention(
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
     The kernels of both passes are chosen by one plan. Exact attention, whose gradients PyTorch computes, is not run
-    here: ask `exact_choice.why_exact_gradients` first.
+    here: ask `exact_choice.choose_training` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
@@ -81,7 +84,7 @@ def attention(
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
-    output, lse = attend(query, key, value, valid, blocks, None, options)
+    output, lse = call_operator(query, key, value, valid, blocks, None, options)
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -124,11 +127,11 @@ def packed_attention(
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
     query, key, value = map(as_one_sequence, (query, key, value))
-    output, _ = attend(query, key, value, None, blocks, lengths, options)
+    output, _ = call_operator(query, key, value, None, blocks, lengths, options)
     return output.squeeze(0).transpose(0, 1)
 
 
-def attend(
+def call_operator(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -148,6 +151,36 @@ def attend(
     with torch.no_grad():
         lse = torch.ops.sage_kernels.training_lse(query, key, saved[-1], valid, options.scale, options.recipe)
         return output, lse
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    plan: Plan,
+    options: Options,
+    entry: cache.Entry,
+) -> torch.Tensor:
+    """Announce and run a call with gradients by the kernels of its plan, outside of operators.
+
+    Args:
+        query, key, value: tensors that `checks.check_tensors` passes.
+        mask: none, or one of keys.
+        plan: the kernels of both passes.
+        options: the caller's.
+        entry: what the cache of replays knows of the call.
+
+    Returns:
+        The output, with gradients.
+    """
+    scale = softmax_scale(options.scale, query.shape[3])
+    causality = options.is_causal, options.causal_offset
+    call = Call(query, key, value, get_recipe(options.recipe), mask, *causality, scale)
+    run.announce(plan)
+    output = replays.train(call, plan, options)
+    entry.consider(partial(replays.of_training, call, plan, options))
+    return output
 
 
 def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:

@@ -19,7 +19,8 @@ from sage_hf.transformers.masks import Causality, causality_of
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.request import Request
 from sage_kernels.exact import sdpa
-from sage_kernels.spec.masks import attended_rows, with_causality
+from sage_kernels.exact.attend import attend_exactly
+from sage_kernels.spec.masks import with_causality
 from sage_kernels.spec.options import Fallback, Options
 from sage_kernels.spec.recipe import get_recipe
 
@@ -111,7 +112,7 @@ def sage_attention_forward(
         mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
-    output = record.run_in_layer(module, _attend, call, causality, softcap, s_aux, fallback)
+    output = record.run_in_layer(module, _attend_by_recipe, call, causality, softcap, s_aux, fallback)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -156,7 +157,7 @@ class _Call:
         run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
-def _attend(
+def _attend_by_recipe(
     call: _Call,
     causality: Causality | None,
     softcap: float | None,
@@ -187,20 +188,9 @@ def _attend(
         return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)
     if call.dropout:
         call.report_exact("the model trains with attention dropout")
-        if is_causal and mask is not None:
-            mask, is_causal = with_causality(mask, query, key), False
         query, key, value = sdpa.in_autocast_dtype(query, key, value)
-        output = sdpa.sdpa(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            dropout_p=call.dropout,
-        )
-        return output if mask is None else torch.where(attended_rows(mask), output, 0.0)
+        exactly = Options(is_causal, 0, scale, enable_gqa, call.dropout)
+        return attend_exactly(query, key, value, mask, blocks=None, options=exactly)[0]
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0

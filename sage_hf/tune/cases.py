@@ -48,7 +48,9 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
         with sdpa_kernel(backend):
             if not case.training:
                 return run.compute(call, run.choose(run.request_of(call), "native"))[0]
-            return masked_rows.attend(query, key, value, mask=mask, is_causal=case.is_causal, enable_gqa=inputs.grouped)
+            return masked_rows.attend_with_zero_rows(
+                query, key, value, mask=mask, is_causal=case.is_causal, enable_gqa=inputs.grouped
+            )
 
     def forward(name: str) -> Callable[[], Tensor]:
         if name in BACKENDS:

@@ -221,7 +221,7 @@ def test_batch_elements_without_a_key_give_zeros_and_get_no_gradient(device, hea
     call = draw_call(device, (3, q_heads, 4, q_len, 200), head_dim)
     mask = (torch.arange(200, device=device) < torch.tensor([200, 0, 50], device=device)[:, None])[:, None, None]
     inputs = [x.clone().requires_grad_() for x in (call.query, call.key, call.value)]
-    output = masked_rows.attend(*inputs, mask=mask, enable_gqa=True)
+    output = masked_rows.attend_with_zero_rows(*inputs, mask=mask, enable_gqa=True)
     weights = torch.randn_like(output)
     gradients = torch.autograd.grad(output, inputs, weights)
     assert not any(x[1].any() for x in (output, *gradients))
@@ -249,7 +249,7 @@ def test_rows_that_a_mask_of_minus_infinity_hides_are_zeros(device, kind, head_d
             sdpa.sdpa(*inputs, mask=allowed)
         except RuntimeError as error:
             pytest.skip(f"{backend.name} serves no such call: {str(error).splitlines()[0]}")
-        output = masked_rows.attend(*inputs, mask=allowed)
+        output = masked_rows.attend_with_zero_rows(*inputs, mask=allowed)
     gradients = torch.autograd.grad(output, inputs, torch.randn_like(output))
     hidden = ~allowed.any(-1).expand(3, 4, 130)
     assert hidden.any() and not output[hidden].any() and not gradients[0][hidden].any()
@@ -267,5 +267,5 @@ def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
     tensors = call.query, call.key, call.value
     plain = sdpa.sdpa
     monkeypatch.setattr(sdpa, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
-    output = masked_rows.attend(*tensors, mask=mask)
+    output = masked_rows.attend_with_zero_rows(*tensors, mask=mask)
     assert set(masked_rows._found.values()) == {False} and not output[:, :, 3].any()

@@ -53,7 +53,7 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
         assert (kernel, reason) == ("kv_decode", "")
         reference.append(other, *new[1:])
         assert_same(cache, other)
-        expected = reference.attend(other, new[0].double(), valid[:, :length], head_dim**-0.5)
+        expected = reference.attend_to_cache(other, new[0].double(), valid[:, :length], head_dim**-0.5)
         # As in the interpreter's test: Q and P in 11 bits, and the output's own rounding.
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 

@@ -143,7 +143,7 @@ def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(m
         for element in (0, 2):
             output[element] = truth[element]
 
-    output = nonprefix_forward.attend(call, attend_to_first, row_blocks)
+    output = nonprefix_forward.attend_nonprefix(call, attend_to_first, row_blocks)
     plan = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
     assert found == ([None, [130, 0, 200, 0], plan] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
     assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
@@ -155,7 +155,7 @@ def test_a_mask_for_all_elements_of_a_batch_gives_each_its_length(multiprocessor
     tensors = (x.expand(3, -1, -1, -1) for x in (call.query, call.key, call.value))
     call = Call(*tensors, call.recipe, call.mask, scale=call.scale)
     found = []
-    nonprefix_forward.attend(call, lambda call, q_lengths, kv_lengths, *_: found.extend(kv_lengths.tolist()))
+    nonprefix_forward.attend_nonprefix(call, lambda call, q_lengths, kv_lengths, *_: found.extend(kv_lengths.tolist()))
     assert found == [130] * 3
 
 
@@ -200,6 +200,6 @@ def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first,
         lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
         output[:2] = truth[:2]
 
-    output = nonprefix_forward.attend(call, attend_to_first)
+    output = nonprefix_forward.attend_nonprefix(call, attend_to_first)
     assert lengths == [[20, 20, 0, 0], [keys, keys - 1, 0, 0]]
     assert_exact(call, output)

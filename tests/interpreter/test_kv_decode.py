@@ -49,7 +49,7 @@ def bounds(cache: KVCache, query, valid, scale: float):
     """
     group = query.shape[1] // cache.kv_heads
     key, value = (x.repeat_interleave(group, 1) for x in reference.whole(cache, torch.float64))
-    expected = reference.attend(cache, query.double(), valid, scale)
+    expected = reference.attend_to_cache(cache, query.double(), valid, scale)
     q = query.double() * cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
     # Norms are the rotated vectors' too; a maximum is at most the norm.
     centred = (key - cache.key_mean.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)) / (
@@ -114,7 +114,7 @@ def test_after_a_crop_the_kernels_go_on_as_the_reference_does():
         output = kv_decode.decode(one, *(x[:, :, part] for x in (query, key, value)), None, 0.125)
         reference.append(two, key[:, :, part], value[:, :, part])
         assert_same(one, two)
-        expected = reference.attend(two, query[:, :, part].double(), None, 0.125)
+        expected = reference.attend_to_cache(two, query[:, :, part].double(), None, 0.125)
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 
 
@@ -130,7 +130,7 @@ def test_a_value_that_is_not_finite_never_becomes_a_finite_number(element):
     assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())
     output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
     assert not output.isfinite().any()
-    assert not reference.attend(two, query[:, :, 199:], None, 0.125).isfinite().any()
+    assert not reference.attend_to_cache(two, query[:, :, 199:], None, 0.125).isfinite().any()
 
 
 def test_rows_without_a_key_are_zero():

@@ -198,9 +198,9 @@ def test_a_call_beside_a_list_has_no_heavy_keys():
 def test_exact_attention_in_chunks_is_that_in_one(monkeypatch):
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     options = {"mask": None, "options": Options(is_causal=True, causal_offset=40, return_lse=True)}
-    expected = block_lists.attend(*inputs, blocks, **options)
+    expected = block_lists.attend_to_list(*inputs, blocks, **options)
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 1)
-    for actual, wanted in zip(block_lists.attend(*inputs, blocks, **options), expected, strict=True):
+    for actual, wanted in zip(block_lists.attend_to_list(*inputs, blocks, **options), expected, strict=True):
         assert torch.allclose(actual, wanted, atol=1e-6)
 
 

@@ -29,7 +29,7 @@ MASK = (torch.arange(40) < torch.tensor([40, 0, 7])[:, None])[:, None, None]
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, False, True)], ids=str)
 def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
     inputs = draw(wanted)
-    output = masked_rows.attend(*inputs, mask=MASK, enable_gqa=True)
+    output = masked_rows.attend_with_zero_rows(*inputs, mask=MASK, enable_gqa=True)
     expected, _ = exact.attention(*inputs, mask=MASK)
     torch.testing.assert_close(output, expected)
     there = [x for x in inputs if x.requires_grad]
@@ -45,15 +45,15 @@ def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
 def test_without_gradients_the_output_is_the_same(on_gpu):
     inputs = draw((False, False, False))
     expected, _ = exact.attention(*inputs, mask=MASK)
-    torch.testing.assert_close(masked_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+    torch.testing.assert_close(masked_rows.attend_with_zero_rows(*inputs, mask=MASK, enable_gqa=True), expected)
     with torch.no_grad():
-        torch.testing.assert_close(masked_rows.attend(*inputs, mask=MASK, enable_gqa=True), expected)
+        torch.testing.assert_close(masked_rows.attend_with_zero_rows(*inputs, mask=MASK, enable_gqa=True), expected)
 
 
 def test_without_a_mask_it_is_pytorchs_attention():
     inputs = draw()
     expected = exact.sdpa(*inputs, enable_gqa=True)
-    assert torch.equal(masked_rows.attend(*inputs, enable_gqa=True), expected)
+    assert torch.equal(masked_rows.attend_with_zero_rows(*inputs, enable_gqa=True), expected)
 
 
 def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
@@ -61,7 +61,9 @@ def test_a_mask_of_fewer_dimensions_serves_too(on_gpu):
     mask = torch.rand(50, 40, generator=torch.Generator().manual_seed(2)) < 0.3
     mask[3] = False
     expected, _ = exact.attention(query, key, value, mask=mask[None, None])
-    torch.testing.assert_close(masked_rows.attend(query, key, value, mask=mask, enable_gqa=True), expected)
+    torch.testing.assert_close(
+        masked_rows.attend_with_zero_rows(query, key, value, mask=mask, enable_gqa=True), expected
+    )
 
 
 @pytest.mark.parametrize("size", [(2, 1, 1, 13), (1, 3, 7, 16), (7, 13)], ids=str)

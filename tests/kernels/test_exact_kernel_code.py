@@ -44,7 +44,7 @@ def compiled(attend, call):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiprocessors):
     def attend(call):
-        nonprefix_forward.attend(call, lambda *arguments: None, 8)
+        nonprefix_forward.attend_nonprefix(call, lambda *arguments: None, 8)
 
     ((name, code, shared),) = compiled(attend, call_of(head_dim, "keys"))
     assert name == "nonprefix_forward" and code.instructions.matrix_opcodes == {"HGMMA"}

@@ -1,14 +1,17 @@
 """The operators with gradients: what the kernel computes arrives, for the inputs that want it, and nothing is cut."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from sage_kernels import attend as door
 from sage_kernels import ops, training
-from sage_kernels.attend import attend
 from sage_kernels.dispatch import registry, run
-from sage_kernels.dispatch.exact_choice import why_exact_gradients
+from sage_kernels.dispatch.exact_choice import choose_training
 from sage_kernels.dispatch.plan import KernelUnavailableError
+from sage_kernels.dispatch.verdicts import FAILED
 from sage_kernels.exact.gradients import exact_gradients
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.call import NO_MASK, Mask
@@ -106,7 +109,7 @@ def gradient_errors(recipe, offset):
     """Return |error| / |truth| of dQ, dK and dV of a causal call, against float64."""
     inputs = draw()
     options = Options(True, offset, recipe=recipe)
-    output, _ = attend(*inputs, None, None, options)
+    output, _ = door.attend(*inputs, None, None, options)
     gradients = torch.autograd.grad(output, inputs, output_gradient(output))
     with torch.no_grad():
         truths = exact_gradients(output_gradient(output), *inputs, is_causal=True, causal_offset=offset)[1:]
@@ -277,9 +280,8 @@ def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
 
 def test_one_compiled_graph_serves_lists_of_all_lengths():
     def attend(query, key, value, valid, blocks):
-        assert not why_exact_gradients(
-            query, key, value, Mask.of_blocks(blocks, valid[:, None, None], key.shape[2]), OPTIONS
-        )
+        mask = Mask.of_blocks(blocks, valid[:, None, None], key.shape[2])
+        assert not choose_training(query, key, value, mask, OPTIONS)[1]
         return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -304,18 +306,18 @@ def test_a_list_that_does_not_fit_is_refused_with_gradients_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("recipe", "fallback"), [("sage_bwd", "native"), ("sage_bwd", "error"), ("sage2", "native")])
-def test_why_exact_says_the_same_inside_the_compiler(dtype, recipe, fallback):
+@pytest.mark.parametrize("recipe", ["sage_bwd", "sage2"])
+def test_the_choice_says_the_same_inside_the_compiler(dtype, recipe):
     inputs, said = draw(dtype=dtype), []
 
     def ask(*tensors):
-        said.append(why_exact_gradients(*tensors, NO_MASK, Options(recipe=recipe, fallback=fallback)))
+        said.append(choose_training(*tensors, NO_MASK, Options(recipe=recipe))[1])
         return tensors[0] + 0
 
     ask(*inputs)
     torch.compile(ask, fullgraph=True, dynamic=True, backend="eager")(*inputs)
     assert said[0] == said[1]
-    assert (said[0] == "") == (dtype == torch.float32 and (recipe, fallback) == ("sage_bwd", "native"))
+    assert (said[0] == "") == (dtype == torch.float32 and recipe == "sage_bwd")
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -356,11 +358,12 @@ def another_choice(ran):
     return preferred(StandInBackward("other_backward", "sage_bwd", ran=ran.append), registry.backwards)
 
 
-def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran):
+@pytest.mark.parametrize("attend", [training.attention, partial(door.attend, mask=None, blocks=None, options=OPTIONS)])
+def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran, attend):
     heard = []
     run.plan_listeners.append(heard.append)
     try:
-        training.attention(*draw())[0].sum().backward()
+        attend(*draw())[0].sum().backward()
     finally:
         run.plan_listeners.remove(heard.append)
     assert ran == ["fast", "fast_backward"]
@@ -368,11 +371,20 @@ def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners
     assert facts == [("fast", "fast_backward", "native", True)]
 
 
-@pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
+def test_a_kernel_that_failed_its_self_check_leaves_gradients_to_the_next_one(ran):
+    failed = StandInTraining("broken", "sage_bwd", ran=ran.append, reason=lambda request: f"{FAILED}: wrong")
+    with preferred(failed):
+        door.attend(*draw(), None, None, OPTIONS)[0].sum().backward()
+    assert ran == ["fast", "fast_backward"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed", "door"])
 def test_the_backward_pass_runs_on_the_kernel_of_the_forwards_plan_whatever_would_be_chosen_since(ran, kind):
     if kind == "packed":
         inputs, sequences, used = packed_call()
         output = training.packed_attention(*[x.requires_grad_() for x in inputs], *sequences, seqused_k=used)
+    elif kind == "door":
+        output, _ = door.attend(*draw(), None, None, OPTIONS)
     else:
         output, _ = training.attention(*draw(), valid=padding() if kind == "padding" else None)
     with another_choice(ran):

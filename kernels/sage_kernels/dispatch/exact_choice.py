@@ -1,13 +1,12 @@
-"""Decide that a call runs exactly: `why_exact` by its dropout and derivatives, otherwise `select`.
+"""Decide that a call runs exactly: by its dropout and derivatives, or by the kernels for it.
 
-Both decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
+All decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
 shows it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +18,7 @@ from ..spec.derivatives import has_tangent
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import cost_model, run
-from .plan import KernelUnavailableError, Plan
+from .plan import Plan
 from .request import Request
 from .select import routing, select
 
@@ -29,7 +28,7 @@ DROPOUT = "attention dropout is computed by exact attention alone"
 def why_exact(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
 ) -> str:
-    """Return why exact attention runs in place of the recipe; "" if `select` decides.
+    """Return why exact attention runs in place of the recipe, whatever kernels there are; "" if kernels decide.
 
     Args:
         query, key, value, mask: the call's tensors.
@@ -51,15 +50,13 @@ def why_exact(
         return f"{recipe} cannot be differentiated inside a transform of torch.func"
     if mask.kind in ("bool", "additive"):
         return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
-    if options.fallback == "error":
-        return ""  # `training.attention` raises, and says why
-    return why_exact_gradients(query, key, value, mask, options)
+    return ""
 
 
-def why_exact_gradients(
+def choose_training(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options
-) -> str:
-    """Return why no kernel with gradients runs a call: none serves it, or with fallback "native" it would be slower.
+) -> tuple[Plan | None, str]:
+    """Choose the kernels of a call with gradients.
 
     Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
     dimensions. If a call's sizes exceed a kernel's limits, `training.attention` then raises KernelUnavailableError.
@@ -67,16 +64,27 @@ def why_exact_gradients(
     Args:
         query, key, value, options: the call's tensors and options.
         mask: none, one of keys, or a block list.
+
+    Returns:
+        (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs in its place,
+        because no kernel serves the call, or because with fallback "native" the kernels would be slower; or "".
+
+    Raises:
+        KernelUnavailableError: no native kernel serves the call, and fallback is "error".
     """
     recipe, fallback = options.recipe, options.fallback
     if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
+        if fallback == "error":
+            return None, ""  # the operator raises, and says why
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
-        return _why_exact_at_any_size(recipe, fallback, str(query.device), str(query.dtype), mask.kind, *head_dims)
+        facts = str(query.device), str(query.dtype), mask.kind, *head_dims
+        return None, _why_exact_at_any_size(recipe, fallback, *facts)
     call = Call(query, key, value, get_recipe(recipe), mask, options.is_causal, options.causal_offset)
-    request = run.request_of(call, grad=True)
-    reason = _why_no_kernel(request, fallback, run.choose)
+    plan = run.choose(run.request_of(call, grad=True), fallback)
+    if plan.numerics == "exact":
+        return plan, plan.reason
     routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
-    return reason or (why_slower(select(request)) if routed else "")
+    return plan, why_slower(plan) if routed else ""
 
 
 def why_slower(plan: Plan) -> str:
@@ -100,11 +108,5 @@ def _why_exact_at_any_size(
     request = Request.of(query, query, value, recipe=recipe, grad=True)
     where = torch.device(device)
     capability = capability_of(where)
-    return _why_no_kernel(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
-
-
-def _why_no_kernel(request: Request, fallback: Fallback, choose: Callable[[Request, Fallback], Plan] = select) -> str:
-    try:
-        return choose(request, fallback).reason
-    except KernelUnavailableError as error:
-        return str(error)
+    plan = select(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
+    return plan.reason if plan.numerics == "exact" else ""

@@ -35,7 +35,7 @@ class KVKernel(Protocol):
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them, causally; see `reference.kv_cache.attend`."""
+        """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`."""
 
 
 _kernels: dict[str, KVKernel] = {}

@@ -49,9 +49,10 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
     tensors, alike = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
     own = get_exact(plan.kernel)
     if call.query.is_cuda and (plan.numerics != "exact" or (own is not None and own.repeats)):
-        outputs = list(result) if call.return_lse else [result[0]]
         launched = partial(_outputs, alike, plan)
-        return cache.traced(plan, launched, tensors, outputs, tuple if call.return_lse else _without_lse)
+        if call.return_lse:
+            return cache.traced(plan, launched, tensors, result)
+        return cache.traced(plan, launched, tensors, (result[0], None), _without_lse)
     if plan.numerics != "exact":
         return None
     return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
@@ -108,12 +109,14 @@ class _Training:
         head_dim: head_dim of Q and K.
         kernel: name of the backward kernel.
         options: the caller's.
+        recurs: the forward pass is replayed, so the backward pass is worth it too.
     """
 
     forward: Callable[..., Sequence[torch.Tensor]]
     head_dim: int
     kernel: str
     options: Options
+    recurs: bool
 
     def backward(self, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """Return dQ, dK and dV.
@@ -122,7 +125,7 @@ class _Training:
             tensors: the output's gradient, V, the output, the parts of `Saved`, and which keys exist.
         """
         facts = self.head_dim, self.kernel, *self.options
-        entry = None if torch.is_grad_enabled() else cache.find("backward", tensors, facts)
+        entry = cache.find("backward", tensors, facts) if self.recurs and not torch.is_grad_enabled() else None
         if entry is not None and entry.replay is not None:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
         *given, valid = tensors
@@ -130,7 +133,7 @@ class _Training:
             *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options)[:-1]
         )
         if entry is not None:
-            # The forward pass has recurred, so its gradients will. A kernel may sum dQ in any order.
+            # A kernel may sum dQ in any order.
             replayed = partial(cache.traced, None, self.gradients, tensors, gradients, rounds=True)
             entry.consider(replayed, at_once=True)
         return gradients
@@ -144,6 +147,23 @@ class _Training:
             *(Mask.of_keys(valid), bool(options.is_causal), options.causal_offset, scale),
         )
         return [with_tokens_first(x) for x in get_backward(self.kernel).backward(call)]
+
+
+def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
+    """Run a call as `of_training` takes it by the kernels of its plan; return the output, with gradients."""
+    alike = calls_like(call, plan)
+
+    def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return _apart(*run.run_and_save(alike(*tensors), plan))
+
+    training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=False)
+    output: torch.Tensor = _Attention.apply(call.query, call.key, call.value, call.mask.tensor, training)
+    return output
+
+
+def _apart(output: torch.Tensor, saved: Saved) -> list[torch.Tensor]:
+    """Return the output and the parts of `saved`, each with memory of its own."""
+    return [with_tokens_first(output), *(part.contiguous() for part in saved)]
 
 
 def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
@@ -170,8 +190,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        output, saved = kernel.attend_and_save(alike(*tensors), quantizer)
-        return [with_tokens_first(output), *(part.contiguous() for part in saved)]
+        return _apart(*kernel.attend_and_save(alike(*tensors), quantizer))
 
     with torch.no_grad():
         output, saved = run.run_and_save(call, plan)
@@ -179,12 +198,12 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     forward = cache.traced(plan, launched, tensors, [output, *saved])
     if forward is None:
         return None
-    training = _Training(forward.run, call.query.shape[3], plan.backward, options)
+    training = _Training(forward.run, call.query.shape[3], plan.backward, options, recurs=True)
     return Replay(plan, lambda *tensors: (_Attention.apply(*tensors, training), None))
 
 
 class _Attention(torch.autograd.Function):
-    """Replay of a call as autograd sees it, which saves what `training` saves for the operator, in the same order."""
+    """A call as autograd sees it, which saves what `training` saves for the operator, in the same order."""
 
     @staticmethod
     def forward(

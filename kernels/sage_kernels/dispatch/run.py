@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from ..exact import attend, sdpa
+from ..exact import sdpa
+from ..exact.attend import attend_exactly
 from ..runtime import dynamo, torch_private
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask
@@ -77,8 +78,8 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
                 if own.repeats:
                     precompile.compile_forward(call, plan, own.attend)
                 return own.attend(call), None
-            attend_exactly = partial(_attend_exactly, kernel=plan.kernel)
-            return attend_exactly(call) if call.lengths is None else _attend_one_by_one(attend_exactly, call)
+            by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)
+            return by_pytorch(call) if call.lengths is None else _attend_one_by_one(by_pytorch, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
             precompile.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
@@ -206,7 +207,7 @@ def _announce_while_compiling(recipe: str, reason: str) -> None:
         listener(recipe, reason)
 
 
-def _attend_exactly(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by PyTorch's attention, through any of its backends ("sdpa") or another than cuDNN's."""
     query, key, value = call.query, call.key, call.value
     shape, by = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
@@ -217,7 +218,7 @@ def _attend_exactly(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor
     if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, value, shape[1] != key.shape[1]):
         return sdpa.sdpa(query, key, value, scale=call.scale, enable_gqa=True, lower_right=True), None
     options = Options(call.is_causal, call.causal_offset, call.scale, return_lse=call.return_lse)
-    output, lse = attend.attend(query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, by=by)
+    output, lse = attend_exactly(query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, by=by)
     return output.reshape(*shape[:3], value.shape[3]), None if lse is None else lse.reshape(shape[:3])
 
 

@@ -13,7 +13,7 @@ from ..spec.options import Options
 from . import block_lists, masked_rows, sdpa
 
 
-def attend(
+def attend_exactly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -40,10 +40,10 @@ def attend(
     """
     is_causal, offset, scale = bool(options.is_causal), options.causal_offset, options.scale
     if blocks is not None:
-        return block_lists.attend(query, key, value, blocks, mask=mask, options=options)
+        return block_lists.attend_to_list(query, key, value, blocks, mask=mask, options=options)
     if is_causal and (mask is not None or offset):  # PyTorch supports one causal alignment, and no mask with it
         mask, is_causal = with_causality(mask, query, key, offset), False
-    attend_to = masked_rows.attend if zero_rows else sdpa.sdpa
+    attend_to = masked_rows.attend_with_zero_rows if zero_rows else sdpa.sdpa
     gqa, dropout_p = options.enable_gqa, options.dropout_p
     causality: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale}
     output = attend_to(query, key, value, **causality, enable_gqa=gqa, dropout_p=dropout_p, by=by)

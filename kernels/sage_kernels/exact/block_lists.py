@@ -10,7 +10,7 @@ from ..spec.options import Options
 from . import sdpa
 
 
-def attend(
+def attend_to_list(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -28,7 +28,7 @@ ROWS, NEAR = 128, 0.02
 _found: dict[tuple[object, ...], bool] = {}
 
 
-def attend(
+def attend_with_zero_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

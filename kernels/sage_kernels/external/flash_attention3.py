@@ -78,7 +78,7 @@ class Others(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another."""
 
     def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `triton.nonprefix_forward.attend`."""
+        """Attend; see `triton.nonprefix_forward.attend_nonprefix`."""
 
 
 class PaddedFlashAttention3:

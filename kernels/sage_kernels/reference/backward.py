@@ -29,7 +29,7 @@ from .forward import (
     BLOCK_M,
     THREAD_TOKENS,
     Operands,
-    attend,
+    attend_to_operands,
     nothing_attended,
     per_group,
     quantize_operands,
@@ -124,7 +124,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
 
     Args:
         operands: those of a recipe with Q and K in INT8.
-        lse: the result of `reference.forward.attend`.
+        lse: the result of `reference.forward.attend_to_operands`.
     """
 
     def padded(codes: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, Saved]:
     operands = quantize_operands(
         query.contiguous(), key.contiguous(), value.contiguous(), call.recipe, valid_keys(mask)
     )
-    output, lse = attend(
+    output, lse = attend_to_operands(
         operands,
         call.recipe,
         key.shape[2],

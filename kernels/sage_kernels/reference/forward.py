@@ -241,7 +241,7 @@ def attention(
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale, is_causal)
-    output, lse = attend(
+    output, lse = attend_to_operands(
         operands,
         recipe,
         kv_len,
@@ -267,7 +267,7 @@ def nothing_attended(query: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -
     return output, query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
 
 
-def attend(
+def attend_to_operands(
     operands: Operands,
     recipe: Recipe,
     kv_len: int,
@@ -298,7 +298,7 @@ def attend(
     rows = rows_per_chunk(batch * q_heads, block_n, BLOCK_M)
     for start in range(0, q_len, rows):
         chunk = slice(start, min(start + rows, q_len))
-        attended, lse[:, :, chunk] = _attend(
+        attended, lse[:, :, chunk] = _attend_rows(
             operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n, blocks
         )
         # A rounded V can exceed every unrounded one, and so the range of its dtype.
@@ -306,7 +306,7 @@ def attend(
     return output, lse
 
 
-def _attend(
+def _attend_rows(
     operands: Operands,
     recipe: Recipe,
     chunk: slice,

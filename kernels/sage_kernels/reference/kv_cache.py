@@ -121,7 +121,7 @@ def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tenso
     return key.to(dtype or cache.dtype), value.to(dtype or cache.dtype)
 
 
-def attend(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | None, scale: float) -> torch.Tensor:
+def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Attend with the newest tokens to the cache, causally.
 
     Args:

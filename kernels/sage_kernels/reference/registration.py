@@ -109,9 +109,9 @@ class ReferenceKVKernel:
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them; see `kv_cache.attend`."""
+        """Append tokens and attend with them; see `kv_cache.attend_to_cache`."""
         kv_cache.append(cache, key, value)
-        return kv_cache.attend(cache, query, valid, scale)
+        return kv_cache.attend_to_cache(cache, query, valid, scale)
 
 
 def register_kernels() -> None:

@@ -158,7 +158,7 @@ def traced(
         plan: what runs.
         call: (tensors) -> outputs, each with memory of its own; only allocates, takes views and launches.
         tensors: the arguments of the call that has just run.
-        expected: its outputs.
+        expected: what it returned.
         result: (outputs) -> what the ordinary call returns.
         rounds: equal calls give equal outputs only to rounding, because sums are taken in any order.
 
@@ -174,11 +174,11 @@ def traced(
         outputs = call(*inputs)
         launches = LaunchPlan(trace, [x for x in inputs if x is not None], outputs, device)
 
-    def run(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-        return launches.run(*[x for x in tensors if x is not None])
+    def run(*tensors: torch.Tensor | None) -> Any:
+        return result(launches.run(*[x for x in tensors if x is not None]))
 
     _compare(run, tensors, expected, rounds)
-    return Replay(plan, lambda *tensors: result(run(*tensors)))
+    return Replay(plan, run)
 
 
 def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:

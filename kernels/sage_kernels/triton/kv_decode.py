@@ -72,7 +72,7 @@ def decode(
     scale: float,
     capability: tuple[int, int] = (9, 0),
 ) -> torch.Tensor:
-    """Append tokens and attend with them to the cache; see `reference.kv_cache.attend`.
+    """Append tokens and attend with them to the cache; see `reference.kv_cache.attend_to_cache`.
 
     Args:
         cache: INT8 or INT4.

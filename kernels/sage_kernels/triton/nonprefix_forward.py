@@ -32,7 +32,7 @@ head_dim 64, where it keeps some of its registers in L1."""
 PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `kernels.AttendToFirst`'s plan
 
 
-def attend(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
+def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:

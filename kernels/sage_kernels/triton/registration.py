@@ -210,8 +210,8 @@ class MaskedForward(TritonExact):
     requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
 
     def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
-        """Attend; see `nonprefix_forward.attend`."""
-        output: torch.Tensor = _load("nonprefix_forward").attend(call, attend_to_first, row_blocks)
+        """Attend; see `nonprefix_forward.attend_nonprefix`."""
+        output: torch.Tensor = _load("nonprefix_forward").attend_nonprefix(call, attend_to_first, row_blocks)
         return output
 
 
@@ -229,7 +229,7 @@ class SplitKVForward(TritonExact):
         )
 
 
-class HeadKernel:
+class TritonHeadKernel:
     """Norm and rotation of heads by `triton.qk_norm_rope`."""
 
     name = "qk_norm_rope"
@@ -273,7 +273,7 @@ class HeadKernel:
         return gradients
 
 
-class KVKernel:
+class TritonKVKernel:
     """Appending to a low-bit KV cache, and decoding from it."""
 
     name = "kv_decode"
@@ -322,8 +322,8 @@ def register_kernels() -> None:
     register_backward(Int8Backward())
     register_exact(SplitKVForward())
     register_exact(MaskedForward())
-    register_head_kernel(HeadKernel())
-    register_kv_kernel(KVKernel())
+    register_head_kernel(TritonHeadKernel())
+    register_kv_kernel(TritonKVKernel())
 
 
 def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
