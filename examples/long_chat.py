@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import sage_hf
+from sage_hf.transformers.kv_cache import cache_keyword
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -46,8 +47,7 @@ def main() -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=device)
     for name in ("default", "int8", "int4"):
         cache = DynamicCache(config=model.config) if name == "default" else sage_hf.QuantizedKVCache(model.config, name)
-        key = "cache" if hasattr(cache, "get_query_offset") else "past_key_values"
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, key: cache}
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, cache_keyword(model): cache}
         model.generate(ids, max_new_tokens=2, **options)
         longer = torch.cat((ids, ids[:, :2]), 1)
         options["attention_mask"] = torch.ones_like(longer)
