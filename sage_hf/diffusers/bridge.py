@@ -255,11 +255,11 @@ def split_tokens(dim: int, dims: int, *, output: bool = False) -> Any:
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
-def gathered_tokens(dim: int, dims: int) -> Any:
-    """Return diffusers' plan for putting together a module's output of `dims` dimensions along `dim`."""
+def gathered_tokens() -> Any:
+    """Return diffusers' plan for putting together a module's output, (batch, tokens, channels), along its tokens."""
     from diffusers.models._modeling_parallel import ContextParallelOutput
 
-    return ContextParallelOutput(gather_dim=dim, expected_dims=dims)
+    return ContextParallelOutput(gather_dim=1, expected_dims=3)
 
 
 @dataclass(frozen=True)

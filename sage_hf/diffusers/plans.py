@@ -57,7 +57,7 @@ def _split_rope(dims: int) -> dict[str, Any]:
 def _cogvideox(model: Any) -> dict[str, Any]:
     rotates = model.config.use_rotary_positional_embeddings
     rope = {"": {"image_rotary_emb": [split_tokens(0, 2), split_tokens(0, 2)]}} if rotates else {}
-    return rope | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+    return rope | _split_at_first_block() | {"proj_out": gathered_tokens()}
 
 
 def _hunyuan_video(model: Any) -> dict[str, Any]:
@@ -66,16 +66,16 @@ def _hunyuan_video(model: Any) -> dict[str, Any]:
             "HunyuanVideo with image_condition_type='token_replace' treats the tokens of the first frame apart, which "
             "are all on one process in context parallelism: run this model without enable_parallelism()"
         )
-    return _split_rope(2) | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+    return _split_rope(2) | _split_at_first_block() | {"proj_out": gathered_tokens()}
 
 
 def _mochi(model: Any) -> dict[str, Any]:
-    return _split_rope(3) | _split_at_first_block() | {"proj_out": gathered_tokens(1, 3)}
+    return _split_rope(3) | _split_at_first_block() | {"proj_out": gathered_tokens()}
 
 
 def _sd3(model: Any) -> dict[str, Any]:
     # A guider may skip the first block.
-    return {"pos_embed": {0: split_tokens(1, 3, output=True)}, "proj_out": gathered_tokens(1, 3)}
+    return {"pos_embed": {0: split_tokens(1, 3, output=True)}, "proj_out": gathered_tokens()}
 
 
 FAMILIES = {

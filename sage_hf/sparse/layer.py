@@ -244,7 +244,7 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a log-sum-exp that is wanted"
-        if attn_mask is not None and key_mask(_four_dimensions(attn_mask), key.shape[2]) is None:
+        if attn_mask is not None and key_mask(attn_mask[(None,) * (4 - attn_mask.dim())], key.shape[2]) is None:
             return "a mask that says more than which keys exist"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
@@ -320,10 +320,6 @@ def running_layer() -> SparseLayer | None:
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _four_dimensions(mask: torch.Tensor) -> torch.Tensor:
-    return mask[(None,) * (4 - mask.dim())]
 
 
 @dynamo.assume_constant_result

@@ -211,7 +211,7 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
     """Attend by PyTorch's attention, through any of its backends ("sdpa") or another than cuDNN's."""
     query, key, value = call.query, call.key, call.value
     shape, by = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
-    if by is not None and shares_rows(call):
+    if by is not None and call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal:
         # With a mask, PyTorch would want keys and values repeated for each query of their group: the queries are rows.
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
     lower_right = call.is_causal and call.mask.kind == "none" and 0 < call.causal_offset == key.shape[2] - shape[2]
@@ -220,11 +220,6 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
     options = Options(call.is_causal, call.causal_offset, call.scale, return_lse=call.return_lse)
     output, lse = attend_exactly(query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, by=by)
     return output.reshape(*shape[:3], value.shape[3]), None if lse is None else lse.reshape(shape[:3])
-
-
-def shares_rows(call: Call) -> bool:
-    """Return whether queries of one group are rows of one head in an exact call without cuDNN."""
-    return call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
 
 
 def _attend_one_by_one(
