@@ -182,9 +182,9 @@ def _keep(text: str) -> float | str:
 
 
 def _seconds(text: str) -> float:
-    """Return the value of --seconds, above 0."""
-    if not (seconds := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    """Return the value of --seconds."""
+    if not (seconds := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return seconds
 
 
