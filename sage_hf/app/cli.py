@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments(command)
     command = commands.add_parser("tune", help="measure in minutes, once a GPU, what calls cost, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    command.add_argument("--seconds", type=float, help="of compiling and measuring (default: 240)")
+    command.add_argument("--seconds", type=_seconds, help="of compiling and measuring (default: 240)")
     command.add_argument(
-        "--output", type=_path, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
+        "--output", type=_file, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )
     command = commands.add_parser("check", help="run every kernel on small calls, and compare it with the reference")
     command.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
-    command.add_argument("--seconds", type=float, help="after which no call is begun (default: a minute)")
-    command.add_argument("--json", type=_path, metavar="FILE", help="write the result there too")
+    command.add_argument("--seconds", type=_seconds, help="after which no call is begun (default: a minute)")
+    command.add_argument("--json", type=_file, metavar="FILE", help="write the result there too")
     command = commands.add_parser("warmup", help="compile the kernels of a recipe or configuration for this GPU")
     command.add_argument("config", nargs="?", default="sage3", metavar="NAME_OR_JSON", help="default: sage3")
     command.add_argument("--head-dim", type=int, nargs="+", default=(64, 128), metavar="N", help="default: 64 128")
@@ -138,7 +138,7 @@ def _add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_html_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=_path, metavar="FILE", help="write the result as one self-contained page too")
+    parser.add_argument("--html", type=_file, metavar="FILE", help="write the result as one self-contained page too")
 
 
 def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=_path,
+        type=_file,
         default=Path("calibrated.json"),
         metavar="JSON",
         help="default: calibrated.json; what was measured stands in calibrated.measurements.json, from where a second "
@@ -181,9 +181,26 @@ def _keep(text: str) -> float | str:
     return text if text == "model" else float(text)
 
 
+def _seconds(text: str) -> float:
+    """Return the value of --seconds."""
+    if not (seconds := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return seconds
+
+
 def _path(text: str) -> Path:
     """Return the path, with the `~` that a shell leaves in `--output=~/folder` expanded."""
     return Path(os.path.expanduser(text))
+
+
+def _file(text: str) -> Path:
+    """Return the path of a file to write, so that one in no folder is told before hours of work."""
+    path = _path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {path.name} into")
+    return path
 
 
 def _add_recipe_arguments(parser: argparse.ArgumentParser, default_config: str = "sage3") -> None:
@@ -218,7 +235,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
         print(f"interrupted{interrupt}", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *(line.strip() for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except RuntimeError as error:
         if (message := _message_of_machine(error)) is None:
@@ -392,8 +409,9 @@ def _compare(args: argparse.Namespace) -> None:
         raise ValueError("--html is for renderings: leave it out beside --text")
     if args.prompt:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
-    rendering = ("steps", "height", "width", "frames", "guidance_scale", "fps", "seed", "cpu_offload", "vae_tiling")
-    if given := [name for name in rendering if getattr(args, name)]:
+    rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
+    rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1}
+    if given := [name for name, default in rendering.items() if getattr(args, name) != default]:
         raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
     if args.pretrained is None:
         raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")

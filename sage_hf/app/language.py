@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sage_hf.app.layer_errors import LayerErrorRecorder, record_layer_errors
-from sage_hf.app.pipelines import folder_or_name
+from sage_hf.app.pipelines import LOADING_ERRORS, folder_or_name
 from sage_hf.apply import apply
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation, explain
@@ -128,7 +128,7 @@ def load_language_model(pretrained: str, dtype: torch.dtype, device: torch.devic
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
         model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except LOADING_ERRORS as error:
         raise ValueError(f"cannot load a causal language model and its tokenizer from {pretrained}: {error}") from error
     return model.eval().to(device), tokenizer
 

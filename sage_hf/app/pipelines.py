@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -17,6 +18,18 @@ from torch import nn
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What loaders of diffusers and transformers raise of files that are missing, damaged or of another kind."""
 TINY_VIDEO = Path("examples", "tiny_video")
 """Folder of the small trained pipeline in a checkout."""
 
@@ -64,16 +77,7 @@ def load_pipeline(
     dtype_argument = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(str(pretrained), **{dtype_argument: dtype})
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        SafetensorError,
-    ) as error:
+    except LOADING_ERRORS as error:
         if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
             raise ValueError(
                 f"{pretrained} is a model and no diffusers pipeline: give the pipeline's folder; a language model is "

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from sage_hf.app.pipelines import folder_or_name
+from sage_hf.app.pipelines import LOADING_ERRORS, folder_or_name
 from sage_hf.apply import apply
 from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
@@ -118,7 +118,7 @@ def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
                 return _transformers_model(pretrained)
             denoisers = _denoisers(pretrained)
             return SimpleNamespace(**denoisers) if denoisers else _transformers_model(pretrained)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except LOADING_ERRORS as error:
         raise ValueError(
             f"cannot read a diffusers pipeline or a transformers model from {pretrained}: {error}"
         ) from error

@@ -155,7 +155,7 @@ class QuantizedLayer(DynamicLayer):
             The new tokens if our attention comes next; else whole K and V.
 
         Raises:
-            ValueError: gradients are wanted.
+            ValueError: gradients are wanted, or the tokens are of other sequences or heads than those before.
             RuntimeError: the attention of an earlier step did not take the cache.
         """
         self._settle()
@@ -163,6 +163,12 @@ class QuantizedLayer(DynamicLayer):
             self._decide(key_states, value_states)
         if self.cache is None:
             return super().update(key_states, value_states)
+        batch, heads, head_dim = self.cache.batch, self.cache.kv_heads, self.cache.head_dim
+        for x in (key_states, value_states):
+            if (*x.shape[:2], x.shape[3]) != (batch, heads, head_dim):
+                raise ValueError(
+                    f"the KV cache is of {batch} sequences, {heads} heads and head_dim {head_dim}, got {tuple(x.shape)}"
+                )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
         implementation = implementation_of_config(self.config)

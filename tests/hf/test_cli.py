@@ -180,6 +180,14 @@ def test_compare_tells_how_a_language_models_predictions_change(language_model, 
     assert 0 == found["exact"] <= found["sage1"] < found["sage3_paper"]
 
 
+@pytest.mark.parametrize("config", [[], {"model_type": "llama", "hidden_size": "wide"}], ids=["a list", "a wrong type"])
+def test_a_damaged_language_model_is_told_without_a_traceback(tmp_path, capsys, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "cannot read" in refused(capsys, "explain", "--pretrained", tmp_path, "--device", "cpu")
+    arguments = ["--pretrained", tmp_path, "--text", __file__, "--device", "cpu"]
+    assert "cannot load a causal language model" in refused(capsys, "compare", *arguments)
+
+
 def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model, tmp_path, capsys):
     text = tmp_path / "text.txt"
     assert "cannot read" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
@@ -188,6 +196,8 @@ def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model,
     assert "is a diffusers pipeline" in refused(capsys, "compare", "--pretrained", folder, "--text", text)
     assert "needs --pretrained" in refused(capsys, "compare", "--text", text)
     assert "--steps is for renderings" in refused(capsys, "compare", "--text", text, "--steps", "2")
+    assert "--frames is for renderings" in refused(capsys, "compare", "--text", text, "--frames", "0")
+    assert "--ulysses is for renderings" in refused(capsys, "compare", "--text", text, "--ulysses", "2")
     assert "give one of them" in refused(capsys, "compare", "--text", text, "--prompt", "a")
     message = refused(capsys, "compare", "--pretrained", language_model, "--prompt", "a", "--output", tmp_path)
     assert "sage-hf compare --text FILE" in message
@@ -331,6 +341,30 @@ def test_errors_of_the_user_are_one_line_and_exit_code_2(folder, tmp_path, capsy
     base = ["generate", "--pretrained", folder, "--prompt", "a", "--steps", "1", "--frames", "9", "--width", "64"]
     assert message in refused(capsys, *base, "--height", "64", "--output", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "--seconds=-1"], "--seconds: must be 0 or more, got -1"),
+        (["check", "--seconds", "nan"], "--seconds: must be 0 or more, got nan"),
+        (["check", "--json", "."], "--json: . is a folder: name a file"),
+        (["check", "--json", "none/a.json"], "--json: there is no folder none to write a.json into"),
+        (["compare", "--html", "none/a.html"], "--html: there is no folder none to write a.html into"),
+        (["tune", "--output", "none/a.json"], "--output: there is no folder none to write a.json into"),
+        (
+            ["calibrate", "--pretrained", "x", "--text", "x", "--output", "none/a.json"],
+            "--output: there is no folder none to write a.json into",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_work_that_would_be_in_vain_does_not_begin(tmp_path, monkeypatch, capsys, arguments, message):
+    """A check without an end, or with less than no time, is a slip; a result whose file cannot be written is lost."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_recipe_and_config_exclude_each_other(capsys):

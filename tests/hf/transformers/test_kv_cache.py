@@ -238,6 +238,18 @@ def test_sinks_as_parameters_and_a_softcap_are_honoured():
     assert kv_cache.WHOLE in cache.note.kernels
 
 
+@pytest.mark.parametrize("implementation", ["sage_exact", "sdpa"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_of_another_number_of_sequences_are_refused_and_leave_the_cache(implementation, batch):
+    model = build(implementation)
+    cache = new_cache(model)
+    logits(model, cache, (PROMPT,))
+    with pytest.raises(ValueError, match=rf"of 2 sequences, .* got \({batch}, 2, 1, 64\)"), torch.no_grad():
+        model(torch.ones(batch, 1, dtype=torch.long), use_cache=True, **{NAME: cache})
+    cache.crop(-1)
+    assert cache.get_seq_length() == PROMPT - 1
+
+
 def test_offloading_gradients_and_unknown_formats_are_refused():
     model = build()
     with pytest.raises(ValueError, match="not offloaded"):
