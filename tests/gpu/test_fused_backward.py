@@ -10,6 +10,7 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward
 from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
+from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
@@ -59,11 +60,13 @@ def judge(call: TrainingCall, sums: str = "float32") -> None:
         judge_training(call, FUSED)
 
 
-def test_a_call_that_the_kernel_serves_runs_it_when_it_was_measured_to_be_faster(device):
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_call_that_the_kernel_serves_runs_it_when_it_was_measured_to_be_faster(faster, monkeypatch, device):
     request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
     assert select(request).backward == FUSED
+    monkeypatch.setattr(cost_model, "is_measured_to_train_faster", lambda *_: faster)
     with fused_backward_measured(False):
-        assert select(request).backward != FUSED
+        assert (select(request).backward == FUSED) == faster
 
 
 @pytest.mark.parametrize("sums", SUMS)

@@ -37,15 +37,16 @@ DEVICE uint32 pack_bfloat16(float a, float b) {
   return y;
 }
 
-// Round two numbers of the output, beyond the largest one to that; the first is in the lower half. NaN stays NaN.
+// Round two numbers as `transforms.round_finite` does: what is finite and beyond the dtype's range becomes its largest
+// number, all else is NaN, as x · 0 + x is. The first is in the lower half.
 DEVICE uint32 to_bfloat16(float a, float b) {
   uint32 y;
-  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(__fmaf_rn(b, 0.0f, b)), "f"(__fmaf_rn(a, 0.0f, a)));
   return y;
 }
 DEVICE uint32 to_float16(float a, float b) {
   uint32 y;
-  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(__fmaf_rn(b, 0.0f, b)), "f"(__fmaf_rn(a, 0.0f, a)));
   return y;
 }
 
