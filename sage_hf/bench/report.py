@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -13,7 +14,7 @@ from sage_hf.bench.results import Result, Row, facts
 from sage_hf.bench.timing import copy_bandwidth
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
-from sage_kernels.cuda.registration import nvfp4_forward_measured
+from sage_kernels.cuda.registration import enforce_nvfp4_forward
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES
 
@@ -75,7 +76,8 @@ def run(
     result["check"] = check.run(device)
     write(result)
     for untried in (False, True):
-        with nvfp4_forward_measured(untried), torch.cuda.device(device), torch.no_grad():
+        context = enforce_nvfp4_forward(True) if untried else nullcontext()
+        with context, torch.cuda.device(device), torch.no_grad():
             found = plans(device)
             if untried:
                 before = {row["recipe"]: row["kernel"] for row in result["plans"]}

@@ -23,8 +23,8 @@ from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda.registration import (
     CONSUMER_BLACKWELL,
     HOPPER,
-    fused_backward_measured,
-    nvfp4_forward_measured,
+    enforce_fused_backward,
+    enforce_nvfp4_forward,
 )
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
@@ -186,11 +186,12 @@ def versions() -> dict[str, str]:
 def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     """Yield `names_for` a call, each with the context in which it is timed: once for each of a recipe's kernels."""
     for name in names_for(case):
-        yield name, nullcontext()
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
-            yield name, nvfp4_forward_measured()
-        if name == TRAINING_RECIPE and case.training and capability == HOPPER:
-            yield name, fused_backward_measured()
+            yield from ((name, enforce_nvfp4_forward(chosen)) for chosen in (False, True))
+        elif name == TRAINING_RECIPE and case.training and capability == HOPPER:
+            yield from ((name, enforce_fused_backward(chosen)) for chosen in (False, True))
+        else:
+            yield name, nullcontext()
 
 
 def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -> Iterator[Measured]:

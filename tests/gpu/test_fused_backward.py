@@ -9,8 +9,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward
-from sage_kernels.cuda.registration import HopperFusedBackward, fused_backward_measured
-from sage_kernels.dispatch import cost_model
+from sage_kernels.cuda.registration import HopperFusedBackward, enforce_fused_backward
 from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
@@ -33,7 +32,7 @@ def served(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
     request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
-    with fused_backward_measured():
+    with enforce_fused_backward(True):
         if reason := get_backward(FUSED).unsupported(request):
             pytest.skip(reason)
         yield
@@ -60,13 +59,12 @@ def judge(call: TrainingCall, sums: str = "float32") -> None:
         judge_training(call, FUSED)
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_a_call_that_the_kernel_serves_runs_it_when_it_was_measured_to_be_faster(faster, monkeypatch, device):
-    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
-    assert select(request).backward == FUSED
-    monkeypatch.setattr(cost_model, "is_measured_to_train_faster", lambda *_: faster)
-    with fused_backward_measured(False):
-        assert (select(request).backward == FUSED) == faster
+def test_calls_take_the_kernel_everywhere_or_nowhere_while_it_is_measured(device):
+    for q_len in (200, 4096):
+        request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, q_len, 300, 128).forward, grad=True)
+        assert select(request).backward == FUSED
+        with enforce_fused_backward(False):
+            assert select(request).backward not in (FUSED, "")
 
 
 @pytest.mark.parametrize("sums", SUMS)

@@ -10,7 +10,7 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler, nvfp4_forward, smooth_q_scores
-from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, nvfp4_forward_measured
+from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select, set_routing
@@ -69,8 +69,9 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
     assert loop.total <= budget and loop.least <= least
     assert loop.counts["LDG"] == loop.counts["LDGSTS"] == loop.counts["LDC"] == 0
     assert loop.counts["MUFU"] <= 73  # 64 weights, 4 scales with their logarithms, a rescaling
-    # Beside recent keys, the log-sum-exp of 128 channels keeps more numbers than there are registers: measured 17.
-    assert code.instructions.spills <= 20 * (is_causal and return_lse and channels == 128)
+    # Beside recent keys, 128 channels keep more numbers than there are registers: measured 5, outside of the loops, and
+    # 17 for the log-sum-exp.
+    assert code.instructions.spills <= (20 if return_lse else 5) * (is_causal and channels == 128)
     # A block's consumers take registers from its producer, which the assembler leaves out where functions are called.
     assert code.instructions.counts["USETMAXREG"] == 2
 
@@ -113,7 +114,7 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, retur
     # Of padded batches an item keeps a few more numbers, and for the log-sum-exp beside recent keys; then some are
     # reloaded in the loops.
     more = padded or (recent and return_lse)
-    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= 64 * more, cubin.log
+    assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= (64 if more else 8 * recent), cubin.log
     loops = [loop for opcodes in ({"OMMA"}, {"HMMA"}) for loop in inner_loops(machine_code(cubin.image), opcodes)]
     assert all(loop.spills <= 4 * (more and (recent or return_lse)) for loop in loops)
     static = int(re.search(r"(\d+) bytes smem", cubin.log)[1])
@@ -161,7 +162,7 @@ def test_serves_what_it_can_read(can_compile, facts, reason):
     changes = dict(facts)
     capability = changes.pop("capability", (12, 0))
     aligned = changes.pop("aligned", True)
-    with nvfp4_forward_measured():
+    with enforce_nvfp4_forward(True):
         found = NVFP4Forward().unsupported(replace(request(), **changes, capability=capability, aligned=aligned))
     assert reason in found and bool(reason) == bool(found)
 

@@ -39,7 +39,8 @@ NARROW_HEAD_DIM = 64  # up to it, over lists, Triton's P·V in e4m3 is faster: 2
 MAX_COORDINATE = 2**31  # of the tensor memory accelerator
 NOT_FASTER = "not measured to be faster than the other kernel here: `sage-hf tune` measures both"
 
-_measured: set[str] = set()
+_enforced: dict[str, bool] = {}
+"""Kernels that are chosen by costs -> whether calls take them wherever they serve, or nowhere, to measure them."""
 
 
 class CudaKernel(Declared):
@@ -180,7 +181,9 @@ class NVFP4Forward(CudaKernel):
         runners = (
             cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
         )
-        chosen = self.name in _measured or cost_model.is_measured_faster(request, *runners)
+        chosen = _enforced.get(self.name)
+        if chosen is None:
+            chosen = cost_model.is_measured_faster(request, *runners)
         return "" if chosen else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -210,7 +213,9 @@ class HopperFusedBackward(CudaKernel):
             return reason
         phases = request.recipe, HopperForward.name, HopperQuantizer.name
         runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
-        chosen = self.name in _measured or cost_model.is_measured_to_train_faster(request, *runners)
+        chosen = _enforced.get(self.name)
+        if chosen is None:
+            chosen = cost_model.is_measured_to_train_faster(request, *runners)
         return "" if chosen else NOT_FASTER
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -225,25 +230,28 @@ def _next_backward(request: Request) -> str:
     return next((one.name for one in others if one.serves(recipe) and not registry.unsupported(one, request)), "")
 
 
-def nvfp4_forward_measured(enabled: bool = True) -> AbstractContextManager[None]:
-    """Let calls take the kernel of NVFP4 wherever it serves them, to measure it."""
-    return _measuring(NVFP4Forward.name, enabled)
+def enforce_nvfp4_forward(chosen: bool) -> AbstractContextManager[None]:
+    """Let calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere, whatever the costs."""
+    return _enforcing(NVFP4Forward.name, chosen)
 
 
-def fused_backward_measured(enabled: bool = True) -> AbstractContextManager[None]:
-    """Let calls take the fused backward kernel wherever it serves them, to measure it."""
-    return _measuring(HopperFusedBackward.name, enabled)
+def enforce_fused_backward(chosen: bool) -> AbstractContextManager[None]:
+    """Let calls take the fused backward kernel wherever it serves them, or nowhere, whatever the costs."""
+    return _enforcing(HopperFusedBackward.name, chosen)
 
 
 @contextmanager
-def _measuring(name: str, enabled: bool) -> Iterator[None]:
-    before = name in _measured
-    (_measured.add if enabled else _measured.discard)(name)
+def _enforcing(name: str, chosen: bool) -> Iterator[None]:
+    before = _enforced.get(name)
+    _enforced[name] = chosen
     select.cache_clear()
     try:
         yield
     finally:
-        (_measured.add if before else _measured.discard)(name)
+        if before is None:
+            del _enforced[name]
+        else:
+            _enforced[name] = before
         select.cache_clear()
 
 
