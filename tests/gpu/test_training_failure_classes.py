@@ -5,6 +5,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels import training
+from sage_kernels.cuda.registration import enforce_fused_backward
 from sage_kernels.exact.gradients import Gradients
 from sage_kernels.replay.cache import are_equal_to_rounding
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
@@ -139,6 +140,14 @@ def test_what_padding_holds_does_not_matter(recipe, draw):
     assert_equal(train(query, key, value, output_gradient, recipe, valid=valid), expected)
 
 
+@pytest.fixture(params=[True, False], ids=["fused backward", "others"])
+def one_backward(request):
+    """The fused backward kernel serves all that it can, or nothing: calls of any length run the same one."""
+    with enforce_fused_backward(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("one_backward")  # gradients of 0 are what each kernel rounds them to
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_have_the_gradients_they_have_alone(recipe, is_causal, draw):
     lengths = draw.lengths([70, 1, 200], [90, 64, 131])
@@ -152,7 +161,7 @@ def test_packed_sequences_have_the_gradients_they_have_alone(recipe, is_causal, 
         expected = train(*alone, recipe, training.packed_attention, **own_lengths, is_causal=is_causal)
         own = [found.output[start:stop], found.query[start:stop], *(x[k_start:k_stop] for x in found[2:])]
         assert torch.equal(own[0], expected[0])
-        assert are_equal_to_rounding(own[1:], expected[1:])  # by other kernels, or other parts of the keys
+        assert are_equal_to_rounding(own[1:], expected[1:])  # of other parts of the keys
 
 
 def _starts(lengths):
