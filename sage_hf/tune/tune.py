@@ -77,6 +77,9 @@ def points() -> list[Case]:
     for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
         train(1, heads, heads, 17776, head_dim)
         train(1, 16, 4, 16384, head_dim, "causal")
+        for mask in TRAINED[:2]:  # so that a curve need not reach far beyond its points
+            train(3, 24, 24, 8192, head_dim, mask)
+        train(2, 32, 8, 12288, head_dim, "causal")
     for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINED[:2]):
         train(2, 16, 16, n, head_dim, mask)
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
