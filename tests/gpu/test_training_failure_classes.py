@@ -1,5 +1,8 @@
 """The ways in which the gradients of low-bit attention could fail, each one a promise that ours do not."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from sage_hf import sage_attention
 from sage_kernels import training
 from sage_kernels.cuda.registration import enforce_fused_backward
 from sage_kernels.exact.gradients import Gradients
+from sage_kernels.replay import cache
 from sage_kernels.replay.cache import are_equal_to_rounding
 from tests.helpers.judge_training import TRAINING, Draw, TrainingCall, assert_equal, judge_training, of_kernel, train
 from tests.helpers.layouts import LAYOUTS, lay_out
@@ -177,6 +181,23 @@ def test_inputs_are_not_changed(recipe, draw):
     *inputs, valid = tensors
     train(*inputs, recipe, valid=valid, is_causal=True, scale=-0.1)
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+def test_only_what_the_backward_pass_needs_is_kept(recipe, draw, nothing_known):
+    tensors = [x.requires_grad_() for x in draw_tensors(draw)[:3]]
+    for _ in range(2):  # the first call compiles
+        cache.forget()
+        copies = [x.clone() for x in tensors]
+        watched = [weakref.ref(x) for x in copies]
+        gc.disable()
+        try:
+            output = sage_attention(*copies, recipe=recipe, enable_gqa=True, fallback="emulate")
+            del copies
+            alive = [x() is not None for x in watched]
+        finally:
+            gc.enable()
+        assert output.requires_grad
+    assert alive == [False, False, True]  # V
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

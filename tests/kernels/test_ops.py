@@ -1,5 +1,8 @@
 """The operator: schema, compiler, and the promise that it is forward only and says so."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.calls import pack
+from tests.helpers.calls import new_call, pack
 
 
 def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
@@ -183,3 +186,19 @@ def test_the_package_opens_the_doors_of_its_operators():
     assert sage_kernels.packed_attention is ops.packed_attention
     assert sage_kernels.training_attention is training.attention
     assert sage_kernels.packed_training_attention is training.packed_attention
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kv_len", [20, 300])
+def test_a_call_lets_its_tensors_go_at_once(recipe, kv_len):
+    """Memory of tensors that only a cycle of references holds comes back when the garbage collector runs, if ever."""
+    query = torch.randn(1, 2, 20, 16)
+    call = new_call(query, *torch.randn(2, 1, 2, kv_len, 16).unbind(), recipe).for_kernel()
+    watched = weakref.ref(call)
+    assert call.tail.kv_len == kv_len - call.first_keys
+    gc.disable()
+    try:
+        del call
+        assert watched() is None
+    finally:
+        gc.enable()

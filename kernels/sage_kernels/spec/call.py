@@ -193,16 +193,18 @@ class Call:
         """Return whether kernels of NVFP4 need Q's products with K's mean: for the LSE, or for recent keys."""
         return self.return_lse or self.has_recent_keys
 
-    @cached_property
+    @property
     def tail(self) -> Call:
         """Return the call without its first keys, whose positions are counted from the first key that is left.
 
         Late keys are among them: kernels leave them out (`language.tokens.tail_source`).
         """
-        heavy = self.first_keys
-        if heavy == 0:
-            return self
-        lengths = self.lengths
+        # A call that held itself would keep its tensors until the garbage collector runs.
+        return self._without_first_keys if self.first_keys else self
+
+    @cached_property
+    def _without_first_keys(self) -> Call:
+        heavy, lengths = self.first_keys, self.lengths
         if lengths is not None:
             stored = lengths.cu_seqlens_k.diff()
             counted = stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)
