@@ -52,6 +52,8 @@ FITTING = 0.15
 
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
+TRAINED_MS = 30.0
+"""Of calls with gradients: training holds a GPU at its power limit, where kernels differ by the energy they need."""
 REPLAYS = 3
 
 
@@ -218,7 +220,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
                 try:
                     with context:
                         runner = runner_of(device, case, name, backward)
-                        us = queue.gpu_us(of(name), TIMED_MS, REPLAYS)
+                        us = queue.gpu_us(of(name), TRAINED_MS if case.training else TIMED_MS, REPLAYS)
                 except (RuntimeError, ValueError):  # not for such calls, or no memory
                     torch.cuda.synchronize(device)
                     continue

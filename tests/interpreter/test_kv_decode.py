@@ -154,3 +154,12 @@ def test_launches_whose_first_repetition_gives_another_output_are_never_repeated
     expected[0, 0, 0, 0] = 1.0
     assert kv_decode._checked(step, repeated, output, expected) is expected
     assert kv_decode._repeated[step] is None
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tokens", "parts"),
+    [(8, 100, 1), (8, 4096, 16), (8, 131072, 49), (32, 4096, 12), (128, 32768, 7), (512, 4096, 4)],
+)
+def test_the_codes_are_divided_so_that_multiprocessors_share_them_evenly(pairs, tokens, parts, monkeypatch):
+    monkeypatch.setattr(kv_decode, "multiprocessors", lambda index: 132)
+    assert kv_decode._code_parts(pairs, tokens // 64, torch.device("cuda")) == parts

@@ -34,8 +34,10 @@ MAX_TILE_ROWS = 16
 MAX_PARTS = 252
 OTHER_PARTS = tl.constexpr(2)
 """Programs beside those of the codes: the first tokens, and the newest ones."""
-FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 2, 16
+FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 3, 7
 """Programs a multiprocessor where at most FEW_PAIRS (batch, KV head) pairs share it, and where more do."""
+FEWEST_PARTS, FEWEST_TILES = 4, 4
+"""Parts of a pair's codes however many pairs there are, and tiles of a part however few codes."""
 MERGE_WARPS = 4
 STORED = *KVCache.PER_TOKEN, *KVCache.PER_SEQUENCE
 
@@ -85,10 +87,8 @@ def decode(
     batch, q_heads, q_len, head_dim = query.shape
     device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
-    config, waves = config_for(capability), FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
-    processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
-    tiles = -(-max(coded_after, 1) // (config.warp_tokens * config.num_warps))
-    parts = max(1, min(waves * processors // pairs, tiles, MAX_PARTS)) + OTHER_PARTS.value
+    config = config_for(capability)
+    parts = _code_parts(pairs, -(-coded_after // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
@@ -125,6 +125,13 @@ def decode(
                 _repeated[same] = RepeatedLaunches(calls, changing)
     cache.advance(q_len)
     return output
+
+
+def _code_parts(pairs: int, tiles: int, device: torch.device) -> int:
+    """Return into how many parts the tiles of each pair's codes are divided."""
+    processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
+    waves = FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
+    return max(1, min(max(FEWEST_PARTS, waves * processors // pairs), tiles // FEWEST_TILES, MAX_PARTS))
 
 
 def _checked(
