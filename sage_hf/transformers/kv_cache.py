@@ -269,10 +269,7 @@ class QuantizedLayer(DynamicLayer):
         if past:
             self.note.kernels[WHOLE] = reason
         result = forward(module, query, *self._with_past(key, value), mask, scaling=scaling, **keywords)
-        valid = None if past or mask is None else mask if mask.dim() == 2 else _keys_of(mask, query.shape[2], past)
-        if valid is not None and valid.dim() != 2:
-            valid = None  # a mask that is not causality and padding says nothing of padding alone
-        self._store(query, key, value, valid)
+        self._store(query, key, value, None if past else _tokens_of(mask, query.shape[2]))
         return result
 
     def get_seq_length(self, *args: Any) -> int:
@@ -468,6 +465,16 @@ def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor |
     if causality is None or causality.offset != past or causality.hides_more:
         return mask
     return causality.keys
+
+
+def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
+    """Return which tokens of a prompt are no padding, bool (batch or 1, q_len); None: all, or the mask does not say."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    keys = _keys_of(mask, q_len, 0)
+    if keys is not mask:
+        return keys
+    return mask.any(2).any(1) if mask.dtype == torch.bool else None  # no query sees padding
 
 
 def _kind_of(layer: Any) -> str:
