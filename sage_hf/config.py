@@ -79,7 +79,7 @@ class SageConfig:
         sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
         kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
-            that format, unless it is given a cache; None: the model's own cache.
+            that format, unless it is given a cache, and refuses a `cache_implementation`; None: the model's own cache.
 
     Raises:
         ValueError: a recipe or fallback is unknown, an entry is not a rule, or a pattern or a range of steps is empty.

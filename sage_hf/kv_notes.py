@@ -27,11 +27,12 @@ class KVNote:
     kernels: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        # Copies: another thread may be writing.
         text = f"KV cache: {self.format} in {len(self.bytes)} layers, {self.tokens:,} tokens, "
-        text += f"{sum(self.bytes.values()):,} bytes"
-        for kernel, reason in self.kernels.items():
+        text += f"{sum(self.bytes.copy().values()):,} bytes"
+        for kernel, reason in self.kernels.copy().items():
             text += f"; decoded by {kernel}" + (f" ({reason})" if reason else "")
-        for reason, layers in self.kept.items():
+        for reason, layers in self.kept.copy().items():
             text += f"; 16 bits in layers {', '.join(map(str, layers))} ({reason})"
         return text
 

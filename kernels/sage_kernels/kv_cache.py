@@ -11,7 +11,8 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch.kv_kernels import kv_kernel
-from .spec.kv_cache import KVCache
+from .spec.checks import SUPPORTED_DTYPES
+from .spec.kv_cache import MAX_QUERIES, KVCache
 
 
 def store(
@@ -27,8 +28,15 @@ def store(
         cache: of any length.
         query: (batch, q_heads, tokens, head_dim) of the same tokens; None: unknown.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch, tokens), False for padding; None: none. It says where sequences start.
+        valid: bool (batch or 1, tokens), False for padding; None: none. It says where sequences start.
+
+    All are float16, bfloat16 or float32, on the cache's device.
+
+    Raises:
+        ValueError: a size, dtype or device is another one.
     """
+    _check_tokens(cache, query, key, value)
+    _check_valid(cache, valid, key.shape[2])
     if not cache.is_frozen:
         import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, valid)
     kernel, _ = kv_kernel(cache, None)
@@ -52,9 +60,21 @@ def decode(
         valid: bool (batch or 1, length + q_len), which columns exist; None: all.
         scale: factor of the scores, above 0.
 
+    All are float16, bfloat16 or float32, on the cache's device.
+
     Returns:
         The output, (batch, q_heads, q_len, head_dim) in query's dtype; the kernel that ran; why no better one did.
+
+    Raises:
+        ValueError: a size, dtype or device is another one, the cache is empty, or scale is not above 0.
     """
+    _check_tokens(cache, query, key, value)
+    _check_valid(cache, valid, cache.length + key.shape[2])
+    if not cache.length or not scale > 0 or key.shape[2] > MAX_QUERIES:
+        raise ValueError(
+            f"KV cache: decoding takes 1…{MAX_QUERIES} tokens behind at least 1, and a scale above 0; got "
+            f"{key.shape[2]} behind {cache.length}, and {scale}"
+        )
     kernel, reason = kv_kernel(cache, query)
     output = kernel.decode(cache, query, key, value, valid, scale)
     return output, kernel.name if kernel.native else f"{kernel.name} (emulated)", reason
@@ -64,3 +84,36 @@ def whole(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V, dequantised, (batch, kv_heads, length, head_dim) in the dtype of the caller's K."""
     key, value = import_module(".reference.kv_cache", __package__).whole(cache)
     return key, value
+
+
+def _check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError for tensors that a kernel would read out of bounds or as something else."""
+    size = cache.batch, cache.kv_heads, key.shape[-2], cache.head_dim
+    if key.shape != size or value.shape != size or not size[2]:
+        raise ValueError(
+            f"KV cache: key and value must be ({size[0]}, {size[1]}, tokens, {size[3]}), with 1 token at least; got "
+            f"{tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if query is not None:
+        size = size[0], query.shape[1], size[2], size[3]
+        if query.shape != size or not size[1] or size[1] % cache.kv_heads:
+            raise ValueError(
+                f"KV cache: query must be ({size[0]}, a multiple of {cache.kv_heads}, {size[2]}, {size[3]}); got "
+                f"{tuple(query.shape)}"
+            )
+    device = cache.device
+    for x in (key, value) if query is None else (query, key, value):
+        if x.dtype not in SUPPORTED_DTYPES or x.device != device:
+            raise ValueError(
+                f"KV cache: tensors must be float16, bfloat16 or float32 on {device}; got {x.dtype} on {x.device}"
+            )
+
+
+def _check_valid(cache: KVCache, valid: torch.Tensor | None, length: int) -> None:
+    """Raise ValueError unless `valid` is None or says for each of so many columns whether it exists."""
+    if valid is None:
+        return
+    if valid.shape not in ((cache.batch, length), (1, length)):
+        raise ValueError(f"KV cache: valid must be ({cache.batch} or 1, {length}); got {tuple(valid.shape)}")
+    if valid.dtype != torch.bool or valid.device != cache.device:
+        raise ValueError(f"KV cache: valid must be bool on {cache.device}; got {valid.dtype} on {valid.device}")

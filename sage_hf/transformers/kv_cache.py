@@ -7,6 +7,7 @@ returns whole K and V, dequantised.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -56,8 +57,11 @@ class QuantizedKVCache(Cache):
 
     With attention of ours (`attn_implementation="sage2"` and its siblings, or `sage_hf.apply`), decoding reads the
     codes; with another one K and V are dequantised at each step, said once. Layers with a sliding window or with
-    another state than K and V keep transformers' own layers; so do layers whose head_dim is outside 64…128, or whose V
-    has another one. A prompt is attended to in the 16 bits it comes in.
+    another state than K and V keep transformers' own layers, in 16 bits, and a warning says so; so do layers whose
+    head_dim is outside 64…128, or whose V has another one. A prompt is attended to in the 16 bits it comes in.
+
+    A copy by `copy.deepcopy` is a cache of the same model, which goes on by itself: a prompt is processed once for many
+    answers. `pickle` and `torch.save` take the tokens along.
 
     Args:
         config: of the model: `model.config`.
@@ -65,8 +69,8 @@ class QuantizedKVCache(Cache):
         offloading: not supported.
 
     Raises:
-        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, its layers share
-            keys and values, or no layer has full attention.
+        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, or its layers share
+            keys and values.
 
     Example:
         >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
@@ -85,16 +89,45 @@ class QuantizedKVCache(Cache):
             raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
         self.note = kv_notes.KVNote(format)
         layers: list[Any] = list(DynamicCache(config=config).layers)
+        latest: QuantizedLayer | None = None
         for number, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[number] = QuantizedLayer(config, self.note, number)
+                layers[number] = latest = QuantizedLayer(config, self.note, number, latest)
             else:
                 self.note.kept.setdefault(_kind_of(layer), []).append(number)
-        if not any(isinstance(layer, QuantizedLayer) for layer in layers):
-            raise ValueError(f"{type(config).__name__}: no layer has a cache of keys and values of full attention")
         super().__init__(layers=layers)
         for reason, numbers in self.note.kept.items():
             _warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: no layer has static shapes."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many of the newest tokens, given as a negative number; keep so many if it is positive.
+
+        Raises:
+            RuntimeError: a layer of transformers' has dropped tokens that would come back, or an exception ended the
+                latest step. The cache is as before.
+        """
+        if tokens_to_remove > 0:
+            tokens_to_remove -= self.get_seq_length()
+            if tokens_to_remove >= 0:
+                return
+        quantized = [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
+        others = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
+        for layer in quantized:
+            layer.settle()
+        try:
+            for layer, _ in others:
+                layer.crop(tokens_to_remove)
+        except Exception:
+            for layer, before in others:
+                vars(layer).update(before)
+            raise
+        for layer in quantized:
+            layer.crop(tokens_to_remove)
 
 
 class QuantizedLayer(DynamicLayer):
@@ -102,10 +135,18 @@ class QuantizedLayer(DynamicLayer):
 
     supports_early_init = False  # the first K and V decide
 
-    def __init__(self, config: Any, note: kv_notes.KVNote, number: int) -> None:
+    def __init__(self, config: Any, note: kv_notes.KVNote, number: int, before: QuantizedLayer | None = None) -> None:
         super().__init__()
-        self.config, self.note, self.number = config, note, number
+        self.config, self.note, self.number, self.before = config, note, number, before
         self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
+        """Copy all but the config, which is the model's: it names the attention that comes next."""
+        memo.setdefault(id(self.config), self.config)
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def reset(self) -> None:
         """Forget all tokens and the transforms."""
@@ -128,7 +169,9 @@ class QuantizedLayer(DynamicLayer):
             reason = f"{key.dtype}"
         self.is_decided = True
         if reason:
-            self.note.kept.setdefault(reason, []).append(self.number)
+            kept = self.note.kept.setdefault(reason, [])
+            if self.number not in kept:  # after reset() it is there
+                kept.append(self.number)
             _warn_once(f"KV cache: layers stay in 16 bits: {reason}")
         else:
             self.cache = KVCache(get_format(self.note.format), key)
@@ -156,9 +199,11 @@ class QuantizedLayer(DynamicLayer):
 
         Raises:
             ValueError: gradients are wanted, or the tokens are of other sequences or heads than those before.
-            RuntimeError: the attention of an earlier step did not take the cache.
+            RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
         """
-        self._settle()
+        if self.before is not None:
+            self.before.check_taken()
+        self.settle()
         if not self.is_decided:
             self._decide(key_states, value_states)
         if self.cache is None:
@@ -224,8 +269,7 @@ class QuantizedLayer(DynamicLayer):
         if past:
             self.note.kernels[WHOLE] = reason
         result = forward(module, query, *self._with_past(key, value), mask, scaling=scaling, **keywords)
-        valid = None if past or mask is None else mask if mask.dim() == 2 else _keys_of(mask, query.shape[2], past)
-        self._store(query, key, value, valid)
+        self._store(query, key, value, None if past else _tokens_of(mask, query.shape[2]))
         return result
 
     def get_seq_length(self, *args: Any) -> int:
@@ -235,14 +279,13 @@ class QuantizedLayer(DynamicLayer):
         return self.cache.length + (0 if self.pending is None else self.pending[0].shape[2])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest tokens, given as a negative number; keep so many if it is positive."""
-        self._settle()
+        """Remove so many of the newest tokens, given as a negative number."""
+        self.settle()
         if self.cache is None:
             super().crop(tokens_to_remove)
-        elif tokens_to_remove:
-            length = self.cache.length
-            kept = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
-            self.cache.crop(max(0, min(length, kept)))
+        else:
+            self.cache.crop(max(0, self.cache.length + tokens_to_remove))
+            self._note_size()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the batch: sequence i becomes sequence `beam_idx[i]`; beam_idx is (batch,)."""
@@ -257,12 +300,13 @@ class QuantizedLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences of these numbers, in their order; or those that a mask marks True."""
-        self._settle()
+        self.settle()
         if self.cache is None:
             if self.is_initialized:
                 super().batch_select_indices(indices)
         else:
             self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+            self._note_size()
 
     def offload(self) -> None:
         """Raise ValueError: a quantised cache is not offloaded."""
@@ -312,16 +356,25 @@ class QuantizedLayer(DynamicLayer):
         kv_cache.store(self.cache, query, key, value, valid)
         self._note_size()
 
-    def _settle(self) -> None:
-        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is."""
-        if self.pending is None or self.cache is None:
-            return
-        (key, value), self.pending = self.pending, None
-        if self.cache.length:
+    def check_taken(self) -> None:
+        """Raise RuntimeError if attention, which should have taken new tokens and the past, saw the new ones only."""
+        if self.pending is not None and self.cache is not None and self.cache.length:
             raise RuntimeError(
                 "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "
-                "ended that step, or the attention function was exchanged; reset() the cache, or make a new one"
+                "ended that step, the attention function was exchanged, or the cache is of another model's config; "
+                "reset() the cache, or make a new one"
             )
+
+    def settle(self) -> None:
+        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is.
+
+        Raises:
+            RuntimeError: see `check_taken`.
+        """
+        self.check_taken()
+        if self.pending is None:
+            return
+        (key, value), self.pending = self.pending, None
         self.is_handed_on = False
         self._store(None, key, value, None)
 
@@ -370,15 +423,31 @@ class GenerateWithCache:
         self.model, self.format = model, format
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate; arguments as of the model's class."""
+        """Generate; arguments as of the model's class.
+
+        Raises:
+            ValueError: `cache_implementation` names a cache.
+        """
         model = self.model
-        config = kwargs.get("generation_config") or next(iter(args[1:2]), None) or model.generation_config
-        chosen = kwargs.get("cache_implementation") or config.cache_implementation
-        if chosen is not None and "offloaded" in chosen:
-            raise ValueError(f"cache_implementation={chosen!r}: a quantised KV cache is not offloaded")
+        given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
+
+        def setting(name: str) -> Any:
+            values = kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None)
+            return next((value for value in values if value is not None), None)
+
         own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
-        if not own and chosen is None and kwargs.get("use_cache", config.use_cache) is not False:
-            kwargs[cache_keyword(model)] = QuantizedKVCache(model.config, self.format)
+        if not own and setting("use_cache") is not False:
+            chosen = setting("cache_implementation")
+            if chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
+                raise ValueError(
+                    f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
+                    "grows with its tokens, so it has no static shapes, and is not offloaded: leave "
+                    "cache_implementation out, or pass the other cache itself"
+                )
+            cache = QuantizedKVCache(model.config, self.format)
+            if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
+                cache.activate_past_recording()  # as `generate` does with the caches that it makes for assistants
+            kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs)
 
 
@@ -396,6 +465,16 @@ def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor |
     if causality is None or causality.offset != past or causality.hides_more:
         return mask
     return causality.keys
+
+
+def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
+    """Return which tokens of a prompt are no padding, bool (batch or 1, q_len); None: all, or the mask does not say."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    keys = _keys_of(mask, q_len, 0)
+    if keys is not mask:
+        return keys
+    return mask.any(2).any(1) if mask.dtype == torch.bool else None  # no query sees padding
 
 
 def _kind_of(layer: Any) -> str:

@@ -1,5 +1,8 @@
 """The low-bit KV cache's specification: what it stores, how far from K and V, and what it attends to."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -123,6 +126,77 @@ def test_few_bits_take_few_bytes():
     sixteen = 2 * 2 * key.numel()
     for format, ratio in (("int8", 1.7), ("int4", 3.0), ("nvfp4", 2.9)):
         assert fill(format, query, key, value).bytes * ratio < sixteen
+
+
+def test_more_tokens_than_there_are_cannot_be_kept():
+    query, key, value = draw(70)
+    cache = fill("int8", query, key, value)
+    with pytest.raises(ValueError, match="71 of 70 tokens cannot be kept"):
+        cache.crop(71)
+    assert cache.length == 70
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
+    query, key, value = draw(200)
+    cache = fill(format, query, key, value)
+    before = reference.whole(cache)
+    other = copied(cache)
+    kv_cache.store(other, None, key[:, :, :90], value[:, :, :90])
+    assert (cache.length, other.length) == (200, 290)
+    for one, two, three in zip(before, reference.whole(cache), reference.whole(other), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one[:, :, :136], three[:, :, :136])  # the others have left the window
+
+
+def misfits():
+    """What is wrong -> query, key, value and valid of one token behind a cache of 100, and the message."""
+    good = {name: x[:, :, :1] for name, x in zip(("query", "key", "value"), draw(100), strict=True)}
+    meta = good["key"].to("meta")
+    return {
+        "batch": (good | {"key": good["key"][:1]}, r"key and value must be \(2, 2, tokens, 64\).* got \(1, 2, 1, 64\)"),
+        "heads": (good | {"value": good["value"].repeat(1, 2, 1, 1)}, r"got \(2, 2, 1, 64\) and \(2, 4, 1, 64\)"),
+        "head_dim": (good | {"key": good["key"][..., :32]}, r"got \(2, 2, 1, 32\)"),
+        "tokens": (good | {"value": good["value"].repeat(1, 1, 2, 1)}, r"and \(2, 2, 2, 64\)"),
+        "none": ({name: x[:, :, :0] for name, x in good.items()}, "with 1 token at least"),
+        "dimensions": (good | {"key": good["key"][0]}, r"got \(2, 1, 64\)"),
+        "query heads": (good | {"query": good["query"][:, :3]}, r"query must be \(2, a multiple of 2, 1, 64\)"),
+        "query batch": (good | {"query": good["query"][:1]}, r"query must be .* got \(1, 4, 1, 64\)"),
+        "dtype": (good | {"key": good["key"].int()}, "float16, bfloat16 or float32 on cpu; got torch.int32"),
+        "double": (good | {"query": good["query"].double()}, "got torch.float64"),
+        "device": (good | {"value": meta}, "on cpu; got torch.float32 on meta"),
+        "valid": (good | {"valid": torch.ones(2, 7, dtype=torch.bool)}, r"valid must be \(2 or 1, .*\); got \(2, 7\)"),
+    }
+
+
+@pytest.mark.parametrize("wrong", misfits())
+def test_tensors_of_another_size_dtype_or_device_are_refused_and_leave_the_cache(wrong):
+    cache = fill("int4", *draw(100))
+    tensors, message = misfits()[wrong]
+    tensors = {"valid": None} | tensors
+    with pytest.raises(ValueError, match=message):
+        kv_cache.store(cache, **tensors)
+    with pytest.raises(ValueError, match=message):
+        kv_cache.decode(cache, **tensors, scale=0.125)
+    assert cache.length == 100
+
+
+def test_decoding_needs_a_past_few_tokens_a_scale_and_a_mask_of_bools():
+    query, key, value = draw(100)
+    last = [x[:, :, 99:] for x in (query, key, value)]
+    cache = fill("int8", query, key, value)
+    with pytest.raises(ValueError, match="behind at least 1"):
+        kv_cache.decode(KVCache(get_format("int8"), key), *last, None, 0.125)
+    with pytest.raises(ValueError, match=r"takes 1…16 tokens .* got 17 behind 100"):
+        kv_cache.decode(cache, *(x[:, :, :17] for x in (query, key, value)), None, 0.125)
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"a scale above 0; got .* {scale}"):
+            kv_cache.decode(cache, *last, None, scale)
+    with pytest.raises(ValueError, match=r"valid must be bool on cpu; got torch\.int64"):
+        kv_cache.decode(cache, *last, torch.ones(2, 101, dtype=torch.long), 0.125)
 
 
 def test_what_is_not_supported_is_refused_with_its_value():

@@ -24,6 +24,7 @@ FEWEST_TOKENS = 64
 """Tokens from which an equalizer is decided; fewer say too little about each channel."""
 
 
+@torch.inference_mode()  # the cache's tensors may be of this mode, and are written only in it
 def freeze(
     cache: KVCache,
     query: torch.Tensor | None,
@@ -59,6 +60,7 @@ def freeze(
     cache.is_frozen = True
 
 
+@torch.inference_mode()
 def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     """Store tokens behind the others, and quantise those that leave the window.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,14 +95,14 @@ class KVCache:
         batch, heads, _, self.head_dim = key.shape
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"KV cache: head_dim {self.head_dim} is not supported ({MIN_HEAD_DIM}…{MAX_HEAD_DIM})")
-        self.format, self.dtype, self.device = format, key.dtype, key.device
+        self.format, self.dtype = format, key.dtype
         self.channels = MIN_HEAD_DIM if self.head_dim == MIN_HEAD_DIM else MAX_HEAD_DIM
         self.length = self.coded = self.highest = self.capacity = 0
         self.is_frozen = False
         words = format.words(self.channels)
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(batch, heads, *size, dtype=dtype, device=self.device)
+            return torch.zeros(batch, heads, *size, dtype=dtype, device=key.device)
 
         self.key_codes = zeros(0, words, dtype=torch.int16)
         self.value_codes = zeros(0, words, PAGE, dtype=torch.int16)
@@ -114,7 +115,12 @@ class KVCache:
         self.recent_value = zeros(SINKS + RING, self.channels, dtype=torch.float16)
         self.key_mean, self.equalizer = zeros(self.channels), zeros(self.channels) + 1
         self.value_unit = zeros() + 1
-        self.start = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.start = torch.zeros(batch, dtype=torch.int32, device=key.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of all tensors."""
+        return self.start.device
 
     @property
     def batch(self) -> int:
@@ -155,7 +161,13 @@ class KVCache:
         self.highest = max(self.highest, self.length)
 
     def crop(self, length: int) -> None:
-        """Keep the first columns. Tokens that are in the window again are in 16 bits again if the ring has them."""
+        """Keep the first columns. Tokens that are in the window again are in 16 bits again if the ring has them.
+
+        Raises:
+            ValueError: the cache has fewer.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"KV cache: {length} of {self.length} tokens cannot be kept")
         self.coded = max(min(self.coded, max(length - WINDOW, self.highest - RING), length), 0)
         self.length = length
 
@@ -164,5 +176,22 @@ class KVCache:
         sequences = sequences.to(self.device)
         for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):
             x = getattr(self, name)
-            as_bytes = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-            setattr(self, name, as_bytes.index_select(0, sequences).view(x.dtype))
+            setattr(self, name, _as_bytes(x).index_select(0, sequences).view(x.dtype))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickle, which cannot load tensors in float8: those are bytes."""
+        return {name: _as_bytes(x) if isinstance(x, torch.Tensor) else x for name, x in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take attributes as `__getstate__` returns them."""
+        scales = {name: x.view(torch.float8_e4m3fn) for name, x in state.items() if _is_bytes(x)}
+        vars(self).update(state | scales)
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float8 as uint8, another one as it is."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _is_bytes(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.uint8

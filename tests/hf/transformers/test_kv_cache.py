@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sage_hf
+import sage_kernels.kv_cache
+from sage_hf import kv_notes
 from sage_hf.transformers import kv_cache
 
 DECODER = {
@@ -56,7 +61,7 @@ def logits(model, cache, chunks: tuple[int, ...], inputs=None) -> torch.Tensor:
             places = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)[:, start : start + size]
             found.append(model(part, attention_mask=mask, position_ids=places, use_cache=True, **{NAME: cache}).logits)
             start += size
-    return torch.cat(found, 1)[inputs["attention_mask"].bool()]
+    return torch.cat(found, 1)[inputs["attention_mask"][:, :start].bool()]
 
 
 def new_cache(model, format: str = "int8"):
@@ -95,15 +100,234 @@ def test_explain_shows_format_tokens_bytes_and_kernel():
     assert "reference (emulated)" in text
 
 
+def windowed(**config) -> transformers.MistralForCausalLM:
+    """A model all of whose layers have a sliding window."""
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**DECODER | {"sliding_window": 32} | config)
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def half_windowed(**config) -> transformers.Gemma3ForCausalLM:
+    """A model whose first layer has full attention, and whose second one has a sliding window."""
+    config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32} | config
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER | config)).eval()
+    model.set_attn_implementation("sage_exact")
+    return model
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3, "eos_token_id": 1}, {"prefill_chunk_size": 60}]
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3, "eos_token_id": 1},
+        {"prefill_chunk_size": 60},
+    ],
 )
 def test_generate_gives_the_default_caches_tokens(options):
     model = build()
     inputs = prompt() if "prompt_lookup_num_tokens" not in options else {"input_ids": prompt(0)["input_ids"][:1]}
-    kwargs = {**inputs, "max_new_tokens": 12, "do_sample": False, **options}
+    kwargs = {"max_new_tokens": 12, "do_sample": False, **inputs, **options}
+    torch.manual_seed(2)
     expected = model.generate(**kwargs)
+    torch.manual_seed(2)
     assert torch.equal(model.generate(**kwargs, **{NAME: new_cache(model)}), expected)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_returned_sequences_are_those_of_repeated_prompts(format):
+    model = build()
+    kwargs = {"max_new_tokens": 12, "do_sample": True}
+    torch.manual_seed(2)
+    repeated = {name: x.repeat_interleave(2, 0) for name, x in prompt().items()}
+    expected = model.generate(**repeated, **kwargs, **{NAME: new_cache(model, format)})
+    torch.manual_seed(2)
+    found = model.generate(**prompt(), **kwargs, num_return_sequences=2, **{NAME: new_cache(model, format)})
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("help_of", ["itself", "a worse model", "a worse model with a cache", "windows", "the prompt"])
+@pytest.mark.parametrize(("make", "format"), [(build, "int8"), (build, "int4"), (half_windowed, "int4")])
+def test_assisted_decoding_gives_the_tokens_of_the_same_cache_without_assistance(make, format, help_of, monkeypatch):
+    """Greedy tokens, all of them: those of several tokens a step, some cropped again, and of one token a step."""
+    if make is half_windowed and not NEW:
+        pytest.skip("this transformers cannot crop a layer with a window")
+    model, removed = make(), []
+    crop = sage_hf.QuantizedKVCache.crop
+    monkeypatch.setattr(sage_hf.QuantizedKVCache, "crop", lambda self, n: (removed.append(n), crop(self, n))[1])
+    ids = prompt(0)["input_ids"][:1, :100].repeat(1, 2)
+    kwargs = {"input_ids": ids, "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**kwargs, **{NAME: new_cache(model, format)})
+    assert not removed
+    if help_of == "the prompt":
+        found = model.generate(**kwargs, prompt_lookup_num_tokens=4, **{NAME: new_cache(model, format)})
+    else:
+        worse = windowed if help_of == "windows" else build
+        assistant = copy.deepcopy(model) if help_of == "itself" else worse(num_hidden_layers=1)
+        assistant.generation_config.num_assistant_tokens = 5
+        if help_of in ("a worse model with a cache", "windows"):
+            sage_hf.apply(assistant, "exact", kv_cache="int4")
+        found = model.generate(**kwargs, assistant_model=assistant, **{NAME: new_cache(model, format)})
+    assert torch.equal(found, expected)
+    assert removed and (help_of in ("itself", "the prompt") or min(removed) < 0)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_tokens_that_were_cropped_leave_no_trace(format):
+    model, inputs = build(), prompt()
+    caches = [new_cache(model, format) for _ in range(2)]
+    for cache in caches:
+        logits(model, cache, (130, 10), inputs)
+    with torch.no_grad():
+        model(torch.ones(2, 5, dtype=torch.long), **{NAME: caches[0]})
+        caches[0].crop(-5)
+        assert caches[0].note.tokens == caches[0].get_seq_length() == 140
+        last = [model(inputs["input_ids"][:, 140:], **{NAME: cache}).logits for cache in caches]
+    assert torch.equal(*last)
+
+
+@hands_on
+@pytest.mark.parametrize("number", [100, -5])
+def test_a_crop_that_a_window_refuses_changes_nothing(number):
+    model = half_windowed()
+    cache = new_cache(model)
+    logits(model, cache, (PROMPT,))
+    before = [layer.keys for layer in cache.layers]
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(number)
+    assert [layer.get_seq_length() for layer in cache.layers] == [PROMPT, PROMPT]
+    assert all(one is two for one, two in zip(before, (layer.keys for layer in cache.layers), strict=True))
+
+
+def test_a_positive_crop_keeps_so_many_tokens_in_all_layers():
+    model = half_windowed(sliding_window=200)
+    cache = new_cache(model)
+    logits(model, cache, (PROMPT,))
+    cache.crop(PROMPT + 1)
+    cache.crop(100)
+    assert [layer.get_seq_length() for layer in cache.layers] == [100, 100]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_a_prefilled_cache_is_copied_for_each_answer(format):
+    model, ids = build(), prompt(0)["input_ids"]
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    prefilled = new_cache(model, format)
+    with torch.no_grad():
+        model(ids[:, :140], **{NAME: prefilled})
+    whole = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.whole(layer.cache)]
+    copies = [copy.deepcopy(prefilled) for _ in range(2)]
+    found = [model.generate(ids, **kwargs, **{NAME: cache}) for cache in copies]
+    assert torch.equal(*found)
+    assert prefilled.get_seq_length() == prefilled.note.tokens == 140
+    assert copies[0].note is not prefilled.note and copies[0].note.tokens == PROMPT + 11
+    after = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.whole(layer.cache)]
+    assert all(torch.equal(one, two) for one, two in zip(whole, after, strict=True))
+    assert torch.equal(model.generate(ids, **kwargs, **{NAME: prefilled}), found[0])
+
+
+def test_a_copied_cache_still_knows_the_models_attention():
+    model = build()
+    cache = new_cache(model)
+    logits(model, cache, (140,), prompt(0))
+    copied, (other_model, other) = copy.deepcopy(cache), copy.deepcopy((model, cache))
+    assert all(layer.config is other_model.config for layer in other.layers)
+    model.set_attn_implementation("sdpa")
+    other_model.set_attn_implementation("eager")
+    with torch.no_grad():
+        last = [
+            one(prompt(0)["input_ids"][:, 140:], **{NAME: its}).logits
+            for one, its in ((model, cache), (model, copied), (other_model, other))
+        ]
+    assert torch.equal(last[0], last[1]) and distance(last[2], last[0]) < 1e-4
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_cache_that_was_filled_in_inference_mode_goes_on_outside(copied):
+    model, ids = build(), prompt(0)["input_ids"]
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = new_cache(model, "nvfp4")
+        with mode():
+            model(ids[:, :140], **{NAME: cache})
+            cache = copy.deepcopy(cache) if copied else cache
+        found.append(model.generate(ids, max_new_tokens=4, do_sample=False, **{NAME: cache}))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_a_cache_is_saved_and_loaded(format):
+    model, inputs, file = build(), prompt(0), io.BytesIO()
+    cache = new_cache(model, format)
+    logits(model, cache, (140,), inputs)
+    torch.save(cache, file)
+    file.seek(0)
+    caches = [cache, pickle.loads(pickle.dumps(cache)), torch.load(file, weights_only=False)]
+    first, *others = (model.generate(**inputs, max_new_tokens=5, do_sample=False, **{NAME: one}) for one in caches)
+    assert all(torch.equal(first, one) for one in others)
+
+
+@hands_on
+def test_a_cache_of_another_models_config_is_refused_before_the_step_ends():
+    """Its layers hand their codes to an attention that does not know them, and would see the newest token alone."""
+    ids, cache = prompt(0)["input_ids"], new_cache(build())
+    with torch.no_grad():
+        build()(ids, **{NAME: cache})
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="attention did not take the KV cache"):
+                build("sdpa")(ids[:, :1], **{NAME: cache})
+
+
+@pytest.mark.parametrize("kind", ["prefix", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_prompt_with_a_mask_of_its_own_is_stored(kind, dtype):
+    """As of images in a prompt, whose tokens see each other."""
+    ids = prompt(0)["input_ids"]
+    allowed = torch.ones(PROMPT + 1, PROMPT + 1, dtype=torch.bool).tril()
+    if kind == "prefix":
+        allowed[:20, :20] = True
+    else:
+        allowed[40:75, :30] = False
+    seen = allowed.expand(2, 1, -1, -1) & (torch.arange(PROMPT + 1) >= torch.tensor([5, 0])[:, None])[:, None, None]
+    masks = [torch.where(seen, 0.0, torch.finfo(torch.float32).min), seen]
+    model, cache = build(), new_cache(build())
+    with torch.no_grad():
+        expected = build("eager")(torch.cat((ids, ids[:, :1]), 1), attention_mask=masks[0]).logits
+        mask = masks[dtype == torch.bool]
+        first = model(ids, attention_mask=mask[..., :-1, :-1], **{NAME: cache}).logits
+        last = model(ids[:, :1], attention_mask=mask[..., -1:, :], **{NAME: cache}).logits
+    found = torch.cat((first, last), 1)
+    assert distance(found[0, 5:], expected[0, 5:]) < 0.01 and distance(found[1], expected[1]) < 0.01
+    if NEW and dtype == torch.bool:
+        assert cache.layers[0].cache.start.tolist() == [5, 0]
+
+
+def test_threads_that_generate_with_one_model_keep_their_own_notes():
+    model = build()
+    kwargs = {"max_new_tokens": 8, "do_sample": False, **prompt()}
+    formats = ["int8", "int4", "nvfp4"]
+    alone, together = ([new_cache(model, format) for format in formats] for _ in range(2))
+    expected = [model.generate(**kwargs, **{NAME: cache}) for cache in alone]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda cache: model.generate(**kwargs, **{NAME: cache}), together)
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert [cache.note for cache in together] == [cache.note for cache in alone]
+
+
+def test_a_note_is_read_while_another_thread_writes_it():
+    note = kv_notes.KVNote("int4")
+
+    class Writing(str):
+        def __format__(self, specification: str) -> str:
+            note.kernels[f"kernel {len(note.kernels)}"] = ""
+            note.kept[f"reason {len(note.kept)}"] = [1]
+            return "written"
+
+    note.kernels[Writing()], note.kept[Writing()] = "", [0]
+    assert "decoded by written; 16 bits in layers 0 (written)" in str(note)
 
 
 def test_a_compiled_model_sees_its_padding_and_is_causal(expected):
@@ -172,10 +396,68 @@ def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
         assert type(model.generate(**kwargs, use_cache=False).sequences) is torch.Tensor
         off = transformers.GenerationConfig(max_new_tokens=2, use_cache=False, return_dict_in_generate=True)
         assert model.generate(prompt()["input_ids"], off).get(NAME) is None
-        with pytest.raises(ValueError, match="not offloaded"):
-            model.generate(**kwargs, cache_implementation="offloaded")
+        model.generation_config.use_cache = False
+        assert model.generate(**kwargs, generation_config=transformers.GenerationConfig()).get(NAME) is None
+        model.generation_config.use_cache = True
     assert "generate" not in vars(model)
     assert type(model.generate(**kwargs)[NAME]) is transformers.DynamicCache
+
+
+@pytest.mark.parametrize("where", ["call", "given config", "model's config"])
+@pytest.mark.parametrize("name", ["static", "offloaded", "offloaded_static", "dynamic", "quantized"])
+def test_a_cache_implementation_is_refused_where_generate_makes_a_quantised_cache(name, where):
+    model = build("eager")
+    kwargs = {**prompt(), "max_new_tokens": 3, "do_sample": False}
+    options = {"cache_implementation": name}
+    if where == "given config":
+        options = {"generation_config": transformers.GenerationConfig(**options)}
+    elif where == "model's config":
+        model.generation_config.cache_implementation = name
+        options = {}
+    with sage_hf.apply(model, "exact", kv_cache="int4"):
+        with pytest.raises(ValueError, match=f"cache_implementation='{name}' and kv_cache='int4' name two caches"):
+            model.generate(**kwargs, **options)
+        model.generation_config.cache_implementation = None
+        own = transformers.StaticCache(model.config, max_cache_len=PROMPT + 3)
+        expected = model.generate(**kwargs, use_cache=False)
+        assert torch.equal(model.generate(**kwargs, **{NAME: own}), expected)
+    with pytest.raises(ValueError, match="Passing both"):
+        model.generate(**kwargs, cache_implementation=name, **{NAME: new_cache(model)})
+
+
+def test_the_default_cache_of_older_files_is_replaced():
+    model = build("eager")
+    model.generation_config.cache_implementation = "hybrid"
+    with sage_hf.apply(model, "exact", kv_cache="int4"):
+        found = model.generate(**prompt(), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    assert type(found[NAME]) is sage_hf.QuantizedKVCache
+
+
+@hands_on
+def test_generate_does_not_compile_decoding_with_a_quantised_cache(monkeypatch):
+    model = build("eager")
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda *args: pytest.fail("compiled"))
+    compiled = transformers.CompileConfig(backend="eager")
+    compiled._compile_all_devices = True
+    kwargs = {**prompt(), "max_new_tokens": 3, "do_sample": False, "compile_config": compiled}
+    with sage_hf.apply(model, "exact", kv_cache="int8"):
+        assert torch.equal(model.generate(**kwargs), model.generate(**kwargs, use_cache=False))
+    linear = sage_hf.QuantizedKVCache(transformers.MambaConfig(num_hidden_layers=1))
+    assert transformers.DynamicCache(config=transformers.MambaConfig(num_hidden_layers=1)).is_compileable
+    assert not linear.is_compileable
+
+
+def test_a_model_of_windows_alone_generates_in_16_bits_and_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(kv_cache, "_warned", set())
+    monkeypatch.setattr(kv_cache.logger, "warning", said.append)
+    model = windowed()
+    kwargs = {**prompt(), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**kwargs)
+    with sage_hf.apply(model, "exact", kv_cache="int4"):
+        assert torch.equal(model.generate(**kwargs), expected)
+    assert torch.equal(model.generate(**kwargs, **{NAME: new_cache(model)}), expected)
+    assert said == ["KV cache: layers 0, 1 stay in 16 bits: sliding window"]
 
 
 def test_layers_with_a_sliding_window_stay_in_16_bits_and_say_so():
@@ -198,6 +480,8 @@ def test_other_head_dims_stay_in_16_bits_and_say_so(head_dim):
     model = build(head_dim=head_dim)
     cache = new_cache(model)
     kwargs = {**prompt(), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
+    cache.reset()
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
     assert cache.note.kept == {f"head_dim {head_dim} is outside 64…128": [0, 1]}
 
