@@ -56,8 +56,12 @@ GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
 """Name of the result with the times of the phases of our calls."""
-HOST = "nvidia-h100-80gb-hbm3-host"
-"""Name of the result with the host time of calls."""
+HOST = "nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"
+"""Names of the results with the host time of calls."""
+KV_CACHE = "nvidia-h200-kv_cache"
+"""Name of the result with the times of decoding from a low-bit KV cache."""
+FINETUNED = "nvidia-h200-finetune_then_fp4"
+"""Name of the result of a language model that was fine-tuned in few bits."""
 NORM_ROPE = "nvidia-h200-qk_norm_rope"
 """Name of the result with the times of norm and rotation of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
@@ -79,6 +83,7 @@ SHOWN_PEAKED = (
 """Tensors of PEAKED_ON_GPU that the page shows."""
 
 sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "examples")]
+import finetune_then_fp4_table  # noqa: E402
 import gradient_errors as gradients  # noqa: E402
 import imports  # noqa: E402
 import output_errors  # noqa: E402
@@ -221,8 +226,10 @@ def phases() -> str:
 
 
 def host() -> str:
-    """Return a table of the host time of calls."""
-    return f"{measure_host.markdown(read_result(HOST))}\n\n{sources(HOST)}"
+    """Return tables of the host time of calls, a table for each machine."""
+    found = [read_result(name) for name in HOST]
+    parts = [f"On the host of an {one['gpu']}:\n\n{measure_host.markdown(one)}" for one in found]
+    return "\n\n".join([*parts, sources(*HOST)])
 
 
 def speed() -> str:
@@ -410,9 +417,14 @@ def kv_accuracy() -> str:
     return on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown)
 
 
+def finetuned() -> str:
+    """Return a table of a trained language model that was fine-tuned, and then answers, by several attentions."""
+    return f"{finetune_then_fp4_table.markdown(read_result(FINETUNED)['rows'])}\n\n{sources(FINETUNED)}"
+
+
 def kv_speed() -> str:
     """Return a table of append and decode of a layer from a low-bit KV cache, next to attention in 16 bits."""
-    result = read_result("nvidia-h100-kv_cache")
+    result = read_result(KV_CACHE)
     shapes: dict[tuple[int, ...], dict[tuple[str, str], float]] = {}
     for row in result["rows"]:
         sizes = tuple(row[name] for name in ("q_heads", "kv_heads", "head_dim", "batch", "tokens"))
@@ -429,7 +441,7 @@ def kv_speed() -> str:
         cells = [f"{q_heads}/{kv_heads} × {head_dim}", f"{batch} × {tokens:,}", f"{exact:.1f}"]
         cells += [f"{us['cudnn', 'bf16']:.1f}", *ours]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", sources("nvidia-h100-kv_cache")])
+    return "\n".join([*lines, "", sources(KV_CACHE)])
 
 
 def parallel_speed() -> str:
@@ -528,6 +540,7 @@ python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked atten
 python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
 python studies/trained_models.py MODEL TEXT --output {BENCHMARKS}/results           # language models' predictions
 python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results      # through a low-bit KV cache
+python studies/finetune_then_fp4.py MODEL --output {BENCHMARKS}/results             # fine-tuned in INT8, run in FP4
 ```"""
 
 
@@ -554,6 +567,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "unseen": unseen,
     "phases": phases,
     "host": host,
+    "finetuned": finetuned,
     "first-calls": first_calls,
     "qk-norm-rope": qk_norm_rope,
     "training-speed": lambda: "\n\n".join(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import product
@@ -26,16 +25,15 @@ from typing import Any
 import fp8_training
 import torch
 import torch.nn.functional as F
+from finetune_then_fp4_table import INFERENCE, markdown
 from kept_results import Results
 from language_models import check_recipe, read_model, use_recipe
 from torch import Tensor
 
 from sage_hf.bench import results
-from sage_hf.text import markdown_table
 from sage_kernels.dispatch.select import set_routing
 
 TRAINING = ("exact", "sage_bwd", fp8_training.NAME)
-INFERENCE = ("exact", "sage3", "sage3_paper")
 METHODS = ("lora", "full")
 RATE = {"lora": 1e-3, "full": 5e-5}
 """Learning rates."""
@@ -172,21 +170,6 @@ def score(model: Any, tokenizer: Any, recipe: str, count: int, batch: int) -> fl
         predicted.append(F.pad(logits.argmax(-1)[:, :-1], (1, 0)).cpu())
     check_recipe(model, recipe)
     return share_right(torch.cat(predicted), labels)
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the right answers, a column for each attention of inference, over all seeds."""
-    lines = []
-    for method, training in dict.fromkeys((row["method"], row["training"]) for row in rows):
-        mine = [row for row in rows if (row["method"], row["training"]) == (method, training)]
-        cells = [[row["right"] for row in mine if row["inference"] == name] for name in INFERENCE]
-        of_training = [row for row in mine if row["inference"] == INFERENCE[0]]
-        losses = " / ".join(f"{row['loss']:.4f}" for row in of_training)
-        speed = max(row["tokens_per_second"] for row in of_training)
-        rights = (" / ".join(f"{right:.1%}" for right in cell) for cell in cells)
-        lines.append([method, training, losses, f"{speed:,.0f}", *rights])
-    header = ["trained", "with", "loss, a seed each", "tokens a second"]
-    return markdown_table([*header, *(f"right with {name}, a seed each" for name in INFERENCE)], lines)
 
 
 def main() -> None:

@@ -228,8 +228,12 @@ def test_a_training_is_described_by_its_loss_and_speed(model, training, monkeypa
     trained = finetune_then_fp4.trainable(model, "full")
     row = finetune_then_fp4.train(trained, Words(), training, "full", 0, 2, 1)
     assert row["tokens_per_second"] > 0 and 0 < row["loss"] < 8
-    rows = [row | {"method": "full", "training": training, "inference": "exact", "right": 0.5}]
-    assert f"| full | {training} | {row['loss']:.4f} |" in finetune_then_fp4.markdown(rows)
+    row |= {"method": "full", "training": training}
+    rows = [row | {"inference": name, "right": 0.5} for name in finetune_then_fp4.INFERENCE]
+    rows += [one | {"loss": row["loss"] + 1, "right": 0.7} for one in rows]
+    line = finetune_then_fp4.markdown(rows).splitlines()[-1]
+    losses = f"{row['loss'] + 0.5:.3f} ({row['loss']:.3f} to {row['loss'] + 1:.3f})"
+    assert line.endswith(" (all weights) | 2 | " + " | ".join([losses, *["60.0% (50.0% to 70.0%)"] * 3]) + " |")
 
 
 @pytest.mark.parametrize("path", sorted(pages.RESULTS.glob("*-trained_models.json")), ids=lambda path: path.stem)

@@ -19,7 +19,6 @@ from sage_hf.attention import attend as attend_with_offset
 from sage_hf.attention import sage_attention
 from sage_hf.bench.cases import Case, Inputs
 from sage_hf.drop_in import STAND_INS
-from sage_kernels.cuda.registration import HopperFusedBackward, enforce_fused_backward
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.dispatch.plan import Plan
@@ -125,14 +124,6 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
 
     return prepare
-
-
-def ours_fused(inputs: Inputs) -> Prepared:
-    """Prepare `sage_bwd` by the fused backward kernel, even where another was measured to be faster."""
-    facts: dict[str, Any] = {"is_causal": inputs.case.causal, "recipe": "sage_bwd", "grad": True}
-    if select(Request.of(*inputs.tensors, **facts), "error").backward != HopperFusedBackward.name:
-        raise RuntimeError(f"{HopperFusedBackward.name} does not serve the call")
-    return ours("sage_bwd")(inputs)
 
 
 def _call(inputs: Inputs, recipe: str) -> Call:
@@ -458,7 +449,6 @@ TRAINING_PROVIDERS: tuple[Provider, ...] = (
     _CUDNN,
     Provider("fa3", "FA3", _fa3_training),
     *(Provider(f"sage_hf:{recipe}", recipe, ours(recipe)) for recipe in ("sage_bwd", "sage_bwd_int8")),
-    Provider("sage_hf:sage_bwd_fused", "sage_bwd, fused", ours_fused, context=partial(enforce_fused_backward, True)),
 )
 """Providers of forward and backward passes at named shapes."""
 

@@ -19,8 +19,8 @@ Item = TypeVar("Item")
 Steps = tuple[Sequence[Call], int]
 """(the consecutive steps of a call, the number of calls)."""
 
-# In turns with others, a call is timed for about SECONDS, in TURNS turns.
-SECONDS = 0.5
+# In turns with others, a call runs for about SECONDS, in TURNS turns, of which the second half is timed.
+SECONDS = 1.0
 MIN_CALLS, MAX_CALLS = 5, 100
 TURNS = 4
 
@@ -89,19 +89,22 @@ def median_steps_ms(calls: Mapping[Any, Steps]) -> dict[Any, list[float]]:
     """Return the median times in ms of calls that consist of steps: of the whole, then of each step.
 
     Each is called several times in a row, at the clocks and temperature that it causes itself, as in a model that calls
-    it again and again. Calls take such turns in drawn orders, so that drift affects all of them.
+    it again and again; the first half of them is not timed, because what ran before decides their clocks. Calls take
+    such turns in drawn orders, so that drift affects all of them.
     """
     events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
     for turn, order in enumerate(drawn_orders(list(calls), TURNS)):
         for key in order:
             steps, count = calls[key]
-            for _ in range(count * turn // TURNS, count * (turn + 1) // TURNS):
+            begin, end = count * turn // TURNS, count * (turn + 1) // TURNS
+            for index in range(begin, end):
                 marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
                 marks[0].record()
                 for step, mark in zip(steps, marks[1:], strict=True):
                     step()
                     mark.record()
-                events[key].append(marks)
+                if index >= (begin + end) // 2:
+                    events[key].append(marks)
     torch.cuda.synchronize()
 
     def median(turns: list[list[torch.cuda.Event]], first: int, last: int) -> float:
