@@ -293,7 +293,7 @@ def training_routes() -> str:
         lines.append(f"| {kind}, head_dim {head_dim} | {calls} | {gain} |")
     others = [row for row in rows if row["head_dim"] not in (64, 128)]
     lines.append(f"| other head_dims | {sum(row['recipe'] != 'exact' for row in others)} of {len(others)} calls | – |")
-    return "\n".join([*lines, "", f"On {result['gpu']}. {sources(GRID)}"])
+    return "\n".join([*lines, "", f"On {result['gpu']}, {tables.versions(result)} {sources(GRID)}"])
 
 
 def sparse_quality() -> str:
