@@ -86,22 +86,12 @@ _known: dict[int, Plan] = {}
 _lock = threading.Lock()
 
 
-@contextmanager
-def layer_scope(module: nn.Module) -> Iterator[None]:
-    """File the calls made inside under `module`. Eager only: see `run_in_layer`."""
-    _thread.layers.append(module)
-    try:
-        yield
-    finally:
-        _thread.layers.pop()
-
-
 def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
     """Return `function(*args, **kwargs)`, with its attention calls filed under `module` unless it is being compiled."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     layers = _thread.layers
-    layers.append(module)  # as `layer_scope` does, in a quarter of the time
+    layers.append(module)
     try:
         return function(*args, **kwargs)
     finally:

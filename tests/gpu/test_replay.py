@@ -177,8 +177,8 @@ def test_observers_and_layers_see_a_repeated_call(device, repeated):
     layer, seen = torch.nn.Identity(), []
     for _ in range(3):
         repeat(*draw(device))
-    with record.layer_scope(layer), record.observe(seen.append):
-        repeat(*draw(device))
+    with record.observe(seen.append):
+        record.run_in_layer(layer, repeat, *draw(device))
     assert len(seen) == 1 and seen[0].plan is record.last_plans(layer)[0]
     assert seen[0].plan.recipe == "sage2" and len(repeated) == 2
 

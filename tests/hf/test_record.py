@@ -18,9 +18,12 @@ def draw(q_len=64):
 
 def test_plans_are_filed_under_the_innermost_layer():
     outer, inner = nn.Identity(), nn.Identity()
-    with record.layer_scope(outer):
+
+    def attend():
         sage_attention(*draw())
         record.run_in_layer(inner, sage_attention, *draw(1))
+
+    record.run_in_layer(outer, attend)
     assert [plan.kernel for plan in record.last_plans(outer)] == ["reference"]
     assert [plan.kernel for plan in record.last_plans(inner)] == ["sdpa"]
     assert not record.compiled_outcomes()
@@ -28,10 +31,13 @@ def test_plans_are_filed_under_the_innermost_layer():
 
 def test_threads_do_not_see_each_others_layers():
     mine = nn.Identity()
-    with record.layer_scope(mine):
+
+    def attend_elsewhere():
         thread = threading.Thread(target=sage_attention, args=draw())
         thread.start()
         thread.join()
+
+    record.run_in_layer(mine, attend_elsewhere)
     assert not record.last_plans(mine)
     assert list(record.compiled_outcomes().values()) == [1]
 
@@ -67,8 +73,8 @@ def test_counting_compiled_calls_of_ever_new_lengths_takes_no_memory():
 def test_observers_see_arguments_output_and_plan():
     layer, calls = nn.Identity(), []
     inputs = draw()
-    with record.observe(calls.append), record.layer_scope(layer):
-        output = sage_attention(*inputs, scale=0.5, recipe="sage1")
+    with record.observe(calls.append):
+        output = record.run_in_layer(layer, sage_attention, *inputs, scale=0.5, recipe="sage1")
     sage_attention(*inputs)
     (call,) = calls
     assert call.layer is layer
