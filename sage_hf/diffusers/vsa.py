@@ -39,9 +39,10 @@ class VSAModel:
     def follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the order for a call of the denoiser: a forward pre-hook."""
         layout = layout_of(denoiser)
-        assert layout is not None  # `enable_vsa` checked the model
         arguments = arguments_of(denoiser, args, kwargs)
-        self.order = TileOrder.of(layout.grid(denoiser, arguments), arguments["hidden_states"].device)
+        grid = None if layout is None else layout.grid(denoiser, arguments)
+        assert grid is not None  # `enable_vsa` checked the model
+        self.order = TileOrder.of(grid, arguments["hidden_states"].device)
 
 
 class VSAProcessor(ParallelProcessor):
