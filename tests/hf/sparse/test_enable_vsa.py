@@ -170,6 +170,20 @@ def test_gates_take_dtype_and_device_of_the_model(checkpoint):
     assert run(model, {k: v.to(torch.bfloat16) for k, v in video().items()}).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("cast_first", [True, False])
+def test_gates_compute_where_weights_are_stored_in_8_bits(cast_first):
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    dtypes = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
+    if cast_first:
+        model.enable_layerwise_casting(**dtypes)
+    sage_hf.enable_vsa(model, sparsity=0.0)
+    if not cast_first:
+        model.enable_layerwise_casting(**dtypes)
+    found = run(model, inputs)
+    sage_hf.restore(model)
+    assert (found - run(model, inputs)).norm() < 1e-5 * found.norm()
+
+
 def test_a_pipeline_reads_the_gates_of_its_denoisers_from_their_subfolders(checkpoint):
     folder, trained = checkpoint(name="transformer")
     checkpoint(name="transformer_2")
