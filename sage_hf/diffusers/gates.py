@@ -23,7 +23,7 @@ from .bridge import parallel_config_of
 from .errors import UnsupportedAttentionError
 from .parallel import splits_tokens
 from .processor import layer_of, sage_of
-from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor
+from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 
 logger = logging.get_logger(__name__)
 
@@ -125,6 +125,7 @@ def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VS
         undo.append(partial(_put_back, block.attn1, block.attn1.processor))
         block.attn1.set_processor(VSAProcessor(block, shared))
     undo.append(model.register_forward_pre_hook(shared.follow, with_kwargs=True).remove)
+    undo.append(model.rope.register_forward_hook(partial(mark_rotary, model)).remove)
     return change
 
 

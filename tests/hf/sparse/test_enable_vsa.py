@@ -393,6 +393,22 @@ def test_checkpointed_blocks_have_the_same_gradients():
         assert torch.allclose(one, other, atol=1e-7)
 
 
+def test_checkpointed_blocks_keep_the_grid_of_their_own_call():
+    """A portrait and a landscape of as many tokens, whose losses have one backward pass."""
+    model = build().train()
+    sage_hf.enable_vsa(model, sparsity=0.5)
+    fill_gates(model)
+    found = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        sizes = ((16, 32), (32, 16))
+        sum(model(**video(5, *size), return_dict=False)[0].square().sum() for size in sizes).backward()
+        found.append(torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None]))
+    assert (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
+
+
 def test_copies_and_pickles_have_gates_of_their_own():
     model, inputs = fill_gates_of(build()), video()
     expected = run(model, inputs)
@@ -406,11 +422,12 @@ def test_copies_and_pickles_have_gates_of_their_own():
 
 @pytest.mark.usefixtures("compilable_dispatch")
 def test_blocks_compile_whole():
-    model, inputs = fill_gates_of(build()), video()
-    expected = run(model, inputs)
+    model, grids = fill_gates_of(build()), (video(5, 16, 32), video(5, 32, 16))
+    expected = [run(model, inputs) for inputs in grids]
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
-    assert torch.allclose(run(model, inputs), expected, atol=1e-5)
+    for inputs, output in zip(grids * 2, expected * 2, strict=True):
+        assert torch.allclose(run(model, inputs), output, atol=1e-5)
 
 
 @pytest.mark.audit
