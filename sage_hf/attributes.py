@@ -10,12 +10,14 @@ the recipe, the recipe in training mode and the fallback; IMPLEMENTATION is the 
 SPLIT is set on diffusers' attention modules whose tokens are split among processes by a plan of ours, and on their
 model: how they are split (`diffusers.shards`).
 CHANGES is set on models that `apply` or `enable_vsa` changed: what undoes each change (`changes`).
+ORDER is set on the rotary embeddings that Wan makes under VSA: the order of the tokens that they are for.
 CAUSALITY is set on causal masks that transformers makes: (what it says, a `transformers.masks.Causality`; the mask's
 version at that time).
 """
 
 CHANGES = "_sage_changes"
 LAYER = "_sage_layer"
+ORDER = "_sage_order"
 SPLIT = "_sage_split"
 RECIPE = "sage_recipe"
 TRAINING = "sage_training"

@@ -230,7 +230,7 @@ class SageConfig:
             ValueError: the file cannot be read or is not a configuration; the message names file and key.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ValueError(f"cannot read the configuration {path}: {error.strerror or error}") from error
         except ValueError as error:

@@ -34,10 +34,12 @@ class StepSchedule:
     The step is the position of the denoiser's timestep among the timesteps of the running pipeline's scheduler. This
     handles calls that share a step (classifier-free guidance), schedules entered in the middle (video to video), two
     denoisers that share one schedule (Wan 2.2), and pipelines that share one denoiser, each with its own scheduler.
-    If the denoiser is given anything but the scheduler's timesteps, or there is no pipeline, changes of the timestep
-    are counted instead; a change in the opposite direction starts a new generation. A second-order scheduler may have
-    timesteps between two steps (KDPM2), which belong to the step before them. Every other distinct timestep is a step,
-    even if a scheduler has more of them than it was asked for (PNDM).
+    A pipeline that tells its `current_timestep` is believed if that is one of its scheduler's, whatever the denoiser is
+    given: Cosmos 2 gives σ / (σ + 1), and Cosmos 2.5 gives clean frames another timestep. If neither is one of the
+    scheduler's timesteps, or there is no pipeline, changes of the denoiser's timestep are counted instead; a change in
+    the opposite direction starts a new generation. A second-order scheduler may have timesteps between two steps
+    (KDPM2), which belong to the step before them. Every other distinct timestep is a step, even if a scheduler has more
+    of them than it was asked for (PNDM).
 
     The running pipeline is the one whose call encloses the denoiser's, in the same thread. A call from elsewhere, such
     as a loop of your own, counts as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling
@@ -123,7 +125,7 @@ class StepSchedule:
         """
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
         generation = self._generation(pipe, value)
-        generation.advance(value)
+        generation.advance(value, None if pipe is None else told_timestep(pipe))
         self.step, self.num_steps = generation.step, generation.num_steps
         if self._on_step is not None:
             self._on_step(self.step)
@@ -164,6 +166,7 @@ class Generation:
         self.num_steps: int | None = None
         self._places: list[float] = []
         self._units: list[Unit] = []
+        self._told = True  # whether all timesteps that were told so far are among the scheduler's
         self._place = 0
         self._last: float | None = None
         self._direction = 0
@@ -183,13 +186,17 @@ class Generation:
             generation.num_steps = min(generation.num_steps, scheduler.num_inference_steps)
         return generation
 
-    def advance(self, value: float) -> None:
-        """Move to the step of the timestep `value`."""
+    def advance(self, value: float, told: float | None = None) -> None:
+        """Move to the step of the timestep `value`; `told` is what the pipeline calls its timestep, None if nothing."""
         self._count(value)
-        found = self._find(value)
-        self._units = list(found)
-        if found:
-            self._place = found[self._units[0]]
+        self._told = self._told and told in self._places
+        if told is not None and self._told:
+            self._place = self._places.index(told)
+        else:
+            found = self._find(value)
+            self._units = list(found)
+            if found:
+                self._place = found[self._units[0]]
         self.step = self._place
         if self.num_steps is not None:
             self.step = self._place * self.num_steps // len(self._places)
@@ -207,6 +214,14 @@ class Generation:
             else:
                 self._place, self._direction = 0, 0
         self._last = value
+
+
+def told_timestep(pipe: Any) -> float | None:
+    """Return the `current_timestep` of a running pipeline; None if it tells none, or several at once."""
+    told = getattr(pipe, "current_timestep", None)
+    if isinstance(told, Tensor):
+        return float(told) if told.numel() == 1 else None
+    return float(told) if isinstance(told, (int, float)) else None
 
 
 def timestep_argument(denoiser: nn.Module) -> str:

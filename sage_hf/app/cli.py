@@ -470,9 +470,10 @@ def _pipeline_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
     from sage_hf.app.pipelines import folder_or_name, generation_defaults, load_pipeline, pick_device
 
     try:
-        prompts = tuple(line.strip() for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = args.prompts.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: cannot read {args.prompts}: {error}") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise ValueError(f"--prompts: {args.prompts} has no line of text")
     names = ("steps", "height", "width", "frames", "guidance_scale", "seed", "dtype", "device")

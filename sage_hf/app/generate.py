@@ -255,7 +255,7 @@ class _Job:
                     f"{type(self.pipe).__name__} fails with {settings or 'its own settings'}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        if not hasattr(output, "frames") and not hasattr(output, "images"):
+        if _pictures(output) is None:
             raise ValueError(f"{type(self.pipe).__name__} makes neither videos nor images")
 
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
@@ -264,11 +264,19 @@ class _Job:
             start = _synchronized_time(self.device)
             output = self.call(f"{label}: {count}", prompt, output_type="np")
             seconds = _synchronized_time(self.device) - start
-        frames = np.asarray(output.frames[0] if hasattr(output, "frames") else output.images[:1], dtype=np.float32)
+        frames = np.asarray(_pictures(output), dtype=np.float32)
         if nan := float(np.isnan(frames).mean()):
             logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
         frames = (np.nan_to_num(frames).clip(0, 1) * 255).round().astype(np.uint8)
         return _Rendering(label, frames, nan, seconds, sum(denoiser_seconds))
+
+
+def _pictures(output: Any) -> Any:
+    """Return the frames of a pipeline's first video, or its first image as a batch of one; None if it has neither."""
+    if hasattr(output, "frames"):
+        return output.frames[0]
+    images = getattr(output, "images", getattr(output, "image", None))  # Kandinsky 5 names its images "image"
+    return None if images is None else images[:1]
 
 
 class _Files:

@@ -140,7 +140,7 @@ def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tor
         ValueError: the text cannot be read, or has no two tokens.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text: cannot read {path}: {error}") from error
     windows = list(_windows(model, tokenizer, text))

@@ -16,6 +16,7 @@ import torch
 
 from sage_hf.attention import attend, chosen_fallback, sage_attention
 from sage_hf.names import NAMES
+from sage_hf.record import note_passed_by
 from sage_hf.sparse.layer import running_layer
 from sage_kernels.spec.options import Options
 
@@ -84,7 +85,14 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query."""
+        """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query.
+
+        FlexAttention runs a mask of its own, a BlockMask, in place of the recipe.
+        """
+        if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+            if return_lse or _split_of(_parallel_config) is not None:
+                raise UnsupportedAttentionError(f"a {type(attn_mask).__name__} is for one process, without log-sum-exp")
+            return by_flex_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
         sparse = None
@@ -137,6 +145,21 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         return cast(torch.Tensor, out).transpose(1, 2)
 
     return backend
+
+
+def by_flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *options: Any) -> Any:
+    """Attend by FlexAttention with its own kind of mask, a BlockMask, and note that no recipe ran.
+
+    Args:
+        query, key, value, mask, options: as in diffusers' `dispatch_attention_fn`.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
+    if not torch.compiler.is_compiling():
+        if _thread.choice is not None:
+            _thread.choice.reached = True
+        note_passed_by(f"FlexAttention ran, which alone reads the layer's mask, a {type(mask).__name__}")
+    return dispatch_attention_fn(query, key, value, mask, *options, backend=AttentionBackendName.FLEX)
 
 
 def _split_of(config: Any) -> SplitTokens | None:

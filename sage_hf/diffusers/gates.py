@@ -23,7 +23,7 @@ from .bridge import parallel_config_of
 from .errors import UnsupportedAttentionError
 from .parallel import splits_tokens
 from .processor import layer_of, sage_of
-from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor
+from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 
 logger = logging.get_logger(__name__)
 
@@ -119,11 +119,13 @@ def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VS
     change = _VSA(model, undo, loaded)
     for number, (block, gate) in enumerate(zip(model.blocks, kept, strict=True)):
         key = f"blocks.{number}.{GATE}"
-        setattr(block, GATE, gate or _make_gate(block, gates.get(f"{key}.weight"), gates.get(f"{key}.bias")))
+        weight, bias = gates.get(f"{key}.weight"), gates.get(f"{key}.bias")
+        setattr(block, GATE, gate or _make_gate(block, model.dtype, weight, bias))
         undo.append(partial(delattr, block, GATE))
         undo.append(partial(_put_back, block.attn1, block.attn1.processor))
         block.attn1.set_processor(VSAProcessor(block, shared))
     undo.append(model.register_forward_pre_hook(shared.follow, with_kwargs=True).remove)
+    undo.append(model.rope.register_forward_hook(partial(mark_rotary, model)).remove)
     return change
 
 
@@ -227,10 +229,13 @@ def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path
     yield path
 
 
-def _make_gate(block: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
-    """Return a gate like the block's projections; 0 without weights."""
+def _make_gate(block: Any, computed: torch.dtype, weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
+    """Return a gate like the block's projections; 0 without weights.
+
+    Its dtype is theirs, or the one that the model computes in where they are stored in fewer bits.
+    """
     query = block.attn1.to_q.weight
-    dtype = query.dtype if query.is_floating_point() else torch.get_default_dtype()
+    dtype = query.dtype if query.is_floating_point() and query.dtype.itemsize > 1 else computed
     gate = nn.Linear(block.attn1.inner_dim, block.attn1.inner_dim, device=query.device, dtype=dtype)
     with torch.no_grad():
         for parameter, values in ((gate.weight, weight), (gate.bias, bias)):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_hf.attributes import ORDER
 from sage_hf.sparse.grids import arguments_of, layout_of
 from sage_hf.sparse.order import TileOrder
 from sage_hf.sparse.vsa import tiles_kept, vsa_attention
@@ -38,10 +39,25 @@ class VSAModel:
     @dynamo.disable
     def follow(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the order for a call of the denoiser: a forward pre-hook."""
-        layout = layout_of(denoiser)
-        assert layout is not None  # `enable_vsa` checked the model
-        arguments = arguments_of(denoiser, args, kwargs)
-        self.order = TileOrder.of(layout.grid(denoiser, arguments), arguments["hidden_states"].device)
+        self.order = order_of(denoiser, arguments_of(denoiser, args, kwargs))
+
+
+def order_of(denoiser: nn.Module, arguments: dict[str, Any]) -> TileOrder:
+    """Return the order of a call's tokens, by the arguments of its forward."""
+    layout = layout_of(denoiser)
+    grid = None if layout is None else layout.grid(denoiser, arguments)
+    assert grid is not None  # `enable_vsa` checked the model
+    return TileOrder.of(grid, arguments["hidden_states"].device)
+
+
+def mark_rotary(denoiser: nn.Module, rope: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Note on rotary embeddings the order of their tokens: a forward hook of Wan's `rope`.
+
+    A block that is run again for its gradients is given the same embeddings, when its model may have been called with
+    another grid since, or is being called by another thread.
+    """
+    if isinstance(output, tuple) and not torch.compiler.is_compiling():
+        setattr(output[0], ORDER, order_of(denoiser, {"hidden_states": args[0]}))
 
 
 class VSAProcessor(ParallelProcessor):
@@ -105,7 +121,8 @@ class VSAProcessor(ParallelProcessor):
         if rotary_emb is not None:
             query, key = rotate(query, *rotary_emb), rotate(key, *rotary_emb)
         query, key, value, gate = (x.transpose(1, 2) for x in (query, key, value, gate))
-        order, sparsity = self.model.order, self.model.sparsity
+        order = self.model.order if rotary_emb is None else getattr(rotary_emb[0], ORDER, self.model.order)
+        sparsity = self.model.sparsity
         output = vsa_attention(query, key, value, gate, order, sparsity, recipe=recipe, fallback=fallback)
         output = output.transpose(1, 2).flatten(2).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))

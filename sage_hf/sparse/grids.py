@@ -19,7 +19,8 @@ class Layout:
     """Order of the tokens in a family's self-attention, and what its blocks are given for each of them.
 
     Attributes:
-        grid: function(model, arguments of its forward by name) that returns (frames, height, width) in tokens.
+        grid: function(model, arguments of its forward by name) that returns (frames, height, width) in tokens; None if
+            a call does not tell.
         text: where the tokens lie that self-attention has beyond those of the grid.
         blocks: the model's lists of blocks in the order in which they run. The first argument of a block, and its
             output or the first of its outputs, are video tokens, `hidden_states` (batch, tokens, channels).
@@ -27,7 +28,7 @@ class Layout:
             their tensors, and which one is that of tokens.
     """
 
-    grid: Callable[[Any, dict[str, Any]], Grid]
+    grid: Callable[[Any, dict[str, Any]], Grid | None]
     text: Literal["first", "last"]
     blocks: tuple[str, ...]
     of_tokens: Mapping[str, tuple[int, int]]
@@ -72,7 +73,9 @@ def _mochi(model: Any, arguments: dict[str, Any]) -> Grid:
     return _patches(arguments["hidden_states"], (1, model.config.patch_size, model.config.patch_size))
 
 
-def _ltx(model: Any, arguments: dict[str, Any]) -> Grid:
+def _ltx(model: Any, arguments: dict[str, Any]) -> Grid | None:
+    if arguments.get("video_coords") is not None:  # tokens of conditions lie among those of the video
+        return None
     return arguments["num_frames"], arguments["height"], arguments["width"]
 
 

@@ -332,7 +332,7 @@ def test_chromium_draws_the_page_in_light_and_in_dark(measured, tmp_path):
 
 def test_calibrate_and_compare_write_files_and_pages(tmp_path, capsys):
     tiny.cogvideox(num_layers=1).save_pretrained(tmp_path / "pipe")
-    (tmp_path / "prompts.txt").write_text("a red ball\n\na blue ball\n")
+    (tmp_path / "prompts.txt").write_text("a red ball\n\na blue ball\n", encoding="utf-8-sig")
     common = ["--pretrained", tmp_path / "pipe", "--steps", 2, "--height", 64, "--width", 64, "--frames", 9]
     common += ["--guidance-scale", 1, "--device", "cpu", "--html", tmp_path / "page.html"]
     arguments = [*common, "--prompts", tmp_path / "prompts.txt", "--held-out", 1, "--output", tmp_path / "c.json"]
@@ -340,6 +340,7 @@ def test_calibrate_and_compare_write_files_and_pages(tmp_path, capsys):
     assert "on 1 other prompts" in capsys.readouterr().out
     assert "step 1" in parse((tmp_path / "page.html").read_text()).text
     assert json.loads((tmp_path / "c.measurements.json").read_text())["facts"]["seed"] == 0
+    assert '"a red ball | ' in (tmp_path / "c.measurements.json").read_text()
     arguments = [*common, "--prompt", "a <red> ball", "--config", tmp_path / "c.json", "--output", tmp_path / "out"]
     assert main(["compare", *map(str, arguments)]) == 0
     page = parse((tmp_path / "page.html").read_text())

@@ -161,7 +161,7 @@ def language_model(tmp_path_factory) -> Path:
 
 def test_compare_tells_how_a_language_models_predictions_change(language_model, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("a red ball rolls a blue ball " * 60)
+    text.write_text("a red ball rolls a blue ball " * 60, encoding="utf-8-sig")  # as Windows' editors save it
     found = {}
     for recipe in ("exact", "sage1", "sage3_paper"):
         arguments = ["--pretrained", str(language_model), "--text", str(text), "--recipe", recipe, "--device", "cpu"]
@@ -170,7 +170,7 @@ def test_compare_tells_how_a_language_models_predictions_change(language_model, 
         rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines()[2:4]}
         assert f"model.layers.1.self_attn  {recipe}" in printed and "418 tokens predicted" in printed
         found[recipe] = float(rows[recipe][2])
-    model, ids = tiny.llama(), torch.tensor(tiny.tokenizer()(text.read_text()).input_ids)
+    model, ids = tiny.llama(), torch.tensor(tiny.tokenizer()(text.read_text("utf-8-sig")).input_ids)
     with torch.no_grad():
         losses = [
             torch.nn.functional.cross_entropy(model(window[None]).logits[0, :-1], window[1:], reduction="sum")

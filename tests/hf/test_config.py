@@ -23,6 +23,8 @@ def test_json_round_trip_keeps_everything(tmp_path):
     assert SageConfig.from_json(FULL.to_json()) == FULL
     FULL.save(tmp_path / "config.json")
     assert SageConfig.from_file(tmp_path / "config.json") == FULL
+    (tmp_path / "marked.json").write_text((tmp_path / "config.json").read_text(), encoding="utf-8-sig")
+    assert SageConfig.from_file(tmp_path / "marked.json") == FULL
     assert SageConfig.from_dict({"recipe": "sage2"}) == SageConfig("sage2")
     assert SageConfig("sage2").to_dict() == {"recipe": "sage2"}
 

@@ -1,15 +1,17 @@
+import functools
 import json
 import math
 import shutil
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import CogVideoXPipeline, DDPMPipeline, DDPMScheduler, StableDiffusionPipeline, UNet2DModel
 
 from sage_hf.app import generate as module
 from sage_hf.app import video
@@ -291,6 +293,21 @@ def test_a_pipeline_that_makes_no_video_is_refused(tmp_path):
     DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "images")
     with pytest.raises(ValueError, match="DDPMPipeline takes no prompt; use a text-to-video or text-to-image pipeline"):
         generate(options(tmp_path / "images", tmp_path / "out"))
+
+
+def test_images_are_written_where_the_output_calls_them_image(tmp_path, monkeypatch):
+    """Kandinsky 5's text-to-image pipeline does."""
+    tiny.image_pipeline().save_pretrained(tmp_path / "pipeline")
+    call = StableDiffusionPipeline.__call__
+
+    @functools.wraps(call)
+    def renamed(self, *args, **settings):
+        return SimpleNamespace(image=call(self, *args, **settings).images)
+
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", renamed)
+    sizes = {"height": 16, "width": 16, "frames": None}
+    generate(options(tmp_path / "pipeline", tmp_path / "out", SageConfig("exact"), **sizes))
+    assert imageio.imread(tmp_path / "out" / "01-sage3.png").shape == (16, 16, 3)
 
 
 class ImageToVideo(CogVideoXPipeline):

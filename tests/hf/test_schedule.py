@@ -361,6 +361,44 @@ def test_a_denoiser_given_alone_takes_its_steps_from_the_pipeline_that_runs_it()
     assert denoiser.seen == ["sage3", "exact", "sage3", "sage3"]
 
 
+class Telling(Runner):
+    """Tells its timestep as diffusers' pipelines do, and gives the denoiser something else."""
+
+    def __init__(self, scheduler, tell, give):
+        super().__init__(scheduler)
+        self.tell, self.give, self.current_timestep = tell, give, None
+
+    def __call__(self, denoiser, steps, start=0):
+        self.scheduler.set_timesteps(steps)
+        for place in range(start, steps):
+            t, sigma = self.scheduler.timesteps[place], self.scheduler.sigmas[place]
+            self.current_timestep = self.tell(t)
+            denoiser(self.give(t, sigma))
+        self.current_timestep = None
+
+
+@pytest.mark.parametrize(
+    ("tell", "give"),
+    [
+        (lambda t: t, lambda t, sigma: (sigma / (sigma + 1)).bfloat16().expand(2)),
+        (lambda t: t.item(), lambda t, sigma: torch.stack([torch.tensor(900.0), sigma])),
+        (lambda t: 1000 - t, lambda t, sigma: t.expand(2)),
+        (lambda t: t.expand(3), lambda t, sigma: t.expand(2)),
+    ],
+    ids=["Cosmos 2", "Cosmos 2.5, a clean frame", "Mochi", "a timestep for each frame"],
+)
+def test_what_a_pipeline_tells_of_its_timestep_goes_before_what_the_denoiser_is_given(tell, give):
+    """σ / (σ + 1) of a Karras schedule is, in another unit, near timesteps that come much later."""
+    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    scheduler.sigma_min, scheduler.sigma_max = 0.002, 80
+    pipe = Telling(scheduler, tell, give)
+    denoiser = Denoiser(FIRST_AND_LAST, pipe)
+    for start in (0, 0, 20):
+        denoiser.seen.clear()
+        pipe(denoiser, 36, start)
+        assert denoiser.seen == expected(36, start)
+
+
 def test_a_modular_pipeline_is_asked_for_its_scheduler():
     class Modular(ModularPipeline):
         def __init__(self, scheduler):  # without blocks, which would be loaded

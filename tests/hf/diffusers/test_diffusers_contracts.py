@@ -136,6 +136,25 @@ def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
     assert all(model.attn_processors[name] is processor for name, processor in before.items())
 
 
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("recipe", ["exact", "sage1"])
+def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage_log, monkeypatch):
+    """Kandinsky 5 chooses tiles of its video by a BlockMask, and tells its users to switch to FlexAttention."""
+    case = family("kandinsky-5")
+    model, inputs = case.build(), case.make_inputs()
+    inputs["hidden_states"] = torch.randn(1, 3, 32, 32, 4)
+    inputs["visual_rope_pos"] = [torch.arange(3), torch.arange(16), torch.arange(16)]
+    inputs["sparse_params"] = {"sta_mask": torch.eye(12).bool()[None, None], "to_fractal": True, "P": 0.5}
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)  # put back after it
+    model.set_attention_backend("flex")
+    expected = run(model, inputs)
+    door(model, recipe)
+    assert (run(model, inputs) - expected).norm() < (1e-6 if recipe == "exact" else 0.01) * expected.norm()
+    (row,) = (row for row in sage_hf.explain(model).rows if "visual" in row.layer and "self_attention" in row.layer)
+    assert (row.calls, row.reason) == (0, "FlexAttention ran, which alone reads the layer's mask, a BlockMask")
+    assert any("a BlockMask" in message for message in sage_log)
+
+
 def qwen_image_21() -> tuple[nn.Module, Inputs]:
     """Text, and 4 × 4 latents; four of these are one of the text encoder's image tokens."""
     model = build(

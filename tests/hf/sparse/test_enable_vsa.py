@@ -170,6 +170,20 @@ def test_gates_take_dtype_and_device_of_the_model(checkpoint):
     assert run(model, {k: v.to(torch.bfloat16) for k, v in video().items()}).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("cast_first", [True, False])
+def test_gates_compute_where_weights_are_stored_in_8_bits(cast_first):
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    dtypes = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
+    if cast_first:
+        model.enable_layerwise_casting(**dtypes)
+    sage_hf.enable_vsa(model, sparsity=0.0)
+    if not cast_first:
+        model.enable_layerwise_casting(**dtypes)
+    found = run(model, inputs)
+    sage_hf.restore(model)
+    assert (found - run(model, inputs)).norm() < 1e-5 * found.norm()
+
+
 def test_a_pipeline_reads_the_gates_of_its_denoisers_from_their_subfolders(checkpoint):
     folder, trained = checkpoint(name="transformer")
     checkpoint(name="transformer_2")
@@ -379,6 +393,22 @@ def test_checkpointed_blocks_have_the_same_gradients():
         assert torch.allclose(one, other, atol=1e-7)
 
 
+def test_checkpointed_blocks_keep_the_grid_of_their_own_call():
+    """A portrait and a landscape of as many tokens, whose losses have one backward pass."""
+    model = build().train()
+    sage_hf.enable_vsa(model, sparsity=0.5)
+    fill_gates(model)
+    found = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        sizes = ((16, 32), (32, 16))
+        sum(model(**video(5, *size), return_dict=False)[0].square().sum() for size in sizes).backward()
+        found.append(torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None]))
+    assert (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
+
+
 def test_copies_and_pickles_have_gates_of_their_own():
     model, inputs = fill_gates_of(build()), video()
     expected = run(model, inputs)
@@ -392,11 +422,12 @@ def test_copies_and_pickles_have_gates_of_their_own():
 
 @pytest.mark.usefixtures("compilable_dispatch")
 def test_blocks_compile_whole():
-    model, inputs = fill_gates_of(build()), video()
-    expected = run(model, inputs)
+    model, grids = fill_gates_of(build()), (video(5, 16, 32), video(5, 32, 16))
+    expected = [run(model, inputs) for inputs in grids]
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
-    assert torch.allclose(run(model, inputs), expected, atol=1e-5)
+    for inputs, output in zip(grids * 2, expected * 2, strict=True):
+        assert torch.allclose(run(model, inputs), output, atol=1e-5)
 
 
 @pytest.mark.audit

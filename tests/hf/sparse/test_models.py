@@ -114,6 +114,21 @@ def test_the_grid_of_known_families_is_that_of_their_tokens(name):
     assert grid[0] * grid[1] * grid[2] in lengths
 
 
+@pytest.mark.parametrize("sizes", [{}, {"num_frames": 1, "height": 1, "width": 1}], ids=["condition", "long"])
+def test_a_video_told_by_coordinates_is_routed_in_raster_order(sizes):
+    """LTX's pipelines with conditions give the coordinates of tokens, and no sizes or sizes of 1."""
+    case = family("ltx")
+    model, inputs = case.build().eval(), case.make_inputs()
+    tokens = 512
+    inputs["hidden_states"] = torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(0))
+    inputs = {name: x for name, x in inputs.items() if name not in ("num_frames", "height", "width")} | sizes
+    inputs["video_coords"] = torch.rand(2, 3, tokens, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=0.5, from_tokens=64))):
+        run(model, inputs)
+        joint = [one.kept for one in layers_of(model) if one.kept.calls]
+    assert joint and all(not one.ordered and float(one.tiles) == 0.5 for one in joint)
+
+
 def test_text_that_lies_last_is_kept_and_its_padding_hidden():
     """HunyuanVideo's self-attention has a mask of keys beside the list."""
     case = family("hunyuan-video")
