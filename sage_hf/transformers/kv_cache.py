@@ -69,8 +69,8 @@ class QuantizedKVCache(Cache):
         offloading: not supported.
 
     Raises:
-        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, or its layers share
-            keys and values.
+        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, its layers share
+            keys and values, or it reads the cache itself (Mllama).
 
     Example:
         >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
@@ -87,6 +87,8 @@ class QuantizedKVCache(Cache):
         shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
         if shared or getattr(config, "num_kv_shared_layers", None):
             raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
+        if getattr(config, "cross_attention_layers", None):
+            raise ValueError(f"{type(config).__name__}: the model itself reads cached K and V of cross-attention")
         self.note = kv_notes.KVNote(format)
         layers: list[Any] = list(DynamicCache(config=config).layers)
         latest: QuantizedLayer | None = None

@@ -498,6 +498,7 @@ def test_v_of_another_head_dim_stays_in_16_bits():
     ("config", "reason"),
     [
         (transformers.T5Config(), "encoder-decoder"),
+        (SimpleNamespace(cross_attention_layers=[1]), "cross-attention"),
         (SimpleNamespace(num_kv_shared_layers=2), "share keys and values"),
         (SimpleNamespace(kv_sharing_modes=["provide", "reuse"]), "share keys and values"),
     ],
