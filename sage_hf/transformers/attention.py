@@ -92,7 +92,7 @@ def sage_attention_forward(
     if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, the rest of which is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
-    mask, causality = attention_mask, causality_of(attention_mask, query.shape[2], key.shape[2])
+    mask = attention_mask
     if mask is not None and mask.shape[-1] > key.shape[2] and cuts_masks():
         mask = mask[..., : key.shape[2]]
     if mask is not None and mask.dim() == 2 and mask.dtype == torch.bool:
@@ -112,7 +112,7 @@ def sage_attention_forward(
         mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
     call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
-    output = record.run_in_layer(module, _attend_by_recipe, call, causality, softcap, s_aux, fallback)
+    output = record.run_in_layer(module, _attend_by_recipe, call, softcap, s_aux, fallback)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -159,7 +159,6 @@ class _Call:
 
 def _attend_by_recipe(
     call: _Call,
-    causality: Causality | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     fallback: str | None,
@@ -168,7 +167,6 @@ def _attend_by_recipe(
 
     Args:
         call: the attention.
-        causality: what the mask says, if it is known to be causal.
         softcap, fallback: as in `sage_attention_forward`.
         sinks: (q_heads,) logits of the attention sinks.
 
@@ -194,6 +192,7 @@ def _attend_by_recipe(
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
+    causality = causality_of(mask, query.shape[2], key.shape[2])
     if causality is not None and not wants_gradient and _gains(causality, call, chosen_fallback(fallback)):
         causal_offset, is_causal = causality.offset, True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))

@@ -69,8 +69,8 @@ class QuantizedKVCache(Cache):
         offloading: not supported.
 
     Raises:
-        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, or its layers share
-            keys and values.
+        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, its layers share
+            keys and values, or it reads the cache itself (Mllama).
 
     Example:
         >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
@@ -87,6 +87,8 @@ class QuantizedKVCache(Cache):
         shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
         if shared or getattr(config, "num_kv_shared_layers", None):
             raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
+        if getattr(config, "cross_attention_layers", None):
+            raise ValueError(f"{type(config).__name__}: the model itself reads cached K and V of cross-attention")
         self.note = kv_notes.KVNote(format)
         layers: list[Any] = list(DynamicCache(config=config).layers)
         latest: QuantizedLayer | None = None
@@ -154,7 +156,7 @@ class QuantizedLayer(DynamicLayer):
         self.is_initialized = self.is_decided = False
         self.cache: KVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.is_handed_on = True
+        self.whole_reason = ""
         self.noted_size: tuple[int, int] | None = None
 
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -217,7 +219,7 @@ class QuantizedLayer(DynamicLayer):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
         implementation = implementation_of_config(self.config)
-        if kwargs is not None and self.is_handed_on and implementation in NAMES:
+        if kwargs is not None and not self.whole_reason and implementation in NAMES:
             self.pending = key_states, value_states
             kwargs[HANDLE] = self
             return key_states, value_states
@@ -226,7 +228,7 @@ class QuantizedLayer(DynamicLayer):
             if kwargs is None
             else f"attention {implementation!r} reads no codes"
             if implementation not in NAMES
-            else "the model does not hand the cache to attention"
+            else self.whole_reason
         )
         whole = self._with_past(key_states, value_states)
         self._store(None, key_states, value_states, None)
@@ -237,6 +239,8 @@ class QuantizedLayer(DynamicLayer):
         self,
         module: nn.Module,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float | None,
         forward: Forward,
@@ -247,18 +251,33 @@ class QuantizedLayer(DynamicLayer):
         Args:
             module: the calling attention layer.
             query: (batch, q_heads, q_len, head_dim).
+            key, value: what the model made of the new tokens since.
             mask, scaling: as of `sage_attention_forward`.
             forward: that function, with its recipe.
             keywords: its other keywords.
 
         Returns:
             As `sage_attention_forward`.
+
+        Raises:
+            RuntimeError: there are no new tokens, or behind a prompt the model has changed them.
         """
+        attend = functools.partial(forward, module, query, scaling=scaling, **keywords)
+        if self.pending is None and self.whole_reason:  # another call with K and V of the prompt
+            return attend(key, value, mask)
         if self.cache is None or self.pending is None:
             raise RuntimeError("the KV cache has no new tokens for this attention: update it once before each call")
-        (key, value), self.pending = self.pending, None
-        kv_notes.notes[module] = self.note
+        new_key, new_value = self.pending
         past = self.cache.length
+        is_changed = not (_is_same(key, new_key) and _is_same(value, new_value))
+        if is_changed and past:
+            raise RuntimeError("the model changes K and V behind the KV cache, but did not when it took the prompt")
+        self.pending = None
+        kv_notes.notes[module] = self.note
+        if not past and (is_changed or (mask is not None and mask.dtype != torch.bool)):
+            self.whole_reason = (
+                "the model changes K and V behind the cache" if is_changed else "the prompt's mask is added to scores"
+            )
         if past and not (reason := self._limit(module, query, key, mask, scaling, keywords)):
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
             valid = _keys_of(mask, query.shape[2], past)
@@ -268,8 +287,9 @@ class QuantizedLayer(DynamicLayer):
             return output.transpose(1, 2).contiguous(), None
         if past:
             self.note.kernels[WHOLE] = reason
-        result = forward(module, query, *self._with_past(key, value), mask, scaling=scaling, **keywords)
-        self._store(query, key, value, None if past else _tokens_of(mask, query.shape[2]))
+        result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
+        valid = None if past else _tokens_of(mask, query.shape[2])
+        self._store(None if is_changed else query, new_key, new_value, valid)
         return result
 
     def get_seq_length(self, *args: Any) -> int:
@@ -375,7 +395,7 @@ class QuantizedLayer(DynamicLayer):
         if self.pending is None:
             return
         (key, value), self.pending = self.pending, None
-        self.is_handed_on = False
+        self.whole_reason = "the model does not hand the cache to attention"
         self._store(None, key, value, None)
 
     def _note_size(self) -> None:
@@ -407,7 +427,7 @@ def attention_with_cache(
     forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
     if layer is None:
         return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
-    return layer.attend(module, query, attention_mask, scaling, forward, kwargs)
+    return layer.attend(module, query, key, value, attention_mask, scaling, forward, kwargs)
 
 
 def cache_keyword(model: Any) -> str:
@@ -475,6 +495,11 @@ def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
     if keys is not mask:
         return keys
     return mask.any(2).any(1) if mask.dtype == torch.bool else None  # no query sees padding
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Check whether two tensors of one dtype lie in one memory, in one shape."""
+    return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
 
 
 def _kind_of(layer: Any) -> str:

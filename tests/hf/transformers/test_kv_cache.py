@@ -16,6 +16,7 @@ import sage_hf
 import sage_kernels.kv_cache
 from sage_hf import kv_notes
 from sage_hf.transformers import kv_cache
+from tests.helpers import model_zoo
 
 DECODER = {
     "vocab_size": 97,
@@ -371,7 +372,7 @@ def test_an_attention_that_ignores_the_cache_gets_whole_k_and_v(expected):
     told._attn_implementation = "sage_exact"
     cache = sage_hf.QuantizedKVCache(told, "int8")
     assert distance(logits(model, cache, (140, 4, 6)), expected) < 0.01
-    assert not cache.layers[0].is_handed_on
+    assert cache.layers[0].whole_reason
 
 
 def test_whole_k_and_v_are_said_once(monkeypatch):
@@ -498,6 +499,7 @@ def test_v_of_another_head_dim_stays_in_16_bits():
     ("config", "reason"),
     [
         (transformers.T5Config(), "encoder-decoder"),
+        (SimpleNamespace(cross_attention_layers=[1]), "cross-attention"),
         (SimpleNamespace(num_kv_shared_layers=2), "share keys and values"),
         (SimpleNamespace(kv_sharing_modes=["provide", "reuse"]), "share keys and values"),
     ],
@@ -520,6 +522,22 @@ def test_sinks_as_parameters_and_a_softcap_are_honoured():
     cache = new_cache(model)
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
     assert kv_cache.WHOLE in cache.note.kernels
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "diffllama", "doge"])
+@pytest.mark.parametrize("implementation", ["sage_exact", "sage_bwd"])
+def test_attention_that_computes_with_k_v_or_its_mask_decodes_from_whole_k_and_v(name, implementation, monkeypatch):
+    """JetMoe repeats K and V behind the cache, DiffLlama attends twice, and Doge makes a bias of V."""
+    if name not in model_zoo.NAMES:
+        pytest.skip(f"this transformers has no {name}")
+    for key in ("kv_channels", "head_dim"):
+        monkeypatch.setitem(model_zoo.SIZES, key, 64)
+    monkeypatch.setitem(model_zoo.SIZES, "hidden_size", 256)
+    model = model_zoo.build(name, implementation)
+    expected = logits(model, transformers.DynamicCache(config=model.config), (140, 1, 1, 8))
+    cache = new_cache(model)
+    assert distance(logits(model, cache, (140, 1, 1, 8)), expected) < 0.01
+    assert list(cache.note.kernels) == [kv_cache.WHOLE] and all(layer.cache for layer in cache.layers)
 
 
 @pytest.mark.parametrize("implementation", ["sage_exact", "sdpa"])

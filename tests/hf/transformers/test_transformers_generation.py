@@ -222,3 +222,18 @@ def test_a_hidden_key_or_a_changed_mask_behind_a_cache_is_honoured() -> None:
     mask[..., 3] = False
     torch.testing.assert_close(attend(mask), attend(mask.clone()), rtol=0, atol=0)
     assert (attend(mask) - before).abs().max() > 0.01
+
+
+@behind_a_cache
+@pytest.mark.parametrize("fallback", ["native", "emulate"])
+def test_a_position_bias_is_added_where_the_mask_is_known_to_be_causal(fallback: str) -> None:
+    arguments = {"batch_size": 1, "q_length": 20, "kv_length": 90, "q_offset": 70}
+    mask = sage_mask(**arguments, mask_function=causal_mask_function)
+    query, key, bias = (torch.randn(1, 2, *sizes) for sizes in ((20, 32), (90, 32), (20, 90)))
+
+    def attend(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        options = {"position_bias": bias, "recipe": "sage1", "fallback": fallback}
+        return sage_attention_forward(torch.nn.Module(), query, key, key, mask, **options)[0]
+
+    torch.testing.assert_close(attend(mask, bias), attend(mask.clone(), bias), rtol=0, atol=0)
+    assert (attend(mask, bias) - attend(mask, torch.zeros_like(bias))).abs().max() > 0.01
