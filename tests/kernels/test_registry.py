@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NOT_FASTER
+from sage_kernels.cuda.registration import NOT_FASTER, enforce_fused_backward
 from sage_kernels.dispatch import registry, run
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
@@ -380,7 +380,7 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
     ("change", "kernels"),
     [
         ({}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
-        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_hopper")),
+        ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
         ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_fused")),
         ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_fused")),
         ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
@@ -392,7 +392,8 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
     ],
 )
 def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
-    plan = select(replace(TRAINING, **change))
+    with enforce_fused_backward(True):
+        plan = select(replace(TRAINING, **change))
     assert (plan.kernel, plan.quantizer, plan.backward) == kernels
     assert (plan.outcome.kernel, plan.outcome.quantizer, plan.outcome.backward) == kernels
 
