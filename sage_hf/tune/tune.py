@@ -53,7 +53,7 @@ FITTING = 0.15
 # A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
 TIMED_MS = 1.0
 TRAINED_MS = 30.0
-"""Of calls with gradients: training holds a GPU at its power limit, where kernels differ by the energy they need."""
+"""The same for calls with gradients: training holds a GPU at its power limit, where kernels differ by their energy."""
 REPLAYS = 3
 
 

@@ -153,7 +153,7 @@ def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
 
 
 def misfits():
-    """What is wrong -> query, key, value and valid of one token behind a cache of 100, and the message."""
+    """Return, by name of a fault: query, key, value and valid of one token behind a cache of 100, and the message."""
     good = {name: x[:, :, :1] for name, x in zip(("query", "key", "value"), draw(100), strict=True)}
     meta = good["key"].to("meta")
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -181,10 +181,7 @@ class NVFP4Forward(CudaKernel):
         runners = (
             cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
         )
-        chosen = _enforced.get(self.name)
-        if chosen is None:
-            chosen = cost_model.is_measured_faster(request, *runners)
-        return "" if chosen else NOT_FASTER
+        return _choice(self.name, lambda: cost_model.is_measured_faster(request, *runners))
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""
@@ -213,14 +210,16 @@ class HopperFusedBackward(CudaKernel):
             return reason
         phases = request.recipe, HopperForward.name, HopperQuantizer.name
         runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
-        chosen = _enforced.get(self.name)
-        if chosen is None:
-            chosen = cost_model.is_measured_to_train_faster(request, *runners)
-        return "" if chosen else NOT_FASTER
+        return _choice(self.name, lambda: cost_model.is_measured_to_train_faster(request, *runners))
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `int8_backward.backward`."""
         return int8_backward.backward(call)
+
+
+def _choice(name: str, is_faster: Callable[[], bool]) -> str:
+    """Return why calls do not take a kernel that is chosen by costs, or ""."""
+    return "" if (_enforced[name] if name in _enforced else is_faster()) else NOT_FASTER
 
 
 def _next_backward(request: Request) -> str:
@@ -242,16 +241,14 @@ def enforce_fused_backward(chosen: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _enforcing(name: str, chosen: bool) -> Iterator[None]:
-    before = _enforced.get(name)
+    before = _enforced.copy()
     _enforced[name] = chosen
     select.cache_clear()
     try:
         yield
     finally:
-        if before is None:
-            del _enforced[name]
-        else:
-            _enforced[name] = before
+        _enforced.clear()
+        _enforced.update(before)
         select.cache_clear()
 
 

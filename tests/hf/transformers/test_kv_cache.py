@@ -285,7 +285,7 @@ def test_a_cache_of_another_models_config_is_refused_before_the_step_ends():
 @pytest.mark.parametrize("kind", ["prefix", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_prompt_with_a_mask_of_its_own_is_stored(kind, dtype):
-    """As of images in a prompt, whose tokens see each other."""
+    """Let tokens of the prompt see each other, as those of an image do."""
     ids = prompt(0)["input_ids"]
     allowed = torch.ones(PROMPT + 1, PROMPT + 1, dtype=torch.bool).tril()
     if kind == "prefix":
