@@ -11,6 +11,13 @@ from tests.helpers.loud import LOUD_DOCUMENT, documents, loud_key
 from tests.helpers.pairwise import pairwise
 
 FORWARD_ONLY = ("sage1", "sage2", "sage3")
+GOALS = {"sage1": 0.01, "sage2": 0.03}
+"""Largest relative error, in L1, where one key is a thousand times as loud as all others."""
+GROWTH = 4 / 3
+"""Growth of the error by an equalizer that a loud key decides with others: a group counts in it while its mean square
+is at most `transforms.LOUD` = 32 times the others', of which there are 7. A channel's root mean square is then at most
+√((7 + 32) / 8) = 2.2 times too large, and by Kantorovich's inequality |Q r| · |K / r| at most (2.2 + 1 / 2.2) / 2 times
+|Q| · |K|, in units of which the scores' errors are."""
 
 
 def relative_error(output, inputs, **options):
@@ -26,7 +33,10 @@ def relative_error(output, inputs, **options):
 )
 @pytest.mark.parametrize("by", ["chosen kernel", "triton"])
 def test_a_loud_key_costs_the_others_nothing(recipe, kv_len, place, head_dim, dtype, is_causal, by, device):
-    """The error is no larger than where the key is as loud as the others."""
+    """The error is at most the goal, or little more than where the key is as loud as the others.
+
+    The goal is for rows whose loud score is near the others': the rounding of a score is in proportion to the score.
+    """
     options = {"is_causal": is_causal, "causal_offset": kv_len - 256} if is_causal else {}
 
     def error(times):
@@ -39,7 +49,7 @@ def test_a_loud_key_costs_the_others_nothing(recipe, kv_len, place, head_dim, dt
 
     loud, ordinary = error(1000.0 if dtype == torch.bfloat16 else 100.0), error(1.0)
     print(recipe, kv_len, place, head_dim, dtype, is_causal, by, f"{loud:.4f} {ordinary:.4f}")
-    assert loud <= ordinary
+    assert loud <= max(GOALS.get(recipe, 0.0), GROWTH * ordinary)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
