@@ -114,6 +114,10 @@ current_stream: Callable[[int], int] = _find("_C._cuda_getCurrentRawStream", _cu
 """(number of a GPU) -> the driver's handle of PyTorch's current stream on it."""
 
 
+mark_static: Callable[[torch.Tensor], None] = _find("_dynamo.mark_static_address", lambda x: None)
+"""Say that a tensor stays where it is, so that CUDA graphs of compiled code need no copy of it."""
+
+
 def tensor_of_class(cls: type, x: torch.Tensor) -> Any:
     """Return a tensor of a subclass with the sizes and memory of x."""
     return torch.Tensor._make_subclass(cls, x)
