@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
@@ -36,8 +37,8 @@ class QuantizedKVCache(Cache):
     but behind single steps on a GPU, which nothing waits for: there they give NaN.
 
     Raises:
-        ValueError: the format is unknown, max_cache_len is below 1, offloading is asked for, the model is an encoder-decoder, its layers share
-            keys and values, or it reads the cache itself (Mllama).
+        ValueError: the format is unknown, max_cache_len is below 1, offloading is asked for, the model is an
+            encoder-decoder, its layers share keys and values, or it reads the cache itself (Mllama).
 
     Example:
         >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
@@ -124,13 +125,14 @@ class GenerateWithCache:
 
     def __init__(self, model: Any, format: str) -> None:
         QuantizedKVCache(model.config, format)
-        self.model, self.format = model, format
+        self.model, self.format, self.longest = model, format, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; arguments as of the model's class.
 
         Raises:
-            ValueError: `cache_implementation` names a cache.
+            ValueError: `cache_implementation` names another cache than "static", or it does and no argument says how
+                long the cache is to be.
         """
         model = self.model
         given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
@@ -141,18 +143,38 @@ class GenerateWithCache:
 
         own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
         if not own and setting("use_cache") is not False:
-            chosen = setting("cache_implementation")
-            if chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
+            chosen, length = setting("cache_implementation"), None
+            if chosen == "static":
+                length = self._static_length(args, kwargs, setting)
+                kwargs["cache_implementation"] = None  # wins over the configs, as they name a cache no more
+            elif chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
                 raise ValueError(
                     f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
-                    "grows with its tokens, so it has no static shapes, and is not offloaded: leave "
-                    "cache_implementation out, or pass the other cache itself"
+                    'grows with its tokens, or has static shapes by cache_implementation="static", and is not '
+                    "offloaded: leave cache_implementation out, or pass the other cache itself"
                 )
-            cache = QuantizedKVCache(model.config, self.format)
+            cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
             if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()  # as `generate` does with the caches that it makes for assistants
             kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs)
+
+    def _static_length(self, args: Any, kwargs: dict[str, Any], setting: Callable[[str], Any]) -> int:
+        """Return the tokens that a static cache must hold, those of earlier calls at least: others would be compiled.
+
+        Raises:
+            ValueError: neither `max_new_tokens`, `max_length` nor `max_cache_len` is set.
+        """
+        prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        tokens = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
+        new, most, given = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
+        if new is None and most is None and given is None:
+            raise ValueError(
+                f'cache_implementation="static" and kv_cache={self.format!r}: set max_new_tokens or max_cache_len, or '
+                f'pass cache=sage_hf.QuantizedKVCache(model.config, "{self.format}", max_cache_len=…)'
+            )
+        self.longest = max(self.longest, given or 0, (most or 0) if new is None else tokens + new)
+        return self.longest
 
 
 def _kind_of(layer: Any) -> str:

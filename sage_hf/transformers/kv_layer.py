@@ -206,14 +206,16 @@ class QuantizedLayer(DynamicLayer):
             self.whole_reason = (
                 "the model changes K and V behind the cache" if is_changed else "the prompt's mask is added to scores"
             )
-        if past and not (reason := limit_of_keywords(module, query, key, scaling, keywords) or _limit_of_mask(mask, query.shape[2], past)):
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            valid = _keys_of(mask, query.shape[2], past)
-            output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
-            self.note.kernels[kernel] = why
-            self._note_size()
-            return output.transpose(1, 2).contiguous(), None
         if past:
+            reason = limit_of_keywords(module, query, key, scaling, keywords)
+            reason = reason or _limit_of_mask(mask, query.shape[2], past)
+            if not reason:
+                scale = query.shape[3] ** -0.5 if scaling is None else scaling
+                valid = _keys_of(mask, query.shape[2], past)
+                output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
+                self.note.kernels[kernel] = why
+                self._note_size()
+                return output.transpose(1, 2).contiguous(), None
             self.note.kernels[WHOLE] = reason
         result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
         valid = None if past else _tokens_of(mask, query.shape[2])

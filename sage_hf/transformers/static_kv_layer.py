@@ -101,8 +101,8 @@ class StaticQuantizedLayer(QuantizedLayer):
         past = 0 if self.cache is None else self.cache.length
         if past + key_states.shape[2] > self.max_cache_len:
             raise ValueError(
-                f"KV cache: {key_states.shape[2]} tokens behind {past} do not fit into a cache of {self.max_cache_len}: "
-                "make one with a larger max_cache_len"
+                f"KV cache: {key_states.shape[2]} tokens behind {past} do not fit into a cache of "
+                f"{self.max_cache_len}: make one with a larger max_cache_len"
             )
         return self._update(key_states, value_states, kwargs)
 
@@ -161,11 +161,13 @@ class StaticQuantizedLayer(QuantizedLayer):
         self.note.kernels[kernel] = reason
         return result
 
-    def _store(self, *tensors: torch.Tensor | None) -> None:
-        super()._store(*tensors)
+    def _store(
+        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        super()._store(query, key, value, valid)
         self.is_filled = True
 
-    def get_seq_length(self, *args: Any) -> int | torch.Tensor:
+    def get_seq_length(self, *args: Any) -> Any:
         """Return the number of tokens, a tensor on the device if there are any, as transformers' static layers do."""
         return 0 if self.cache is None or self.cache.counts is None else self.cache.counts[0]
 

@@ -448,8 +448,9 @@ def attend_to_part(
     """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
     Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one of the first
-    tokens and one of the newest. `length`: before the step; with `counts`, these say it, and `coded_after`. `partial` is float32 (batch · kv heads, parts, ROWS,
-    CHANNELS), not divided by the sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
+    tokens and one of the newest. `length`: before the step; with `counts`, these say it and `coded_after`, and the sums
+    of a step without room are NaN. `partial` is float32 (batch · kv heads, parts, ROWS, CHANNELS), not divided by the
+    sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
     if counts is not None:
         length, coded, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
@@ -608,8 +609,8 @@ def merge_kv_parts(
         tl.extra.cuda.gdc_wait()
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if counts is not None:
-        if row + head + batch == 0:  # the launches before have read them
-            length, coded, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
+        length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
+        if row + head + batch == 0:  # the launches before have ended
             tl.store(counts, tl.where(fits, length + q_len, length))
             tl.store(counts + 1, coded_after)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
