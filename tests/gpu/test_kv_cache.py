@@ -127,19 +127,22 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_steps_one_by_one_store_what_replayed_steps_store(format):
-    """The second launch of a shape is repeated and compared with a first one, and must not count twice."""
+def test_steps_one_by_one_store_what_replayed_steps_store(format, monkeypatch):
+    """The second step repeats launches and compares them with new ones, and must count once."""
+    monkeypatch.setattr(kv_decode, "_repeated", {})
     query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
     one = KVCache(get_format(format), key)
     one.fix(512)
     kv_cache.store(one, *(x[:, :, :200] for x in (query, key, value)))
-    two = copy.deepcopy(one)
-    replayed = Replayed(two, [x[:, :, 200:201] for x in (query, key, value)], None)
-    for length in range(200, 220):
-        new = [x[:, :, length : length + 1] for x in (query, key, value)]
-        output = kv_step.step(one, *new, None, 128**-0.5, emulated=False).transpose(1, 2)
-        assert torch.equal(replayed(new), output)
-        assert one.counts.tolist() == two.counts.tolist() == [length + 1, length + 1 - 64]
+    two, outputs = copy.deepcopy(one), []
+    new = [[x[:, :, length : length + 1] for x in (query, key, value)] for length in range(200, 220)]
+    for number, tensors in enumerate(new):
+        outputs.append(kv_step.step(one, *tensors, None, 128**-0.5, emulated=False).transpose(1, 2))
+        assert one.counts.tolist() == [201 + number, 201 + number - 64]
+    replayed = Replayed(two, new[0], None)
+    assert all(torch.equal(replayed(tensors), output) for tensors, output in zip(new, outputs, strict=True))
+    one.read_counts()
+    assert_same(one, two)
 
 
 def test_a_replay_without_room_stores_nothing_and_gives_nan():
