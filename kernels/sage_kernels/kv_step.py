@@ -87,7 +87,7 @@ def _step(
 ) -> torch.Tensor:
     cache = KVCache.of(get_format(format), query.shape[3], key.dtype, tensors)
     kernel, _ = kv_kernel(cache, query)
-    return kernel.step(cache, query, key, value, valid, scale).transpose(1, 2).contiguous()
+    return kernel.decode(cache, query, key, value, valid, scale).transpose(1, 2).contiguous()
 
 
 def _fake_step(query: torch.Tensor, *arguments: Any) -> torch.Tensor:

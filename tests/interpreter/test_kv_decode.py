@@ -165,11 +165,12 @@ def test_the_codes_are_divided_so_that_multiprocessors_share_them_evenly(pairs, 
     assert kv_decode._code_parts(pairs, tokens // 64, torch.device("cuda")) == parts
 
 
-def fixed(cache: KVCache, capacity: int) -> KVCache:
-    """Return an empty cache with the transforms of another one, and a capacity that stays."""
-    cache = copy.deepcopy(cache)
-    cache.fix(capacity)
-    return cache
+def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:
+    """Decode from a cache of fixed capacity as the operator does, which knows its tensors alone."""
+    tensors = [getattr(cache, name) for name in KVCache.FIXED]
+    return kv_decode.decode(
+        KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,8 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
     valid[0, :19] = not padded
     one = KVCache(get_format(format), key)
     reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), valid[:, :prompt])
-    two = fixed(one, 512)
+    two = copy.deepcopy(one)
+    two.fix(512)
     pointers = [getattr(two, name).data_ptr() for name in KVCache.FIXED]
     for cache in (one, two):
         kv_append.append(cache, key[:, :, :prompt], value[:, :, :prompt])
@@ -198,8 +200,7 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
         new = [x[:, :, length : length + 1] for x in (query, key, value)]
         seen = valid[:, : length + 1].contiguous() if padded else None
         expected = kv_decode.decode(one, *new, seen, head_dim**-0.5)
-        shell = KVCache.of(two.format, head_dim, two.dtype, [getattr(two, name) for name in KVCache.FIXED])
-        assert torch.equal(kv_decode.step(shell, *new, valid if padded else None, head_dim**-0.5), expected)
+        assert torch.equal(step(two, *new, valid if padded else None, head_dim**-0.5), expected)
         assert two.counts.tolist() == [one.length, one.coded]
     two.read_counts()
     assert_same(one, two)
@@ -213,10 +214,10 @@ def test_a_step_without_room_stores_nothing_and_gives_nan():
     cache.fix(512)
     kv_append.append(cache, key[:, :, :511], value[:, :, :511])
     new = [x[:, :, 511:512] for x in (query, key, value)]
-    assert kv_decode.step(cache, *new, None, 0.125).isfinite().all()
+    assert step(cache, *new, None, 0.125).isfinite().all()
     before = copy.deepcopy(cache)
     for _ in range(2):
-        assert kv_decode.step(cache, *(x[:, :, 512:] for x in (query, key, value)), None, 0.125).isnan().all()
+        assert step(cache, *(x[:, :, 512:] for x in (query, key, value)), None, 0.125).isnan().all()
     assert cache.counts.tolist() == [512, 448]
     for name in KVCache.FIXED:
         assert torch.equal(getattr(cache, name), getattr(before, name)), name

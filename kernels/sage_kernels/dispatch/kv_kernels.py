@@ -35,20 +35,10 @@ class KVKernel(Protocol):
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`."""
+        """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`.
 
-    def step(
-        self,
-        cache: KVCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        valid: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        """Append and attend as `decode` does, with the length that `cache.counts` says and counts on.
-
-        A native kernel does not wait for the device; where there is no room, it stores nothing and returns NaN.
+        With a cache that is ahead, a native kernel counts on the device and does not wait for it: without room it
+        stores nothing and returns NaN. `valid` then has `capacity` columns.
         """
 
 

@@ -82,8 +82,8 @@ class KVCache:
         equalizer: float32 as key_mean, powers of two by which K is divided.
         value_unit: float32 (batch, kv_heads), powers of two by which V is divided.
         start: int32 (batch,), first column that is no padding.
-        counts: int32 (2,), `length` and `coded` where the device counts (`fix`), which may be ahead of those
-            attributes until `read_counts`; None: the attributes are all there is.
+        counts: int32 (2,), `length` and `coded` on the device, of a cache of fixed capacity; else None.
+        is_ahead: only `counts` are right, until `read_counts`.
     """
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
@@ -121,13 +121,15 @@ class KVCache:
         self.value_unit = zeros() + 1
         self.start = torch.zeros(batch, dtype=torch.int32, device=key.device)
         self.counts: torch.Tensor | None = None
+        self.is_ahead = False
 
     @classmethod
     def of(cls, format: KVFormat, head_dim: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> KVCache:
-        """Return a cache with the tensors of a fixed one, in the order of `FIXED`; only `counts` knows its length."""
+        """Return a cache that is ahead, with the tensors of a fixed one in the order of `FIXED`."""
         cache = cls.__new__(cls)
         vars(cache).update(zip(cls.FIXED, tensors, strict=True))
-        cache.format, cache.head_dim, cache.dtype, cache.is_frozen = format, head_dim, dtype, True
+        cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
+        cache.is_frozen = cache.is_ahead = True
         cache.channels, cache.capacity = cache.recent_key.shape[3], cache.key_codes.shape[2]
         cache.length = cache.coded = cache.highest = 0
         return cache
@@ -192,6 +194,7 @@ class KVCache:
         if self.counts is not None:
             self.length, self.coded = self.counts.tolist()
             self.highest = max(self.highest, self.length)
+            self.is_ahead = False
 
     def _write_counts(self) -> None:
         if self.counts is not None:

@@ -66,7 +66,6 @@ def step_call(
     scale: float,
     rows: torch.Tensor,
     constants: torch.Tensor,
-    counts: torch.Tensor | None,
     overlap: bool,
 ) -> Call:
     """Return the launch that stores the tokens of a step of decoding, and its queries as `kv_decode` takes them.
@@ -78,11 +77,10 @@ def step_call(
         rows: float16 (batch · kv_heads, rows of Q of a KV head, padded, channels): transformed, of maximum 1.
         constants: float32 (batch · kv_heads, 3, rows): the factor of the scores in base 2, the sum of a row, and BIAS
             times its sum with the factors of the codes.
-        counts: `cache.counts` where they say the length; None: the cache's attributes do.
         overlap: the next kernel may start before this one has ended.
     """
     arguments = dict(
-        **_arguments(cache, key, value, cache.coded_after(key.shape[2]), counts),
+        **_arguments(cache, key, value, cache.coded_after(key.shape[2])),
         query=query,
         rows=rows,
         constants=constants,
@@ -97,9 +95,7 @@ def step_call(
     return append_tokens, (1, cache.kv_heads, cache.batch * 3), arguments
 
 
-def _arguments(
-    cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after: int, counts: torch.Tensor | None = None
-) -> dict[str, Any]:
+def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after: int) -> dict[str, Any]:
     return dict(
         key=key,
         value=value,
@@ -113,7 +109,7 @@ def _arguments(
         equalizer=cache.equalizer,
         value_unit=cache.value_unit,
         start=cache.start,
-        counts=counts,
+        counts=cache.counts if cache.is_ahead else None,
         batch_size=cache.batch,
         length=cache.length,
         coded=cache.coded,

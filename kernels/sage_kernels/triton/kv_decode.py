@@ -83,46 +83,13 @@ def decode(
         valid: bool (batch or 1, length + q_len); None: all.
         scale: factor of the scores, above 0.
         capability: of the GPU.
+
+    Where the cache is ahead, the device counts: the same launches serve every length, `valid` has `capacity` columns,
+    and a step without room stores nothing and gives NaN.
     """
-    output = _decode(cache, query, key, value, valid, scale, capability, None)
-    cache.advance(key.shape[2])
-    return output
-
-
-def step(
-    cache: KVCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    scale: float,
-    capability: tuple[int, int] = (9, 0),
-) -> torch.Tensor:
-    """Append and attend as `decode` does, where the device counts: the same launches serve every length.
-
-    Args:
-        cache: with `counts`, which the last launch counts on.
-        query, key, value, scale, capability: as in `decode`.
-        valid: bool (batch or 1, at least the capacity); None: all.
-
-    Returns:
-        As `decode`; NaN, and nothing is stored, if there is no room.
-    """
-    return _decode(cache, query, key, value, valid, scale, capability, cache.counts)
-
-
-def _decode(
-    cache: KVCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor | None,
-    scale: float,
-    capability: tuple[int, int],
-    counts: torch.Tensor | None,
-) -> torch.Tensor:
     batch, q_heads, q_len, head_dim = query.shape
     device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
+    counts = cache.counts if cache.is_ahead else None
     most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config = config_for(capability)
@@ -157,7 +124,7 @@ def _decode(
             repeated.run(query.device.index, changing)
     if repeated is None or not repeated.is_checked:
         expected = output if repeated is None else torch.empty_like(output)
-        calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability, counts)
+        calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability)
         if counts is not None and before is not None:
             counts.copy_(before)
         for kernel, grid, arguments in calls:  # the tokens are stored once more, at their places
@@ -168,6 +135,8 @@ def _decode(
                 _repeated.clear()
             with contextlib.suppress(AttributeError, NotRepeatableError, OSError), torch.cuda.device(device):
                 _repeated[same] = RepeatedLaunches(calls, changing)
+    if counts is None:
+        cache.advance(q_len)
     return output
 
 
@@ -237,7 +206,6 @@ def _calls(
     buffers: _Buffers,
     config: Config,
     capability: tuple[int, int],
-    counts: torch.Tensor | None,
 ) -> list[Call]:
     """Return the launches of a step."""
     batch, q_heads, q_len, head_dim = query.shape
@@ -255,7 +223,7 @@ def _calls(
         key_scales=cache.key_scales.view(torch.int32),
         value_scales=cache.value_scales.view(torch.int32),
         start=cache.start,
-        counts=counts,
+        counts=cache.counts if cache.is_ahead else None,
         valid=valid,
         partial=partial,
         statistics=statistics,
@@ -290,7 +258,7 @@ def _calls(
         statistics=statistics,
         output=output,
         value_unit=cache.value_unit,
-        counts=counts,
+        counts=cache.counts if cache.is_ahead else None,
         number=parts,
         q_len=q_len,
         group=group,
@@ -308,7 +276,7 @@ def _calls(
         num_warps=MERGE_WARPS,
     )
     return [
-        step_call(cache, query, key, value, scale, rows, constants, counts, overlap),
+        step_call(cache, query, key, value, scale, rows, constants, overlap),
         (attend_to_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
         (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
     ]

@@ -311,20 +311,6 @@ class TritonKVKernel:
         output: torch.Tensor = _load("kv_decode").decode(cache, query, key, value, valid, scale, _capability(query))
         return output
 
-    def step(
-        self,
-        cache: KVCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        valid: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        """Append tokens and attend with them where the device counts; see `kv_decode.step`."""
-        query, key, value = map(_packed_channels, (query, key, value))
-        output: torch.Tensor = _load("kv_decode").step(cache, query, key, value, valid, scale, _capability(query))
-        return output
-
 
 def register_kernels() -> None:
     """Register the kernels, those preferred first."""
