@@ -66,6 +66,15 @@ def step(
     return output
 
 
+def length_of(cache: KVCache) -> torch.Tensor:
+    """Return a copy of the length that the device counts, int32 without dimensions.
+
+    It is an operator: of a plain expression, compiled code may read the count anew behind a step that has changed it.
+    """
+    length: torch.Tensor = torch.ops.sage_kernels.kv_length(cache.counts)
+    return length
+
+
 def serving_kernel(cache: KVCache, query: torch.Tensor) -> tuple[str, str, bool]:
     """Return the kernel that serves a step with such a query, why no better one does, and whether it emulates."""
     kernel, reason = kv_kernel(cache, query)
@@ -95,8 +104,16 @@ def _fake_step(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return query.new_empty(batch, q_len, q_heads, head_dim)
 
 
+def _length(counts: torch.Tensor) -> torch.Tensor:
+    return counts[0].clone()
+
+
 _unsafe = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-for _name, _tags in (("kv_step", ()), (EMULATED, _unsafe)):
-    library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, *_tags))
-    library.impl(_name, _step, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sage_kernels::{_name}", _fake_step, lib=library)
+for _name, _arguments, _implementation, _fake, _tags in (
+    ("kv_step", _schema, _step, _fake_step, ()),
+    (EMULATED, _schema, _step, _fake_step, _unsafe),
+    ("kv_length", "(Tensor counts) -> Tensor", _length, lambda counts: counts.new_empty(()), ()),
+):
+    library.define(_name + _arguments, tags=(torch.Tag.pt2_compliant_tag, *_tags))
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=library)

@@ -102,7 +102,7 @@ class QuantizedKVCache(Cache):
         others = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
         for layer in quantized:
             layer.settle()
-        if self.is_static and not all(layer.is_croppable for layer, _ in others):
+        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in others):
             raise RuntimeError("a layer with a sliding window does not track past states, and cannot be cropped")
         try:
             for layer, _ in others:

@@ -169,7 +169,7 @@ class StaticQuantizedLayer(QuantizedLayer):
 
     def get_seq_length(self, *args: Any) -> Any:
         """Return the number of tokens, a tensor on the device if there are any, as transformers' static layers do."""
-        return 0 if self.cache is None or self.cache.counts is None else self.cache.counts[0]
+        return 0 if self.cache is None else kv_step.length_of(self.cache)
 
     def get_max_length(self) -> int:
         """Return the capacity."""
@@ -197,7 +197,8 @@ class StaticQuantizedLayer(QuantizedLayer):
 
     def _note_size(self) -> None:
         super()._note_size()
-        self.note.tokens = self.get_seq_length()
+        assert self.cache is not None and self.cache.counts is not None
+        self.note.tokens = self.cache.counts[0]
 
     def _note_whole(self, reason: str) -> None:
         """Raise ValueError: a static cache is not dequantised."""

@@ -63,6 +63,24 @@ def test_generate_compiles_decoding_by_inductor(format, graphs):
     assert graphs() == 1
 
 
+@pytest.mark.audit
+def test_layers_behind_a_step_see_the_length_before_it():
+    """Inductor computes positions and the mask anew in each layer, where the device has counted the step already.
+
+    Some 4 sums of at most 150 terms in each of 3 layers are off by 2^-24 of the terms; another position costs 0.7 %.
+    """
+    model = build(num_hidden_layers=3)
+    one, two = new_cache(model), static(model)
+    for cache in (one, two):
+        step(model, cache, prompt(0)["input_ids"])
+    compiled = torch.compile(model.forward, fullgraph=True)
+    for number in range(4):
+        token = torch.full((2, 1), 7 + number)
+        with torch.no_grad():
+            found = compiled(token, cache=two).logits
+        assert distance(found, step(model, one, token)) < 150 * 12 * 2**-24
+
+
 @pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
 def test_logits_are_the_growing_caches_token_by_token(format):
     """From a prompt of one token, over the first and the newest tokens in 16 bits, to the first codes: equal to the
