@@ -34,7 +34,7 @@ class QuantizedKVCache(Cache):
 
     With static shapes memory is taken at once, and decoding from whole K and V is refused: attention must be ours, and
     hand on no keyword, mask or bias that the codes cannot serve. More tokens than there is room for are a ValueError,
-    but behind single steps on a GPU, which nothing waits for: there they give NaN.
+    but in compiled steps on a GPU, which nothing waits for: there they give NaN.
 
     Raises:
         ValueError: the format is unknown, max_cache_len is below 1, offloading is asked for, the model is an

@@ -88,9 +88,12 @@ class StaticQuantizedLayer(QuantizedLayer):
                 before, or attention would need whole K and V.
             RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
         """
-        if self._is_step(key_states):
-            return self._update(key_states, value_states, kwargs)
-        return self._update_eagerly(key_states, value_states, kwargs)
+        if not self._is_step(key_states):
+            return self._update_eagerly(key_states, value_states, kwargs)
+        if self.cache is not None and not torch.compiler.is_compiling():
+            self.cache.length += 1  # at least: steps that were compiled are not among them
+            self.cache.reserve(self.cache.length)
+        return self._update(key_states, value_states, kwargs)
 
     @eagerly
     def _update_eagerly(

@@ -167,7 +167,7 @@ def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(form
     torch._dynamo.utils.counters.clear()
     model = build().cuda()
     inputs = {name: x.cuda() for name, x in prompt().items()}
-    kwargs = {**inputs, "max_new_tokens": 200, "do_sample": False}
+    kwargs = {**inputs, "max_new_tokens": 100, "do_sample": False}
     expected = model.generate(**kwargs, cache=new_cache(model, format))
     for _ in range(2):
         cache = sage_hf.QuantizedKVCache(model.config, format, max_cache_len=512)
