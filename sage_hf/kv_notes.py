@@ -16,7 +16,7 @@ class KVNote:
     Attributes:
         format: of the layers in few bits.
         kept: reason why layers stay in 16 bits -> their numbers.
-        tokens: in the cache; a tensor without dimensions where the device counts them.
+        tokens: in the cache; where the device counts them, a tensor of which it is the first element.
         bytes: number of a layer in few bits -> bytes of its tensors.
         kernels: kernel that decoded, or "whole K and V" -> why no better one did; "" if it is the best.
     """
@@ -29,7 +29,7 @@ class KVNote:
 
     def __str__(self) -> str:
         # Copies: another thread may be writing.
-        text = f"KV cache: {self.format} in {len(self.bytes)} layers, {int(self.tokens):,} tokens, "
+        text = f"KV cache: {self.format} in {len(self.bytes)} layers, {int(torch.as_tensor(self.tokens).flatten()[0]):,} tokens, "
         text += f"{sum(self.bytes.copy().values()):,} bytes"
         for kernel, reason in self.kernels.copy().items():
             text += f"; decoded by {kernel}" + (f" ({reason})" if reason else "")

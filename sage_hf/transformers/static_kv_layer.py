@@ -201,7 +201,7 @@ class StaticQuantizedLayer(QuantizedLayer):
     def _note_size(self) -> None:
         super()._note_size()
         assert self.cache is not None and self.cache.counts is not None
-        self.note.tokens = self.cache.counts[0]
+        self.note.tokens = self.cache.counts
 
     def _note_whole(self, reason: str) -> None:
         """Raise ValueError: a static cache is not dequantised."""
