@@ -29,7 +29,8 @@ class KVNote:
 
     def __str__(self) -> str:
         # Copies: another thread may be writing.
-        text = f"KV cache: {self.format} in {len(self.bytes)} layers, {int(torch.as_tensor(self.tokens).flatten()[0]):,} tokens, "
+        tokens = int(torch.as_tensor(self.tokens).flatten()[0])
+        text = f"KV cache: {self.format} in {len(self.bytes)} layers, {tokens:,} tokens, "
         text += f"{sum(self.bytes.copy().values()):,} bytes"
         for kernel, reason in self.kernels.copy().items():
             text += f"; decoded by {kernel}" + (f" ({reason})" if reason else "")
