@@ -5,13 +5,15 @@
     python benchmarks/kv_cache.py --dry      one small shape on a CPU, to see that the program runs; writes nothing
 
 A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
-provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward
-in eager mode: with random weights, and 8 of Llama-3-8B's 32 layers.
+provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward:
+with random weights, and 8 of Llama-3-8B's 32 layers. Caches that grow run in eager mode; those of static shapes in the
+model that transformers compiles for decoding.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from sage_hf import QuantizedKVCache
 from sage_hf.bench.results import facts
@@ -38,6 +40,8 @@ MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8
 MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 TINY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+WARM_STEPS = 5
+"""Steps before those that are measured, among them one that compiles and one that is captured."""
 COLD_BYTES = 2.2e8
 """Bytes of the caches that take turns, several times the L2."""
 
@@ -179,34 +183,39 @@ def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def model_row(model: LlamaForCausalLM, batch: int, tokens: int, format: str, steps: int) -> dict[str, Any]:
-    """Measure the tokens of a model behind a prompt; format "bf16": transformers' default cache with its SDPA."""
+def model_row(
+    model: LlamaForCausalLM, batch: int, tokens: int, format: str, static: bool, steps: int
+) -> dict[str, Any]:
+    """Measure the tokens of a model behind a prompt; format "bf16": transformers' own cache with its SDPA."""
     device, config = model.device, model.config
     ids = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
-    cache: DynamicCache | QuantizedKVCache
+    length = tokens + WARM_STEPS + steps
+    cache: Cache
     if format == "bf16":
-        cache, attention = DynamicCache(config=config), "sdpa"
+        cache, attention = StaticCache(config, length) if static else DynamicCache(config=config), "sdpa"
     else:
-        cache, attention = QuantizedKVCache(config, format), "sage2"
+        cache, attention = QuantizedKVCache(config, format, max_cache_len=length if static else None), "sage2"
     model.set_attn_implementation(attention)
     name = cache_keyword(model)
+    torch.compiler.reset()
+    decode = model.get_compiled_call(None) if static and device.type == "cuda" else model
 
     def forward(ids: torch.Tensor) -> float:
         start = time.perf_counter()
-        model(ids, **{name: cache}, logits_to_keep=1)
+        (decode if ids.shape[1] == 1 else model)(ids, **{name: cache}, logits_to_keep=1)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - start)
 
     forward(ids)
-    for _ in range(3):
+    for _ in range(WARM_STEPS):
         forward(ids[:, :1])
     taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
     if isinstance(cache, QuantizedKVCache):
         size, provider = sum(cache.note.bytes.values()), f"sage_hf ({', '.join(cache.note.kernels)})"
     else:
         size, provider = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), "transformers"
-    row = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
+    row = {"batch": batch, "tokens": tokens, "format": format, "static": static, "provider": provider}
     return {**row, "layers": config.num_hidden_layers, "ms_per_token": taken, "cache_bytes": size}
 
 
@@ -222,8 +231,8 @@ def main() -> None:
         start = time.perf_counter()
         print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
         tiny = model_of(TINY_MODEL | TINY_HEADS, "cpu")
-        for format in ("bf16", "int4"):
-            print(model_row(tiny, 1, 150, format, 1))
+        for format, static in itertools.product(("bf16", "int4"), (False, True)):
+            print(model_row(tiny, 1, 150, format, static, 1))
         return
     found = facts(torch.device("cuda"))
     name = found["gpu"].lower().replace(" ", "-")
@@ -262,13 +271,16 @@ def measure_models(path: Path, written: dict[str, Any]) -> None:
     """Measure a model's tokens, of all shapes and formats."""
     model, rows = model_of(MODEL | MODEL_HEADS, "cuda"), []
     for batch, tokens in MODEL_SHAPES:
-        for format in ("bf16", "int8", "int4"):
+        for format, static in itertools.product(("bf16", "int8", "int4"), (False, True)):
             try:
-                rows.append(model_row(model, batch, tokens, format, 20))
+                rows.append(model_row(model, batch, tokens, format, static, 20))
                 path.write_text(json.dumps({**written, "models": rows}, indent=1) + "\n")
                 print(rows[-1], flush=True)
             except Exception as error:
-                print(f"left out: {batch}, {tokens}, {format}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(
+                    f"left out: {batch}, {tokens}, {format}, {static=}: {type(error).__name__}: {str(error)[:200]}",
+                    flush=True,
+                )
             torch.cuda.empty_cache()
 
 

@@ -287,6 +287,22 @@ def kv_cache_generates(code: str, capsys: pytest.CaptureFixture) -> None:
     assert names["cache"].layers[0].cache.length == 81 and shown in capsys.readouterr().out
 
 
+@claim("max_cache_len=8192")
+def static_kv_cache_generates(code: str) -> None:
+    model = tiny.llama(head_dim=64)
+    if "cache" not in inspect.signature(type(model).forward).parameters:
+        pytest.skip("this transformers does not hand a cache's keywords to attention")
+    sage_hf.apply(model, "sage2", kv_cache="int4")
+    names = scope(model=model)
+    names["inputs"] |= {"pad_token_id": 0}
+
+    def explained() -> None:
+        assert "KV cache: int4 in 2 layers, 335 tokens" in str(sage_hf.explain(model))
+
+    run(code, names, {'cache_implementation="static"': explained})
+    assert names["cache"].get_max_length() == 8192 and names["cache"].get_seq_length() > 80
+
+
 @claim("enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))")
 def parallel_recipe(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, given = tiny.cogvideox(), parallelism_of(monkeypatch)

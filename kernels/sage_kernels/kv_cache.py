@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch.kv_kernels import kv_kernel
+from .dispatch.kv_kernels import KVKernel, kv_kernel
 from .spec.checks import SUPPORTED_DTYPES
 from .spec.kv_cache import MAX_QUERIES, KVCache
 
@@ -35,7 +35,7 @@ def store(
     Raises:
         ValueError: a size, dtype or device is another one.
     """
-    _check_tokens(cache, query, key, value)
+    check_tokens(cache, query, key, value)
     _check_valid(cache, valid, key.shape[2])
     if not cache.is_frozen:
         import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, valid)
@@ -68,7 +68,7 @@ def decode(
     Raises:
         ValueError: a size, dtype or device is another one, the cache is empty, or scale is not above 0.
     """
-    _check_tokens(cache, query, key, value)
+    check_tokens(cache, query, key, value)
     _check_valid(cache, valid, cache.length + key.shape[2])
     if not cache.length or not scale > 0 or key.shape[2] > MAX_QUERIES:
         raise ValueError(
@@ -77,7 +77,12 @@ def decode(
         )
     kernel, reason = kv_kernel(cache, query)
     output = kernel.decode(cache, query, key, value, valid, scale)
-    return output, kernel.name if kernel.native else f"{kernel.name} (emulated)", reason
+    return output, kernel_name(kernel), reason
+
+
+def kernel_name(kernel: KVKernel) -> str:
+    """Return a kernel's name, and whether it emulates."""
+    return kernel.name if kernel.native else f"{kernel.name} (emulated)"
 
 
 def whole(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +91,7 @@ def whole(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def _check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
+def check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise ValueError for tensors that a kernel would read out of bounds or as something else."""
     size = cache.batch, cache.kv_heads, key.shape[-2], cache.head_dim
     if key.shape != size or value.shape != size or not size[2]:

@@ -1,55 +1,17 @@
-"""transformers' cache with keys and values in few bits, and the attention function that decodes from it.
-
-A cache layer puts itself into the keywords of the attention function of the same call, and returns the new tokens only.
-An attention that is not ours does not know the keyword: for it, and for models that do not hand keywords on, the layer
-returns whole K and V, dequantised.
-"""
+"""transformers' cache with keys and values in few bits, and `generate` with one."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
-from huggingface_hub.utils import logging
-from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from sage_hf import kv_notes
-from sage_hf.names import NAMES
-from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.bridge import implementation_of_config
-from sage_hf.transformers.keywords import sort_keywords
-from sage_hf.transformers.masks import causality_of
-from sage_kernels import kv_cache
-from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
-
-logger = logging.get_logger(__name__)
-
-HANDLE = "sage_kv_layer"
-"""Keyword by which a cache layer reaches the attention function."""
-WHOLE = "whole K and V"
-DTYPES = torch.float16, torch.bfloat16, torch.float32
-
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-_warned: set[str] = set()
-
-
-def eagerly(method: Method) -> Method:
-    """Have the compiler run a method as it is; a call that is not compiled does without the cost of that."""
-    disabled = torch.compiler.disable(method)
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
-
-    return cast(Method, run)
+from sage_hf.transformers.kv_layer import QuantizedLayer, warn_once
+from sage_hf.transformers.static_kv_layer import StaticQuantizedLayer
+from sage_kernels.spec.kv_cache import STRIP, get_format
 
 
 class QuantizedKVCache(Cache):
@@ -66,19 +28,31 @@ class QuantizedKVCache(Cache):
     Args:
         config: of the model: `model.config`.
         format: "int8", "int4" or "nvfp4" (numerics of Blackwell, emulated).
+        max_cache_len: capacity in tokens, rounded up to a multiple of 512, for static shapes: `generate` compiles
+            decoding as it does with transformers' `StaticCache`. None: the cache grows with its tokens.
         offloading: not supported.
 
+    With static shapes memory is taken at once, and decoding from whole K and V is refused: attention must be ours, and
+    hand on no keyword, mask or bias that the codes cannot serve. More tokens than there is room for are a ValueError,
+    but in compiled steps on a GPU, which nothing waits for: there they give NaN.
+
     Raises:
-        ValueError: the format is unknown, offloading is asked for, the model is an encoder-decoder, its layers share
-            keys and values, or it reads the cache itself (Mllama).
+        ValueError: the format is unknown, max_cache_len is below 1, offloading is asked for, the model is an
+            encoder-decoder, its layers share keys and values, or it reads the cache itself (Mllama).
 
     Example:
         >>> cache = sage_hf.QuantizedKVCache(model.config, "int4")
         >>> model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
+        >>> cache = sage_hf.QuantizedKVCache(model.config, "int4", max_cache_len=8192)
+        >>> model.generate(**inputs, cache=cache)  # compiles decoding; transformers 5.24
     """
 
-    def __init__(self, config: Any, format: str = "int4", *, offloading: bool = False) -> None:
+    def __init__(
+        self, config: Any, format: str = "int4", *, max_cache_len: int | None = None, offloading: bool = False
+    ) -> None:
         get_format(format)
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len must be 1 token at least, got {max_cache_len}")
         if offloading:
             raise ValueError("a quantised KV cache is not offloaded: it is kept small so that it fits on the GPU")
         if getattr(config, "is_encoder_decoder", False):
@@ -90,21 +64,28 @@ class QuantizedKVCache(Cache):
         if getattr(config, "cross_attention_layers", None):
             raise ValueError(f"{type(config).__name__}: the model itself reads cached K and V of cross-attention")
         self.note = kv_notes.KVNote(format)
-        layers: list[Any] = list(DynamicCache(config=config).layers)
+        self.is_static = max_cache_len is not None
+        layers: list[Any] = list(
+            DynamicCache(config=config).layers
+            if max_cache_len is None
+            else StaticCache(config, -(-max_cache_len // STRIP) * STRIP).layers
+        )
         latest: QuantizedLayer | None = None
         for number, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 layers[number] = latest = QuantizedLayer(config, self.note, number, latest)
+            elif type(layer) is StaticLayer:
+                layers[number] = latest = StaticQuantizedLayer(config, self.note, number, latest, layer, layers)
             else:
                 self.note.kept.setdefault(_kind_of(layer), []).append(number)
         super().__init__(layers=layers)
         for reason, numbers in self.note.kept.items():
-            _warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
+            warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
 
     @property
     def is_compileable(self) -> bool:
-        """Return False: no layer has static shapes."""
-        return False
+        """Return whether all layers have static shapes, so that `generate` compiles decoding."""
+        return self.is_static and super().is_compileable
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove so many of the newest tokens, given as a negative number; keep so many if it is positive.
@@ -114,13 +95,15 @@ class QuantizedKVCache(Cache):
                 latest step. The cache is as before.
         """
         if tokens_to_remove > 0:
-            tokens_to_remove -= self.get_seq_length()
+            tokens_to_remove -= int(self.get_seq_length())
             if tokens_to_remove >= 0:
                 return
         quantized = [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
         others = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
         for layer in quantized:
             layer.settle()
+        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in others):
+            raise RuntimeError("a layer with a sliding window does not track past states, and cannot be cropped")
         try:
             for layer, _ in others:
                 layer.crop(tokens_to_remove)
@@ -130,304 +113,6 @@ class QuantizedKVCache(Cache):
             raise
         for layer in quantized:
             layer.crop(tokens_to_remove)
-
-
-class QuantizedLayer(DynamicLayer):
-    """Cache layer in few bits, or in 16 bits where K and V cannot be quantised."""
-
-    supports_early_init = False  # the first K and V decide
-
-    def __init__(self, config: Any, note: kv_notes.KVNote, number: int, before: QuantizedLayer | None = None) -> None:
-        super().__init__()
-        self.config, self.note, self.number, self.before = config, note, number, before
-        self.reset()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
-        """Copy all but the config, which is the model's: it names the attention that comes next."""
-        memo.setdefault(id(self.config), self.config)
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(vars(self), memo))
-        return copied
-
-    def reset(self) -> None:
-        """Forget all tokens and the transforms."""
-        self.keys = self.values = None
-        self.is_initialized = self.is_decided = False
-        self.cache: KVCache | None = None
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.whole_reason = ""
-        self.noted_size: tuple[int, int] | None = None
-
-    def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Decide by the first K and V whether the layer is quantised."""
-        head_dim, v_head_dim = key.shape[-1], value.shape[-1]
-        reason = ""
-        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-            reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
-        elif head_dim != v_head_dim:
-            reason = f"V has head_dim {v_head_dim}, K {head_dim}"
-        elif key.dtype not in DTYPES:
-            reason = f"{key.dtype}"
-        self.is_decided = True
-        if reason:
-            kept = self.note.kept.setdefault(reason, [])
-            if self.number not in kept:  # after reset() it is there
-                kept.append(self.number)
-            _warn_once(f"KV cache: layers stay in 16 bits: {reason}")
-        else:
-            self.cache = KVCache(get_format(self.note.format), key)
-            self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
-
-    @eagerly
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args: Any,
-        kwargs: dict[str, Any] | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new tokens, (batch, kv_heads, tokens, head_dim).
-
-        Args:
-            key_states, value_states: the new tokens.
-            args: what transformers passes before 5.24; not used.
-            kwargs: the keywords of the attention function that is called next.
-            others: not used.
-
-        Returns:
-            The new tokens if our attention comes next; else whole K and V.
-
-        Raises:
-            ValueError: gradients are wanted, or the tokens are of other sequences or heads than those before.
-            RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
-        """
-        if self.before is not None:
-            self.before.check_taken()
-        self.settle()
-        if not self.is_decided:
-            self._decide(key_states, value_states)
-        if self.cache is None:
-            return super().update(key_states, value_states)
-        batch, heads, head_dim = self.cache.batch, self.cache.kv_heads, self.cache.head_dim
-        for x in (key_states, value_states):
-            if (*x.shape[:2], x.shape[3]) != (batch, heads, head_dim):
-                raise ValueError(
-                    f"the KV cache is of {batch} sequences, {heads} heads and head_dim {head_dim}, got {tuple(x.shape)}"
-                )
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
-        implementation = implementation_of_config(self.config)
-        if kwargs is not None and not self.whole_reason and implementation in NAMES:
-            self.pending = key_states, value_states
-            kwargs[HANDLE] = self
-            return key_states, value_states
-        self._note_whole(
-            "the installed transformers does not hand the cache to attention"
-            if kwargs is None
-            else f"attention {implementation!r} reads no codes"
-            if implementation not in NAMES
-            else self.whole_reason
-        )
-        whole = self._with_past(key_states, value_states)
-        self._store(None, key_states, value_states, None)
-        return whole
-
-    @eagerly
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-        forward: Forward,
-        keywords: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the tokens of the latest `update` to the cache, and store them.
-
-        Args:
-            module: the calling attention layer.
-            query: (batch, q_heads, q_len, head_dim).
-            key, value: what the model made of the new tokens since.
-            mask, scaling: as of `sage_attention_forward`.
-            forward: that function, with its recipe.
-            keywords: its other keywords.
-
-        Returns:
-            As `sage_attention_forward`.
-
-        Raises:
-            RuntimeError: there are no new tokens, or behind a prompt the model has changed them.
-        """
-        attend = functools.partial(forward, module, query, scaling=scaling, **keywords)
-        if self.pending is None and self.whole_reason:  # another call with K and V of the prompt
-            return attend(key, value, mask)
-        if self.cache is None or self.pending is None:
-            raise RuntimeError("the KV cache has no new tokens for this attention: update it once before each call")
-        new_key, new_value = self.pending
-        past = self.cache.length
-        is_changed = not (_is_same(key, new_key) and _is_same(value, new_value))
-        if is_changed and past:
-            raise RuntimeError("the model changes K and V behind the KV cache, but did not when it took the prompt")
-        self.pending = None
-        kv_notes.notes[module] = self.note
-        if not past and (is_changed or (mask is not None and mask.dtype != torch.bool)):
-            self.whole_reason = (
-                "the model changes K and V behind the cache" if is_changed else "the prompt's mask is added to scores"
-            )
-        if past and not (reason := self._limit(module, query, key, mask, scaling, keywords)):
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            valid = _keys_of(mask, query.shape[2], past)
-            output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
-            self.note.kernels[kernel] = why
-            self._note_size()
-            return output.transpose(1, 2).contiguous(), None
-        if past:
-            self.note.kernels[WHOLE] = reason
-        result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
-        valid = None if past else _tokens_of(mask, query.shape[2])
-        self._store(None if is_changed else query, new_key, new_value, valid)
-        return result
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Return the number of tokens."""
-        if self.cache is None:
-            return super().get_seq_length()
-        return self.cache.length + (0 if self.pending is None else self.pending[0].shape[2])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest tokens, given as a negative number."""
-        self.settle()
-        if self.cache is None:
-            super().crop(tokens_to_remove)
-        else:
-            self.cache.crop(max(0, self.cache.length + tokens_to_remove))
-            self._note_size()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the batch: sequence i becomes sequence `beam_idx[i]`; beam_idx is (batch,)."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        if self.cache is None:
-            super().batch_repeat_interleave(repeats)
-        else:
-            self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences of these numbers, in their order; or those that a mask marks True."""
-        self.settle()
-        if self.cache is None:
-            if self.is_initialized:
-                super().batch_select_indices(indices)
-        else:
-            self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
-            self._note_size()
-
-    def offload(self) -> None:
-        """Raise ValueError: a quantised cache is not offloaded."""
-        raise ValueError("a quantised KV cache is not offloaded: it is kept small so that it fits on the GPU")
-
-    prefetch = offload
-
-    def _limit(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-        keywords: dict[str, Any],
-    ) -> str:
-        """Name why a step cannot be decoded from the codes; or ""."""
-        assert self.cache is not None
-        q_len, past = query.shape[2], self.cache.length
-        named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
-        given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
-        given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
-        if given:
-            return f"{', '.join(given)} given by the model"
-        if query.shape[0] != key.shape[0] or query.dtype != key.dtype:
-            return "Q and K differ in batch or dtype"
-        if scaling is not None and scaling <= 0:
-            return f"scaling {scaling}"
-        if q_len > MAX_QUERIES:
-            return f"more than {MAX_QUERIES} new tokens"
-        if (mask is None and q_len > 1) or (mask is not None and _keys_of(mask, q_len, past) is mask):
-            return "a mask that is not causality and padding"
-        return ""
-
-    def _with_past(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all tokens: the past ones dequantised, the new ones as they are."""
-        assert self.cache is not None
-        if not self.cache.length:
-            return key, value
-        past_key, past_value = kv_cache.whole(self.cache)
-        return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
-
-    def _store(
-        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
-    ) -> None:
-        assert self.cache is not None
-        kv_cache.store(self.cache, query, key, value, valid)
-        self._note_size()
-
-    def check_taken(self) -> None:
-        """Raise RuntimeError if attention, which should have taken new tokens and the past, saw the new ones only."""
-        if self.pending is not None and self.cache is not None and self.cache.length:
-            raise RuntimeError(
-                "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "
-                "ended that step, the attention function was exchanged, or the cache is of another model's config; "
-                "reset() the cache, or make a new one"
-            )
-
-    def settle(self) -> None:
-        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is.
-
-        Raises:
-            RuntimeError: see `check_taken`.
-        """
-        self.check_taken()
-        if self.pending is None:
-            return
-        (key, value), self.pending = self.pending, None
-        self.whole_reason = "the model does not hand the cache to attention"
-        self._store(None, key, value, None)
-
-    def _note_size(self) -> None:
-        assert self.cache is not None
-        self.note.tokens = self.cache.length
-        size = self.cache.batch, self.cache.capacity
-        if size != self.noted_size:
-            self.noted_size, self.note.bytes[self.number] = size, self.cache.bytes
-
-    def _note_whole(self, reason: str) -> None:
-        self.note.kernels[WHOLE] = reason
-        _warn_once(f"KV cache: K and V are dequantised at every step, which is slow: {reason}")
-
-
-def attention_with_cache(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *args: Any,
-    recipe: str,
-    fallback: str | None = None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `sage_attention_forward`, from a cache of ours where the call's keywords hold a layer of one."""
-    layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
-    forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
-    if layer is None:
-        return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
-    return layer.attend(module, query, key, value, attention_mask, scaling, forward, kwargs)
 
 
 def cache_keyword(model: Any) -> str:
@@ -440,13 +125,14 @@ class GenerateWithCache:
 
     def __init__(self, model: Any, format: str) -> None:
         QuantizedKVCache(model.config, format)
-        self.model, self.format = model, format
+        self.model, self.format, self.longest = model, format, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; arguments as of the model's class.
 
         Raises:
-            ValueError: `cache_implementation` names a cache.
+            ValueError: `cache_implementation` names another cache than "static", or it does and no argument says how
+                long the cache is to be.
         """
         model = self.model
         given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
@@ -457,56 +143,39 @@ class GenerateWithCache:
 
         own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
         if not own and setting("use_cache") is not False:
-            chosen = setting("cache_implementation")
-            if chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
+            chosen, length = setting("cache_implementation"), None
+            if chosen == "static":
+                length = self._static_length(args, kwargs, setting)
+                kwargs["cache_implementation"] = None  # wins over the configs, as they name a cache no more
+            elif chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
                 raise ValueError(
                     f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
-                    "grows with its tokens, so it has no static shapes, and is not offloaded: leave "
-                    "cache_implementation out, or pass the other cache itself"
+                    'grows with its tokens, or has static shapes by cache_implementation="static", and is not '
+                    "offloaded: leave cache_implementation out, or pass the other cache itself"
                 )
-            cache = QuantizedKVCache(model.config, self.format)
+            cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
             if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()  # as `generate` does with the caches that it makes for assistants
             kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs)
 
+    def _static_length(self, args: Any, kwargs: dict[str, Any], setting: Callable[[str], Any]) -> int:
+        """Return the tokens that a static cache must hold, those of earlier calls at least: others would be compiled.
 
-def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor | None:
-    """Return the keys of a mask that is nothing but causality and padding, bool (batch or 1, past + q_len).
-
-    None: all keys. The mask itself: it is another one.
-    """
-    if mask is None:
-        return None
-    length = past + q_len
-    if q_len == 1 and mask.dtype == torch.bool and mask.shape[1:] == (1, 1, length):
-        return mask[:, 0, 0]
-    causality = causality_of(mask, q_len, length)
-    if causality is None or causality.offset != past or causality.hides_more:
-        return mask
-    return causality.keys
-
-
-def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
-    """Return which tokens of a prompt are no padding, bool (batch or 1, q_len); None: all, or the mask does not say."""
-    if mask is None or mask.dim() == 2:
-        return mask
-    keys = _keys_of(mask, q_len, 0)
-    if keys is not mask:
-        return keys
-    return mask.any(2).any(1) if mask.dtype == torch.bool else None  # no query sees padding
-
-
-def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Check whether two tensors of one dtype lie in one memory, in one shape."""
-    return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
+        Raises:
+            ValueError: neither `max_new_tokens`, `max_length` nor `max_cache_len` is set.
+        """
+        prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        tokens = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
+        new, most, given = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
+        if new is None and most is None and given is None:
+            raise ValueError(
+                f'cache_implementation="static" and kv_cache={self.format!r}: set max_new_tokens or max_cache_len, or '
+                f'pass cache=sage_hf.QuantizedKVCache(model.config, "{self.format}", max_cache_len=…)'
+            )
+        self.longest = max(self.longest, given or 0, (most or 0) if new is None else tokens + new)
+        return self.longest
 
 
 def _kind_of(layer: Any) -> str:
     return "sliding window" if getattr(layer, "is_sliding", False) else f"{type(layer).__name__} of transformers"
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
-    from sage_hf.transformers.kv_cache import attention_with_cache
+    from sage_hf.transformers.kv_layer import attention_with_cache
 
     for name, (recipe, fallback) in NAMES.items():
         function = functools.partial(attention_with_cache, recipe=recipe, fallback=fallback)

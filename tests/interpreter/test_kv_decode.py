@@ -163,3 +163,61 @@ def test_launches_whose_first_repetition_gives_another_output_are_never_repeated
 def test_the_codes_are_divided_so_that_multiprocessors_share_them_evenly(pairs, tokens, parts, monkeypatch):
     monkeypatch.setattr(kv_decode, "multiprocessors", lambda index: 132)
     assert kv_decode._code_parts(pairs, tokens // 64, torch.device("cuda")) == parts
+
+
+def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:
+    """Decode from a cache of fixed capacity as the operator does, which knows its tensors alone."""
+    tensors = [getattr(cache, name) for name in KVCache.FIXED]
+    return kv_decode.decode(
+        KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale
+    )
+
+
+@pytest.mark.parametrize(
+    ("format", "head_dim", "group", "prompt", "steps", "padded"),
+    [
+        ("int4", 64, 4, 100, 40, True),  # tokens leave the window from the first step on
+        ("int8", 128, 1, 3, 70, False),  # the window fills while steps are made
+        ("int4", 64, 2, 190, 5, True),  # a tile of codes, 128 tokens, is full
+    ],
+)
+def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
+    format, head_dim, group, prompt, steps, padded, monkeypatch
+):
+    """The parts are as many in both, so outputs are equal to the bit too."""
+    monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 2)
+    query, key, value = draw(head_dim, group, prompt + steps)
+    valid = torch.ones(2, 512, dtype=torch.bool)
+    valid[0, :19] = not padded
+    one = KVCache(get_format(format), key)
+    reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), valid[:, :prompt])
+    two = copy.deepcopy(one)
+    two.fix(512)
+    pointers = [getattr(two, name).data_ptr() for name in KVCache.FIXED]
+    for cache in (one, two):
+        kv_append.append(cache, key[:, :, :prompt], value[:, :, :prompt])
+    for length in range(prompt, prompt + steps):
+        new = [x[:, :, length : length + 1] for x in (query, key, value)]
+        seen = valid[:, : length + 1].contiguous() if padded else None
+        expected = kv_decode.decode(one, *new, seen, head_dim**-0.5)
+        assert torch.equal(step(two, *new, valid if padded else None, head_dim**-0.5), expected)
+        assert two.counts.tolist() == [one.length, one.coded]
+    two.read_counts()
+    assert_same(one, two)
+    assert pointers == [getattr(two, name).data_ptr() for name in KVCache.FIXED]
+
+
+def test_a_step_without_room_stores_nothing_and_gives_nan():
+    query, key, value = draw(64, 2, 513)
+    cache = KVCache(get_format("int4"), key)
+    reference.freeze(cache, *(x[:, :, :511] for x in (query, key, value)))
+    cache.fix(512)
+    kv_append.append(cache, key[:, :, :511], value[:, :, :511])
+    new = [x[:, :, 511:512] for x in (query, key, value)]
+    assert step(cache, *new, None, 0.125).isfinite().all()
+    before = copy.deepcopy(cache)
+    for _ in range(2):
+        assert step(cache, *(x[:, :, 512:] for x in (query, key, value)), None, 0.125).isnan().all()
+    assert cache.counts.tolist() == [512, 448]
+    for name in KVCache.FIXED:
+        assert torch.equal(getattr(cache, name), getattr(before, name)), name

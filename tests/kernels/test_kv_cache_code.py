@@ -21,12 +21,16 @@ SMALLEST_SHARED = 99 * 1024
 @pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES, ids=str)
 @pytest.mark.parametrize(("format", "head_dim", "q_len"), [("int4", 128, 1), ("int8", 128, 1), ("int4", 64, 1),
                                                             ("int8", 64, 1), ("int4", 128, 16)])  # fmt: skip
-def test_no_kernel_spills_and_all_fit(format, head_dim, q_len, capability):
+@pytest.mark.parametrize("counted", [False, True])
+def test_no_kernel_spills_and_all_fit(counted, format, head_dim, q_len, capability):
     key = torch.zeros(1, 8, 1000, head_dim, dtype=torch.bfloat16)
     query = torch.zeros(1, 32, q_len, head_dim, dtype=torch.bfloat16)
     cache = KVCache(get_format(format), key)
     with recording() as launches:
         kv_append.append(cache, key, key)
+        if counted:
+            cache.fix(1024)
+            cache.is_ahead = True
         kv_decode.decode(cache, query, key[:, :, :q_len], key[:, :, :q_len], None, 0.1, capability)
     assert [launch.kernel.__name__ for launch in launches] == [
         *["append_tokens"] * 2, "attend_to_part", "merge_kv_parts",

@@ -35,7 +35,11 @@ class KVKernel(Protocol):
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`."""
+        """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`.
+
+        With a cache that is ahead, a native kernel counts on the device and does not wait for it: without room it
+        stores nothing and returns NaN. `valid` then has `capacity` columns.
+        """
 
 
 _kernels: dict[str, KVKernel] = {}

@@ -109,7 +109,10 @@ class ReferenceKVKernel:
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them; see `kv_cache.attend_to_cache`."""
+        """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError without room."""
+        if cache.is_ahead:
+            cache.read_counts()
+            valid = None if valid is None else valid[:, : cache.length + key.shape[2]]
         kv_cache.append(cache, key, value)
         return kv_cache.attend_to_cache(cache, query, valid, scale)
 

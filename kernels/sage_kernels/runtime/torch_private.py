@@ -114,6 +114,11 @@ current_stream: Callable[[int], int] = _find("_C._cuda_getCurrentRawStream", _cu
 """(number of a GPU) -> the driver's handle of PyTorch's current stream on it."""
 
 
+def mark_static(x: torch.Tensor) -> None:
+    """Say that a tensor stays where it is, so that CUDA graphs of compiled code need no copy of it."""
+    _find("_dynamo.mark_static_address", lambda x: None)(x)  # not before: it imports the compiler
+
+
 def tensor_of_class(cls: type, x: torch.Tensor) -> Any:
     """Return a tensor of a subclass with the sizes and memory of x."""
     return torch.Tensor._make_subclass(cls, x)

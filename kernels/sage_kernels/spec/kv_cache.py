@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +82,13 @@ class KVCache:
         equalizer: float32 as key_mean, powers of two by which K is divided.
         value_unit: float32 (batch, kv_heads), powers of two by which V is divided.
         start: int32 (batch,), first column that is no padding.
+        counts: int32 (2,), `length` and `coded` on the device, of a cache of fixed capacity; else None.
+        is_ahead: only `counts` are right, until `read_counts`.
     """
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
     PER_SEQUENCE = ("recent_key", "recent_value", "key_mean", "equalizer", "value_unit", "start")
+    FIXED = (*PER_TOKEN, *PER_SEQUENCE, "counts")
 
     def __init__(self, format: KVFormat, key: torch.Tensor) -> None:
         """Make an empty cache for keys like `key`, (batch, kv_heads, tokens, head_dim).
@@ -116,6 +120,19 @@ class KVCache:
         self.key_mean, self.equalizer = zeros(self.channels), zeros(self.channels) + 1
         self.value_unit = zeros() + 1
         self.start = torch.zeros(batch, dtype=torch.int32, device=key.device)
+        self.counts: torch.Tensor | None = None
+        self.is_ahead = False
+
+    @classmethod
+    def of(cls, format: KVFormat, head_dim: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> KVCache:
+        """Return a cache that is ahead, with the tensors of a fixed one in the order of `FIXED`."""
+        cache = cls.__new__(cls)
+        vars(cache).update(zip(cls.FIXED, tensors, strict=True))
+        cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
+        cache.is_frozen = cache.is_ahead = True
+        cache.channels, cache.capacity = cache.recent_key.shape[3], cache.key_codes.shape[2]
+        cache.length = cache.coded = cache.highest = 0
+        return cache
 
     @property
     def device(self) -> torch.device:
@@ -138,9 +155,18 @@ class KVCache:
         return sum(getattr(self, name).nbytes for name in (*self.PER_TOKEN, *self.PER_SEQUENCE))
 
     def reserve(self, length: int) -> None:
-        """Make room for so many columns, and for an eighth more where the tensors grow."""
+        """Make room for so many columns, and for an eighth more where the tensors grow.
+
+        Raises:
+            ValueError: the capacity is fixed, and less.
+        """
         if length <= self.capacity:
             return
+        if self.counts is not None:
+            raise ValueError(
+                f"KV cache: {length} tokens do not fit into a cache of {self.capacity}: make one with a larger "
+                "max_cache_len"
+            )
         pages = -(-max(length, self.capacity + self.capacity // 8) // STRIP) * (STRIP // PAGE)
         for name in self.PER_TOKEN:
             old = getattr(self, name)
@@ -149,6 +175,30 @@ class KVCache:
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
         self.capacity = pages * PAGE
+
+    def fix(self, length: int) -> None:
+        """Make room for so many columns once and for all, and let the device count them: no tensor is replaced."""
+        self.reserve(length)
+        self.counts = torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def clear(self) -> None:
+        """Forget all tokens and the transforms; the tensors stay."""
+        self.length = self.coded = self.highest = 0
+        self.is_frozen = False
+        self.equalizer.fill_(1)
+        self.start.zero_()
+        self._write_counts()
+
+    def read_counts(self) -> None:
+        """Take `length` and `coded` from the device, which waits for it."""
+        if self.counts is not None:
+            self.length, self.coded = self.counts.tolist()
+            self.highest = max(self.highest, self.length)
+            self.is_ahead = False
+
+    def _write_counts(self) -> None:
+        if self.counts is not None:
+            self.counts.copy_(torch.tensor((self.length, self.coded)))
 
     def coded_after(self, tokens: int) -> int:
         """Return the window's first column once so many tokens have been appended."""
@@ -159,6 +209,7 @@ class KVCache:
         self.coded = self.coded_after(tokens)
         self.length += tokens
         self.highest = max(self.highest, self.length)
+        self._write_counts()
 
     def crop(self, length: int) -> None:
         """Keep the first columns. Tokens that are in the window again are in 16 bits again if the ring has them.
@@ -170,13 +221,26 @@ class KVCache:
             raise ValueError(f"KV cache: {length} of {self.length} tokens cannot be kept")
         self.coded = max(min(self.coded, max(length - WINDOW, self.highest - RING), length), 0)
         self.length = length
+        self._write_counts()
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Replace the sequences by the sequences of these numbers, int64 (new batch,)."""
+        """Replace the sequences by the sequences of these numbers, int64 (new batch,).
+
+        Raises:
+            ValueError: the capacity is fixed, and the number of sequences is another one.
+        """
+        if self.counts is not None and len(sequences) != self.batch:
+            raise ValueError(
+                f"KV cache: one of a fixed max_cache_len keeps its {self.batch} sequences, got {len(sequences)}"
+            )
         sequences = sequences.to(self.device)
         for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):
             x = getattr(self, name)
-            setattr(self, name, _as_bytes(x).index_select(0, sequences).view(x.dtype))
+            selected = _as_bytes(x).index_select(0, sequences).view(x.dtype)
+            if self.counts is None:
+                setattr(self, name, selected)
+            else:
+                x.copy_(selected)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for pickle, which cannot load tensors in float8: those are bytes."""

@@ -12,7 +12,7 @@ from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.repeated import Call
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..language.scores import round_finite
-from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
+from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -109,6 +109,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
         equalizer=cache.equalizer,
         value_unit=cache.value_unit,
         start=cache.start,
+        counts=cache.counts if cache.is_ahead else None,
         batch_size=cache.batch,
         length=cache.length,
         coded=cache.coded,
@@ -124,6 +125,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
         FIRST=SINKS,
         RING=RING,
         PAGE=PAGE,
+        WINDOW=WINDOW,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -148,6 +150,7 @@ def append_tokens(
     equalizer,
     value_unit,
     start,
+    counts,
     batch_size,
     length,
     coded,
@@ -175,11 +178,13 @@ def append_tokens(
     FIRST: tl.constexpr,
     RING: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Transform and store a block of new tokens, and quantise a block of those that leave the window.
 
-    Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows).
+    Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows). With `counts`, these say `length`,
+    `coded` and `coded_after`, and tokens for which there is no room are not stored.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,6 +193,9 @@ def append_tokens(
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
     channel = tl.arange(0, CHANNELS)
     inside = channel < head_dim
+    if counts is not None:
+        length, coded, coded_after, fits = counted_step(counts, tokens, capacity, WINDOW)
+        tokens = tl.where(fits, tokens, 0)
     if what == 0:
         mean = tl.load(key_mean + pair * CHANNELS + channel)
         factor = channel_factor(equalizer + pair * CHANNELS, channel, CHANNELS, True)
@@ -224,6 +232,15 @@ def append_tokens(
         tl.store(into, largest * (softmax_scale * LOG2E))
         tl.store(into + BLOCK_M, tl.sum(q.to(tl.float32), 1))
         tl.store(into + BLOCK_M * 2, tl.sum(scaled.to(tl.float32), 1) * BIAS)
+
+
+@triton.jit
+def counted_step(counts, tokens, capacity, WINDOW: tl.constexpr):
+    """Return the counts before a step, the window's first column after it, and whether its tokens fit."""
+    length = tl.load(counts)
+    coded = tl.load(counts + 1)
+    fits = length + tokens <= capacity
+    return length, coded, tl.where(fits, tl.maximum(coded, length + tokens - WINDOW), coded), fits
 
 
 @triton.jit

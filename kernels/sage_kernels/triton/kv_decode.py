@@ -23,9 +23,9 @@ from ..language.repeated import Call, RepeatedLaunches, can_repeat
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.trace import NotRepeatableError
-from ..spec.kv_cache import PAGE, RING, SINKS, KVCache
+from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
-from .kv_append import BIAS, step_call
+from .kv_append import BIAS, counted_step, step_call
 from .splitkv_forward import multiprocessors
 
 MAX_ROWS = 64
@@ -83,12 +83,17 @@ def decode(
         valid: bool (batch or 1, length + q_len); None: all.
         scale: factor of the scores, above 0.
         capability: of the GPU.
+
+    Where the cache is ahead, the device counts: the same launches serve every length, `valid` has `capacity` columns,
+    and a step without room stores nothing and gives NaN.
     """
     batch, q_heads, q_len, head_dim = query.shape
     device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
+    counts = cache.counts if cache.is_ahead else None
+    most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config = config_for(capability)
-    parts = _code_parts(pairs, -(-coded_after // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
+    parts = _code_parts(pairs, -(-most_coded // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
         valid = valid.expand(batch, -1).view(torch.uint8)
@@ -101,20 +106,27 @@ def decode(
     changing["coded"], changing["coded_after"] = cache.coded, coded_after
     if valid is not None:
         changing["valid"], changing["valid_stride"] = valid.data_ptr(), valid.stride(0)
+    if counts is not None:
+        changing["counts"] = counts.data_ptr()
     can = can_repeat(device) and not (changing["query"] | changing["key"] | changing["value"]) % ALIGNMENT
     same = (
         *(device, cache.format.name, parts, scale, capability, query.dtype, key.dtype, value.dtype),
         *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
+        counts is None,
     )
     repeated = _repeated.get(same) if can else None
+    before = None
     if repeated is not None and (repeated.is_checked or not torch.cuda.is_current_stream_capturing()):
+        before = None if counts is None or repeated.is_checked else counts.clone()
         current = torch.cuda.current_device()
         with contextlib.nullcontext() if current == query.device.index else torch.cuda.device(device):
             repeated.run(query.device.index, changing)
     if repeated is None or not repeated.is_checked:
         expected = output if repeated is None else torch.empty_like(output)
         calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability)
+        if counts is not None and before is not None:
+            counts.copy_(before)
         for kernel, grid, arguments in calls:  # the tokens are stored once more, at their places
             launch(kernel, grid, **arguments)
         output = _checked(same, repeated, output, expected)
@@ -123,7 +135,8 @@ def decode(
                 _repeated.clear()
             with contextlib.suppress(AttributeError, NotRepeatableError, OSError), torch.cuda.device(device):
                 _repeated[same] = RepeatedLaunches(calls, changing)
-    cache.advance(q_len)
+    if counts is None:
+        cache.advance(q_len)
     return output
 
 
@@ -210,6 +223,7 @@ def _calls(
         key_scales=cache.key_scales.view(torch.int32),
         value_scales=cache.value_scales.view(torch.int32),
         start=cache.start,
+        counts=cache.counts if cache.is_ahead else None,
         valid=valid,
         partial=partial,
         statistics=statistics,
@@ -232,6 +246,7 @@ def _calls(
         FIRST=SINKS,
         RING=RING,
         PAGE=PAGE,
+        WINDOW=WINDOW,
         PADDED=valid is not None,
         OVERLAP=overlap,
         dependent=overlap,
@@ -243,9 +258,11 @@ def _calls(
         statistics=statistics,
         output=output,
         value_unit=cache.value_unit,
+        counts=cache.counts if cache.is_ahead else None,
         number=parts,
         q_len=q_len,
         group=group,
+        capacity=cache.capacity,
         head_dim=head_dim,
         **strides("output", output.stride()[:3]),
         CHANNELS=cache.channels,
@@ -253,6 +270,7 @@ def _calls(
         PARTS=power_of_two(parts),
         AT_ONCE=min(64, power_of_two(parts)),
         SIGN_BITS=sign_bits(cache.channels),
+        WINDOW=WINDOW,
         OVERLAP=overlap,
         dependent=overlap,
         num_warps=MERGE_WARPS,
@@ -368,6 +386,7 @@ def attend_to_part(
     key_scales,
     value_scales,
     start,
+    counts,
     valid,
     partial,
     statistics,
@@ -390,15 +409,20 @@ def attend_to_part(
     FIRST: tl.constexpr,
     RING: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
     Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one of the first
-    tokens and one of the newest. `length`: before the step. `partial` is float32 (batch · kv heads, parts, ROWS,
-    CHANNELS), not divided by the sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
+    tokens and one of the newest. `length`: before the step; with `counts`, these say it and `coded_after`, and the sums
+    of a step without room are NaN. `partial` is float32 (batch · kv heads, parts, ROWS, CHANNELS), not divided by the
+    sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
+    if counts is not None:
+        length, coded, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
+        length = tl.where(fits, length, length - q_len)
     coded, length = coded_after, length + q_len
     parts = code_parts + OTHER_PARTS
     part, head, batch = tl.program_id(0) % parts, tl.program_id(1), tl.program_id(2)
@@ -519,19 +543,23 @@ def attend_to_part(
             tl.store(into_words + WORDS, tl.sum(decayed(acc1, sixteenth, lows), 0), mask=inside[None, :])
             tl.store(into_words + 2 * WORDS, tl.sum(decayed(acc2, decay, lows), 0), mask=inside[None, :])
             tl.store(into_words + 3 * WORDS, tl.sum(decayed(acc3, sixteenth, lows), 0), mask=inside[None, :])
+    if counts is not None:
+        total = tl.where(fits, total, float("nan"))
     tl.store(into_statistics, maximum, mask=inside)
     tl.store(into_statistics + ROWS, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "group"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "group", "capacity"])
 def merge_kv_parts(
     partial,
     statistics,
     output,
     value_unit,
+    counts,
     number,
     q_len,
     group,
+    capacity,
     head_dim,
     output_stride_batch,
     output_stride_head,
@@ -541,12 +569,18 @@ def merge_kv_parts(
     PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SIGN_BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of one row and undo V's rotation and unit. Grid (rows, kv heads, batch)."""
+    """Merge the parts of one row and undo V's rotation and unit; count the step on. Grid (rows, kv heads, batch)."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if counts is not None:
+        length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
+        if row + head + batch == 0:  # the launches before have ended
+            tl.store(counts, tl.where(fits, length + q_len, length))
+            tl.store(counts + 1, coded_after)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
     part = tl.arange(0, PARTS)
     at = statistics + (pair * number + part) * (2 * ROWS) + row

@@ -1,7 +1,6 @@
 """QuantizedKVCache through `generate` and `forward`: right, or refused with a reason."""
 
 import copy
-import inspect
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -10,45 +9,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import sage_hf
 import sage_kernels.kv_cache
 from sage_hf import kv_notes
-from sage_hf.transformers import kv_cache
+from sage_hf.transformers import kv_layer
 from tests.helpers import model_zoo
+from tests.helpers.cached_models import (
+    DECODER,
+    NAME,
+    NEW,
+    PROMPT,
+    build,
+    distance,
+    half_windowed,
+    new_cache,
+    prompt,
+    windowed,
+)
 
-DECODER = {
-    "vocab_size": 97,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.05,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-NEW = inspect.signature(LlamaForCausalLM.forward).parameters.keys() & {"cache"}
-NAME = "cache" if NEW else "past_key_values"
 hands_on = pytest.mark.skipif(not NEW, reason="this transformers does not hand a cache's keywords to attention")
-PROMPT = 150
-
-
-def build(implementation: str = "sage_exact", **config) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**DECODER | config)).eval()
-    model.set_attn_implementation(implementation)
-    return model
-
-
-def prompt(padding: int = 13) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 97, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def logits(model, cache, chunks: tuple[int, ...], inputs=None) -> torch.Tensor:
@@ -63,14 +43,6 @@ def logits(model, cache, chunks: tuple[int, ...], inputs=None) -> torch.Tensor:
             found.append(model(part, attention_mask=mask, position_ids=places, use_cache=True, **{NAME: cache}).logits)
             start += size
     return torch.cat(found, 1)[inputs["attention_mask"][:, :start].bool()]
-
-
-def new_cache(model, format: str = "int8"):
-    return sage_hf.QuantizedKVCache(model.config, format)
-
-
-def distance(x: torch.Tensor, y: torch.Tensor) -> float:
-    return ((x - y).norm() / y.norm()).item()
 
 
 @pytest.fixture(scope="module")
@@ -99,22 +71,6 @@ def test_explain_shows_format_tokens_bytes_and_kernel():
     size = sum(layer.cache.bytes for layer in cache.layers)
     assert f"KV cache: int4 in 2 layers, 150 tokens, {size:,} bytes; decoded by " in text
     assert "reference (emulated)" in text
-
-
-def windowed(**config) -> transformers.MistralForCausalLM:
-    """A model all of whose layers have a sliding window."""
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(**DECODER | {"sliding_window": 32} | config)
-    return transformers.MistralForCausalLM(config).eval()
-
-
-def half_windowed(**config) -> transformers.Gemma3ForCausalLM:
-    """A model whose first layer has full attention, and whose second one has a sliding window."""
-    config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32} | config
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER | config)).eval()
-    model.set_attn_implementation("sage_exact")
-    return model
 
 
 @pytest.mark.parametrize(
@@ -377,8 +333,8 @@ def test_an_attention_that_ignores_the_cache_gets_whole_k_and_v(expected):
 
 def test_whole_k_and_v_are_said_once(monkeypatch):
     said = []
-    monkeypatch.setattr(kv_cache, "_warned", set())
-    monkeypatch.setattr(kv_cache.logger, "warning", said.append)
+    monkeypatch.setattr(kv_layer, "_warned", set())
+    monkeypatch.setattr(kv_layer.logger, "warning", said.append)
     model = build("sdpa")
     logits(model, new_cache(model), (140, *[1] * 10))
     assert len(said) == 1 and "dequantised at every step" in said[0]
@@ -405,7 +361,7 @@ def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
 
 
 @pytest.mark.parametrize("where", ["call", "given config", "model's config"])
-@pytest.mark.parametrize("name", ["static", "offloaded", "offloaded_static", "dynamic", "quantized"])
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "dynamic", "quantized"])
 def test_a_cache_implementation_is_refused_where_generate_makes_a_quantised_cache(name, where):
     model = build("eager")
     kwargs = {**prompt(), "max_new_tokens": 3, "do_sample": False}
@@ -450,8 +406,8 @@ def test_generate_does_not_compile_decoding_with_a_quantised_cache(monkeypatch):
 
 def test_a_model_of_windows_alone_generates_in_16_bits_and_says_so(monkeypatch):
     said = []
-    monkeypatch.setattr(kv_cache, "_warned", set())
-    monkeypatch.setattr(kv_cache.logger, "warning", said.append)
+    monkeypatch.setattr(kv_layer, "_warned", set())
+    monkeypatch.setattr(kv_layer.logger, "warning", said.append)
     model = windowed()
     kwargs = {**prompt(), "max_new_tokens": 8, "do_sample": False}
     expected = model.generate(**kwargs)
@@ -521,7 +477,7 @@ def test_sinks_as_parameters_and_a_softcap_are_honoured():
     kwargs = {**prompt(0), "max_new_tokens": 6, "do_sample": False}
     cache = new_cache(model)
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert kv_cache.WHOLE in cache.note.kernels
+    assert kv_layer.WHOLE in cache.note.kernels
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "diffllama", "doge"])
@@ -537,7 +493,7 @@ def test_attention_that_computes_with_k_v_or_its_mask_decodes_from_whole_k_and_v
     expected = logits(model, transformers.DynamicCache(config=model.config), (140, 1, 1, 8))
     cache = new_cache(model)
     assert distance(logits(model, cache, (140, 1, 1, 8)), expected) < 0.01
-    assert list(cache.note.kernels) == [kv_cache.WHOLE] and all(layer.cache for layer in cache.layers)
+    assert list(cache.note.kernels) == [kv_layer.WHOLE] and all(layer.cache for layer in cache.layers)
 
 
 @pytest.mark.parametrize("implementation", ["sage_exact", "sdpa"])

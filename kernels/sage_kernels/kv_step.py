@@ -1,0 +1,119 @@
+"""A step of decoding from a KV cache of fixed capacity, as an operator of PyTorch that is compiled and replayed.
+
+No shape depends on the cache's length, and nothing waits for the device, which counts the tokens: a graph that is
+captured once goes on with each replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dispatch.kv_kernels import kv_kernel
+from .kv_cache import check_tokens, kernel_name
+from .spec.kv_cache import KVCache, get_format
+
+WRITTEN = (*KVCache.PER_TOKEN, "recent_key", "recent_value", "counts")
+EMULATED = "kv_step_emulated"
+"""Name of the operator where no kernel is native: it waits for the device, so it is never part of a CUDA graph."""
+
+library = torch.library.Library("sage_kernels", "FRAGMENT")
+_tensors = ", ".join(
+    f"Tensor({chr(ord('a') + number)}!) {name}" if name in WRITTEN else f"Tensor {name}"
+    for number, name in enumerate(KVCache.FIXED)
+)
+_schema = f"(Tensor query, Tensor key, Tensor value, Tensor? valid, float scale, str format, {_tensors}) -> Tensor"
+
+
+def step(
+    cache: KVCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    scale: float,
+    *,
+    emulated: bool,
+) -> torch.Tensor:
+    """Append a token and attend with it to the cache; the device counts on.
+
+    Args:
+        cache: of fixed capacity, with earlier tokens.
+        query: (batch, q_heads, 1, head_dim).
+        key, value: (batch, kv_heads, 1, head_dim).
+        valid: bool (batch or 1, capacity), which columns exist; None: all.
+        scale: factor of the scores, above 0.
+        emulated: as `serving_kernel` says of the query.
+
+    All are float16, bfloat16 or float32, on the cache's device.
+
+    Returns:
+        (batch, 1, q_heads, head_dim) in query's dtype. Where the cache is full, nothing is stored and a native kernel
+        returns NaN.
+
+    Raises:
+        ValueError: a size, dtype or device is another one, scale is not above 0, or an emulated cache is full.
+    """
+    check_tokens(cache, query, key, value)
+    if key.shape[2] != 1 or not scale > 0:
+        raise ValueError(f"KV cache: a step takes 1 token, and a scale above 0; got {key.shape[2]}, and {scale}")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape not in _shapes_of_valid(cache)):
+        raise ValueError(f"KV cache: valid must be bool {_shapes_of_valid(cache)}; got {valid.dtype} {valid.shape}")
+    run = torch.ops.sage_kernels.kv_step_emulated if emulated else torch.ops.sage_kernels.kv_step
+    tensors = [getattr(cache, name) for name in KVCache.FIXED]
+    output: torch.Tensor = run(query, key, value, valid, scale, cache.format.name, *tensors)
+    return output
+
+
+def length_of(cache: KVCache) -> torch.Tensor:
+    """Return a copy of the length that the device counts, int32 without dimensions.
+
+    It is an operator: of a plain expression, compiled code may read the count anew behind a step that has changed it.
+    """
+    length: torch.Tensor = torch.ops.sage_kernels.kv_length(cache.counts)
+    return length
+
+
+def serving_kernel(cache: KVCache, query: torch.Tensor) -> tuple[str, str, bool]:
+    """Return the kernel that serves a step with such a query, why no better one does, and whether it emulates."""
+    kernel, reason = kv_kernel(cache, query)
+    return kernel_name(kernel), reason, not kernel.native
+
+
+def _shapes_of_valid(cache: KVCache) -> tuple[tuple[int, int], ...]:
+    return (cache.batch, cache.capacity), (1, cache.capacity)
+
+
+def _step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    scale: float,
+    format: str,
+    *tensors: torch.Tensor,
+) -> torch.Tensor:
+    cache = KVCache.of(get_format(format), query.shape[3], key.dtype, tensors)
+    kernel, _ = kv_kernel(cache, query)
+    return kernel.decode(cache, query, key, value, valid, scale).transpose(1, 2).contiguous()
+
+
+def _fake_step(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    batch, q_heads, q_len, head_dim = query.shape
+    return query.new_empty(batch, q_len, q_heads, head_dim)
+
+
+def _length(counts: torch.Tensor) -> torch.Tensor:
+    return counts[0].clone()
+
+
+_unsafe = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+for _name, _arguments, _implementation, _fake, _tags in (
+    ("kv_step", _schema, _step, _fake_step, ()),
+    (EMULATED, _schema, _step, _fake_step, _unsafe),
+    ("kv_length", "(Tensor counts) -> Tensor", _length, lambda counts: counts.new_empty(()), ()),
+):
+    library.define(_name + _arguments, tags=(torch.Tag.pt2_compliant_tag, *_tags))
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=library)

@@ -1,0 +1,401 @@
+"""Layers of transformers' cache with keys and values in few bits, and the attention function that decodes from them.
+
+A cache layer puts itself into the keywords of the attention function of the same call, and returns the new tokens only.
+An attention that is not ours does not know the keyword: for it, and for models that do not hand keywords on, the layer
+returns whole K and V, dequantised.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from huggingface_hub.utils import logging
+from torch import nn
+from transformers.cache_utils import DynamicLayer
+
+from sage_hf import kv_notes
+from sage_hf.names import NAMES
+from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.bridge import implementation_of_config
+from sage_hf.transformers.keywords import sort_keywords
+from sage_hf.transformers.masks import causality_of
+from sage_kernels import kv_cache
+from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
+
+logger = logging.get_logger(__name__)
+
+HANDLE = "sage_kv_layer"
+"""Keyword by which a cache layer reaches the attention function."""
+WHOLE = "whole K and V"
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_warned: set[str] = set()
+
+
+def eagerly(method: Method) -> Method:
+    """Have the compiler run a method as it is; a call that is not compiled does without the cost of that."""
+    disabled = torch.compiler.disable(method)
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return cast(Method, run)
+
+
+class QuantizedLayer(DynamicLayer):
+    """Cache layer in few bits, or in 16 bits where K and V cannot be quantised."""
+
+    supports_early_init = False  # the first K and V decide
+
+    def __init__(self, config: Any, note: kv_notes.KVNote, number: int, before: QuantizedLayer | None = None) -> None:
+        super().__init__()
+        self.config, self.note, self.number, self.before = config, note, number, before
+        self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
+        """Copy all but the config, which is the model's: it names the attention that comes next."""
+        memo.setdefault(id(self.config), self.config)
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def reset(self) -> None:
+        """Forget all tokens and the transforms."""
+        self.keys = self.values = None
+        self.is_initialized = self.is_decided = False
+        self.cache: KVCache | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.whole_reason = ""
+        self.noted_size: tuple[int, int] | None = None
+
+    def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Decide by the first K and V whether the layer is quantised."""
+        head_dim, v_head_dim = key.shape[-1], value.shape[-1]
+        reason = ""
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+            reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
+        elif head_dim != v_head_dim:
+            reason = f"V has head_dim {v_head_dim}, K {head_dim}"
+        elif key.dtype not in DTYPES:
+            reason = f"{key.dtype}"
+        self.is_decided = True
+        if reason:
+            kept = self.note.kept.setdefault(reason, [])
+            if self.number not in kept:  # after reset() it is there
+                kept.append(self.number)
+            warn_once(f"KV cache: layers stay in 16 bits: {reason}")
+        else:
+            self.cache = KVCache(get_format(self.note.format), key)
+            self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
+
+    @eagerly
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens, (batch, kv_heads, tokens, head_dim).
+
+        Args:
+            key_states, value_states: the new tokens.
+            args: what transformers passes before 5.24; not used.
+            kwargs: the keywords of the attention function that is called next.
+            others: not used.
+
+        Returns:
+            The new tokens if our attention comes next; else whole K and V.
+
+        Raises:
+            ValueError: gradients are wanted, or the tokens are of other sequences or heads than those before.
+            RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
+        """
+        return self._update(key_states, value_states, kwargs)
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, kwargs: dict[str, Any] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.before is not None:
+            self.before.check_taken()
+        self.settle()
+        if not self.is_decided:
+            self._decide(key_states, value_states)
+        if self.cache is None:
+            return self._keep(key_states, value_states)
+        batch, heads, head_dim = self.cache.batch, self.cache.kv_heads, self.cache.head_dim
+        for x in (key_states, value_states):
+            if (*x.shape[:2], x.shape[3]) != (batch, heads, head_dim):
+                raise ValueError(
+                    f"the KV cache is of {batch} sequences, {heads} heads and head_dim {head_dim}, got {tuple(x.shape)}"
+                )
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError("a quantised KV cache carries no gradients: call the model under torch.no_grad()")
+        implementation = implementation_of_config(self.config)
+        if kwargs is not None and not self.whole_reason and implementation in NAMES:
+            self.pending = key_states, value_states
+            kwargs[HANDLE] = self
+            return key_states, value_states
+        self._note_whole(
+            "the installed transformers does not hand the cache to attention"
+            if kwargs is None
+            else f"attention {implementation!r} reads no codes"
+            if implementation not in NAMES
+            else self.whole_reason
+        )
+        whole = self._with_past(key_states, value_states)
+        self._store(None, key_states, value_states, None)
+        return whole
+
+    def _keep(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens in 16 bits, and return all."""
+        return super().update(key_states, value_states)
+
+    @eagerly
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        forward: Forward,
+        keywords: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with the tokens of the latest `update` to the cache, and store them.
+
+        Args:
+            module: the calling attention layer.
+            query: (batch, q_heads, q_len, head_dim).
+            key, value: what the model made of the new tokens since.
+            mask, scaling: as of `sage_attention_forward`.
+            forward: that function, with its recipe.
+            keywords: its other keywords.
+
+        Returns:
+            As `sage_attention_forward`.
+
+        Raises:
+            RuntimeError: there are no new tokens, or behind a prompt the model has changed them.
+        """
+        attend = functools.partial(forward, module, query, scaling=scaling, **keywords)
+        if self.pending is None and self.whole_reason:  # another call with K and V of the prompt
+            return attend(key, value, mask)
+        if self.cache is None or self.pending is None:
+            raise RuntimeError("the KV cache has no new tokens for this attention: update it once before each call")
+        new_key, new_value = self.pending
+        past = self.cache.length
+        is_changed = not (_is_same(key, new_key) and _is_same(value, new_value))
+        if is_changed and past:
+            raise RuntimeError("the model changes K and V behind the KV cache, but did not when it took the prompt")
+        self.pending = None
+        kv_notes.notes[module] = self.note
+        if not past and (is_changed or (mask is not None and mask.dtype != torch.bool)):
+            self.whole_reason = (
+                "the model changes K and V behind the cache" if is_changed else "the prompt's mask is added to scores"
+            )
+        if past:
+            reason = limit_of_keywords(module, query, key, scaling, keywords)
+            reason = reason or _limit_of_mask(mask, query.shape[2], past)
+            if not reason:
+                scale = query.shape[3] ** -0.5 if scaling is None else scaling
+                valid = _keys_of(mask, query.shape[2], past)
+                output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
+                self.note.kernels[kernel] = why
+                self._note_size()
+                return output.transpose(1, 2).contiguous(), None
+            self.note.kernels[WHOLE] = reason
+        result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
+        valid = None if past else _tokens_of(mask, query.shape[2])
+        self._store(None if is_changed else query, new_key, new_value, valid)
+        return result
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Return the number of tokens."""
+        if self.cache is None:
+            return super().get_seq_length()
+        return self.cache.length + (0 if self.pending is None else self.pending[0].shape[2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many of the newest tokens, given as a negative number."""
+        self.settle()
+        if self.cache is None:
+            super().crop(tokens_to_remove)
+        else:
+            self.cache.crop(max(0, self.cache.length + tokens_to_remove))
+            self._note_size()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the batch: sequence i becomes sequence `beam_idx[i]`; beam_idx is (batch,)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.cache is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of these numbers, in their order; or those that a mask marks True."""
+        self.settle()
+        if self.cache is None:
+            if self.is_initialized:
+                super().batch_select_indices(indices)
+        else:
+            self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+            self._note_size()
+
+    def offload(self) -> None:
+        """Raise ValueError: a quantised cache is not offloaded."""
+        raise ValueError("a quantised KV cache is not offloaded: it is kept small so that it fits on the GPU")
+
+    prefetch = offload
+
+    def _with_past(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all tokens: the past ones dequantised, the new ones as they are."""
+        assert self.cache is not None
+        if not self.cache.length:
+            return key, value
+        past_key, past_value = kv_cache.whole(self.cache)
+        return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+
+    def _store(
+        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        assert self.cache is not None
+        kv_cache.store(self.cache, query, key, value, valid)
+        self._note_size()
+
+    @property
+    def has_past(self) -> bool:
+        """Return whether there are tokens that an attention which does not know the cache would miss."""
+        return self.cache is not None and self.cache.length > 0
+
+    def check_taken(self) -> None:
+        """Raise RuntimeError if attention, which should have taken new tokens and the past, saw the new ones only."""
+        if self.pending is not None and self.has_past:
+            raise RuntimeError(
+                "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "
+                "ended that step, the attention function was exchanged, or the cache is of another model's config; "
+                "reset() the cache, or make a new one"
+            )
+
+    def settle(self) -> None:
+        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is.
+
+        Raises:
+            RuntimeError: see `check_taken`.
+        """
+        self.check_taken()
+        if self.pending is None:
+            return
+        (key, value), self.pending = self.pending, None
+        self.whole_reason = "the model does not hand the cache to attention"
+        self._store(None, key, value, None)
+
+    def _note_size(self) -> None:
+        assert self.cache is not None
+        self.note.tokens = self.cache.length
+        size = self.cache.batch, self.cache.capacity
+        if size != self.noted_size:
+            self.noted_size, self.note.bytes[self.number] = size, self.cache.bytes
+
+    def _note_whole(self, reason: str) -> None:
+        self.note.kernels[WHOLE] = reason
+        warn_once(f"KV cache: K and V are dequantised at every step, which is slow: {reason}")
+
+
+def limit_of_keywords(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None, keywords: dict[str, Any]
+) -> str:
+    """Name why attention with these arguments cannot be decoded from the codes; or ""."""
+    named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
+    given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
+    given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
+    if given:
+        return f"{', '.join(given)} given by the model"
+    if query.shape[0] != key.shape[0] or query.dtype != key.dtype:
+        return "Q and K differ in batch or dtype"
+    if scaling is not None and scaling <= 0:
+        return f"scaling {scaling}"
+    return ""
+
+
+def attention_with_cache(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    recipe: str,
+    fallback: str | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `sage_attention_forward`, from a cache of ours where the call's keywords hold a layer of one."""
+    layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
+    forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
+    if layer is None:
+        return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
+    return layer.attend(module, query, key, value, attention_mask, scaling, forward, kwargs)
+
+
+def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor | None:
+    """Return the keys of a mask that is nothing but causality and padding, bool (batch or 1, past + q_len).
+
+    None: all keys. The mask itself: it is another one.
+    """
+    if mask is None:
+        return None
+    length = past + q_len
+    if q_len == 1 and mask.dtype == torch.bool and mask.shape[1:] == (1, 1, length):
+        return mask[:, 0, 0]
+    causality = causality_of(mask, q_len, length)
+    if causality is None or causality.offset != past or causality.hides_more:
+        return mask
+    return causality.keys
+
+
+def _limit_of_mask(mask: torch.Tensor | None, q_len: int, past: int) -> str:
+    """Name why a step with a mask cannot be decoded from the codes; or ""."""
+    if q_len > MAX_QUERIES:
+        return f"more than {MAX_QUERIES} new tokens"
+    if (mask is None and q_len > 1) or (mask is not None and _keys_of(mask, q_len, past) is mask):
+        return "a mask that is not causality and padding"
+    return ""
+
+
+def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
+    """Return which tokens of a prompt are no padding, bool (batch or 1, q_len); None: all, or the mask does not say."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    keys = _keys_of(mask, q_len, 0)
+    if keys is not mask:
+        return keys
+    return mask.any(2).any(1) if mask.dtype == torch.bool else None  # no query sees padding
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Check whether two tensors of one dtype lie in one memory, in one shape."""
+    return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, once in a process."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
