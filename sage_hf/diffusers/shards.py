@@ -5,7 +5,6 @@ Ulysses (arXiv 2309.14509) exchanges tokens for heads, so that a process has all
 keys, in the order of one process. Both may be combined, with rings of processes that exchange tokens for heads.
 
 Queries, keys and values travel together: one exchange before attention and one after it, and one gathering in a ring.
-Where they are large, Ulysses has a process attend with its heads in turns: some travel while others attend.
 
 Tokens of other streams, such as a prompt's, may be on every process. Then they stay where they are in the sequence,
 whatever their number, and every process computes the same for them.
@@ -23,18 +22,9 @@ import torch
 import torch.distributed as dist
 
 from sage_hf.attributes import SPLIT
-from sage_hf.sparse.layer import running_layer
 
 from .bridge import Shards, scores_are_skipped
 from .heads import end_trial
-
-TURNS = 2
-"""Turns in which a process attends with its heads where an exchange takes long."""
-LONG_EXCHANGE = 2**26
-"""Bytes of a process's queries, keys and values whose exchange takes long."""
-
-Wait = Callable[[], object]
-"""Waits for the end of an exchange that was begun."""
 
 
 @dataclass(frozen=True)
@@ -121,64 +111,16 @@ class SplitTokens:
                 attn_mask = attn_mask[:, own]
             beside = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
             if queries == keys and of_text[0] == of_text[1]:
-                if shards.ring == 1:
-                    return self._attend_in_turns(attend, shared, split, queries, attn_mask, options)
-                given = _ended(self._exchange(beside, split, queries[shards.near]))
+                given = self._exchange(beside, split, queries[shards.near])
             else:
-                query_of_all = _ended(self._exchange(beside[:1], split[:1], queries[shards.near]))
-                given = *query_of_all, *_ended(self._exchange(beside[1:], split[1:], keys[shards.near]))
+                query_of_all = self._exchange(beside[:1], split[:1], queries[shards.near])
+                given = *query_of_all, *self._exchange(beside[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
             query = given[0] if shards.ulysses == 1 else self._join(shared[0], given[0])
             split = split if shards.ulysses == 1 else given
             given = query, *self._gather(shared[1:], split[1:], keys)
         output = attend(*given, attn_mask=attn_mask, **options)
-        if shards.ulysses == 1:
-            return output
-        return _joined([_ended(self._give_heads_back(output, heads, queries[shards.near]))])
-
-    def _attend_in_turns(
-        self,
-        attend: Callable[..., torch.Tensor],
-        shared: Sequence[torch.Tensor],
-        split: Sequence[torch.Tensor],
-        lengths: list[int],
-        attn_mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """Attend in Ulysses with this process's heads in turns, while the other turns' heads travel.
-
-        Args:
-            attend, options: as in `attend`.
-            shared, split, lengths: as in `_exchange`.
-            attn_mask: None, or the mask for this process's heads or for each of them.
-
-        Returns:
-            (batch, all heads, tokens of this process, head_dim).
-        """
-        heads, turns = split[0].shape[1], self._turns(split, sum(lengths))
-        own = _parts(shared[0].shape[1], turns)
-        begun = [
-            self._exchange([x[:, part] for x in shared], split, lengths, turn, turns) for turn, part in enumerate(own)
-        ]
-        returning = []
-        for part, exchange in zip(own, begun, strict=True):
-            mask = attn_mask if attn_mask is None or attn_mask.shape[1] == 1 else attn_mask[:, part]
-            output = attend(*_ended(exchange), attn_mask=mask, **options)
-            returning.append(self._give_heads_back(output, heads // turns, lengths))
-        return _joined([_ended(exchange) for exchange in returning])
-
-    def _turns(self, split: Sequence[torch.Tensor], tokens: int) -> int:
-        """Return in how many turns each process attends with its heads, the same number in all processes.
-
-        Args:
-            split: (batch, all heads, tokens of this process, head_dim) each.
-            tokens: number of tokens of all processes.
-        """
-        batch, heads, _, head_dim = split[0].shape
-        size = len(split) * batch * heads * tokens * head_dim * split[0].element_size() // self.shards.ulysses
-        if torch.compiler.is_compiling() or size < LONG_EXCHANGE or heads % (self.shards.ulysses * TURNS):
-            return 1
-        return TURNS if running_layer() is None else 1  # sparse attention measures and shares out all heads at once
+        return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[shards.near])
 
     def _cut(self, x: torch.Tensor, number: int | None, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens on every process and those `number` that are split; None: all are."""
@@ -248,40 +190,33 @@ class SplitTokens:
         return whole.permute(1, 2, 3, 0, 4).unbind(), room
 
     def _exchange(
-        self,
-        shared: Sequence[torch.Tensor],
-        split: Sequence[torch.Tensor],
-        lengths: list[int],
-        turn: int = 0,
-        turns: int = 1,
-    ) -> tuple[tuple[torch.Tensor, ...], Wait]:
-        """Begin to exchange some tokens of all heads for all tokens of some heads, all tensors at once.
+        self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Exchange some tokens of all heads for all tokens of some heads, all tensors at once.
 
         Args:
-            shared: (batch, heads of this process in this turn, tokens on every process, head_dim) each.
+            shared: (batch, heads of this process, tokens on every process, head_dim) each.
             split: (batch, all heads, tokens of this process, head_dim) each.
             lengths: number of tokens of each process.
-            turn, turns: which of how many equal shares of each process's heads travel.
 
         Returns:
-            (batch, heads of this process in this turn, all tokens, head_dim) each; what waits for them.
+            (batch, heads of this process, all tokens, head_dim) each.
         """
         batch, heads, number, head_dim = split[0].shape
-        processes, heads = self.shards.ulysses, heads // turns
+        processes = self.shards.ulysses
         of_head = len(split) * batch * head_dim
         sizes = [number * (part.stop - part.start) * of_head for part in _parts(heads, processes)]
         share, more = divmod(heads, processes)
         if not more:
-            sent = _messages([x.unflatten(1, (processes, turns, -1))[:, :, turn] for x in split])
+            sent = _messages(split, processes)
         else:  # so many processes have one head more
             first = more * (share + 1)
-            many = _messages([x[:, :first].unflatten(1, (more, -1)) for x in split])
-            few = _messages([x[:, first:].unflatten(1, (processes - more, -1)) for x in split])
-            sent = torch.cat([many, few])
+            few = _messages([x[:, first:] for x in split], processes - more)
+            sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
         whole, room = self._room(shared, sum(lengths))
         of_token = room[0].numel()
-        sizes_received = [length * of_token for length in lengths]
-        return whole, _all_to_all(room.view(-1), sent, sizes_received, sizes, self.shards.group)
+        _all_to_all(room.view(-1), sent, [length * of_token for length in lengths], sizes, self.shards.group)
+        return whole
 
     def _gather(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
@@ -306,19 +241,8 @@ class SplitTokens:
         torch.cat(_without_padding(received, longest, lengths), out=room)
         return whole
 
-    def _give_heads_back(
-        self, output: torch.Tensor, heads: int, lengths: list[int]
-    ) -> tuple[tuple[torch.Tensor, ...], Wait]:
-        """Begin to exchange all tokens of own heads for this process's tokens of all heads.
-
-        Args:
-            output: (batch, own heads, all tokens, head_dim).
-            heads: number of all processes' heads.
-            lengths: number of tokens of each process.
-
-        Returns:
-            (batch, tokens of this process, heads of a process, head_dim) from each process; what waits for them.
-        """
+    def _give_heads_back(self, output: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
+        """Return (batch, own heads, tokens, head_dim) as (batch, all heads, tokens of this process, head_dim)."""
         batch, own, tokens, head_dim = output.shape
         rest = tokens - sum(lengths)
         number = lengths[self.shards.rank] + rest
@@ -331,8 +255,9 @@ class SplitTokens:
         sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
         received = sent.new_empty(sum(sizes))
-        parts = tuple(part.view(number, batch, -1, head_dim).transpose(0, 1) for part in received.split(sizes))
-        return parts, _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
+        _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
+        parts = [part.view(number, batch, -1, head_dim).transpose(0, 1) for part in received.split(sizes)]
+        return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def across_processes(
@@ -384,24 +309,13 @@ def _parts(number: int, processes: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
-def _messages(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a vector of what each process gets of (batch, processes, heads of a process, tokens, head_dim) tensors.
+def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
+    """Return a vector of what each process gets of (batch, heads, tokens, head_dim) tensors, as many heads each.
 
     A message is (tokens, tensors, batch, heads of its process, head_dim).
     """
-    return torch.stack([x.permute(1, 3, 0, 2, 4) for x in tensors], dim=2).view(-1)
-
-
-def _ended(exchange: tuple[tuple[torch.Tensor, ...], Wait]) -> tuple[torch.Tensor, ...]:
-    """Wait for the end of an exchange, and return what was received."""
-    received, wait = exchange
-    wait()
-    return received
-
-
-def _joined(turns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return (batch, all heads, tokens, head_dim) of (batch, tokens, heads, head_dim) of each turn and process."""
-    return torch.cat([x for of_process in zip(*turns, strict=True) for x in of_process], dim=2).transpose(1, 2)
+    parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
+    return torch.stack(parts, dim=2).view(-1)
 
 
 def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[torch.Tensor]:
@@ -411,14 +325,9 @@ def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[
 
 def _all_to_all(
     received: torch.Tensor, sent: torch.Tensor, sizes: list[int], sizes_sent: list[int], group: Any
-) -> Wait:
-    """Begin to exchange runs of elements of two vectors among a group's processes; return what waits for the end."""
-    if torch.compiler.is_compiling():  # a graph has whole exchanges
-        dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
-        return lambda: None
-    work: Any = dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group, async_op=True)
-    wait: Wait = work.wait
-    return wait
+) -> None:
+    """Exchange runs of elements of two vectors among the processes of a group."""
+    dist.all_to_all_single(received, sent, sizes, sizes_sent, group=group)
 
 
 def _all_gather(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:

@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2
 
 import sage_hf
 from sage_hf import SageAttnProcessor, SageConfig, Sparse
-from sage_hf.diffusers import attention_layers, shards
+from sage_hf.diffusers import attention_layers
 from sage_kernels.exact import sdpa
 from tests.helpers.families import BATCH, Family, Inputs, family, run
 from tests.helpers.processes import Case, degrees_of, with_heads
@@ -54,8 +54,6 @@ def cases(processes: int) -> dict[str, Case]:
     found["offloaded"] = partial(survives_offloading, ulysses, processes)
     found["gradient"] = partial(refuses_gradients, ulysses, processes)
     found["sparse"] = partial(keeps_the_same_tiles, ulysses, processes)
-    for name in ("hunyuan-video", "cogvideox"):
-        found[f"turns-{name}"] = partial(agrees_in_turns, _family(name, 2 * processes), ulysses)
     return found
 
 
@@ -145,21 +143,6 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], extend: Callable[[Any
         if apart > error * (1.5 if "ring_degree" in degrees or recipe == "exact" else 0.1):
             wrong.append(f"{recipe}: {apart:.2e} from one process, whose error is {error:.2e}")
     return "; ".join(wrong)
-
-
-def agrees_in_turns(case: Family, degrees: dict[str, Any]) -> str:
-    """A process that attends with its heads in turns computes what it does with all at once, in more exchanges."""
-    inputs, outputs, exchanges = case.make_inputs(), [], []
-    for long_exchange in (0, shards.LONG_EXCHANGE):
-        model = case.build()
-        sage_hf.apply(model, _emulated("sage2"))
-        model.enable_parallelism(config=ContextParallelConfig(**degrees))
-        with patch.object(shards, "LONG_EXCHANGE", long_exchange), counted_collectives() as counts:
-            outputs.append(run(model, inputs))
-        exchanges.append(counts["all_to_all_single"])
-    if exchanges[0] != shards.TURNS * exchanges[1] or not exchanges[1]:
-        return f"{exchanges} exchanges"
-    return "" if torch.equal(*outputs) else f"{_distance(outputs[0], outputs[1].double()):.2e} apart"
 
 
 def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
