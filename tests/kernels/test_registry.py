@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_hf import sage_attention
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, enforce_fused_backward
@@ -446,3 +447,13 @@ def test_a_variant_of_a_recipe_runs_by_the_kernels_of_a_plan_or_by_the_reference
     for plan in (emulated, foreign):
         call = Call(query, key, value, variant, is_causal=True, scale=0.2)
         assert torch.equal(run.attend_by_plan(call, plan), expected)
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "sage_bwd"])
+def test_without_kernels_a_call_is_exact_with_its_gradients(recipe):
+    tensors = torch.randn(3, 1, 2, 80, 32, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
+    with registry.without(*registry.forwards):
+        assert select(Request.of(*tensors, recipe=recipe)).reason == f"no kernel of {recipe} is registered"
+        output = sage_attention(*tensors, recipe=recipe)
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors)
+    assert torch.equal(output, expected) and output.grad_fn is not None

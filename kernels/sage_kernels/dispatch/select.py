@@ -134,6 +134,8 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
                 passed_over.append((f"{recipe} by {kernel.name}", phases.reason))
             else:
                 passed_over.append((recipe, 'not native here; fallback="emulate" gives its numerics'))
+    if not passed_over:
+        passed_over.append(("", f"no kernel of {request.recipe} is registered"))
     plan = exact_plan(request, *passed_over, kernel=_exact_kernel(request))
     if fallback == "error":
         raise KernelUnavailableError(
