@@ -84,6 +84,8 @@ def points() -> list[Case]:
         train(2, 32, 8, 12288, head_dim, "causal")
     for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINED[:2]):
         train(2, 16, 16, n, head_dim, mask)
+    for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINED[:2]):
+        train(batch, 20, 20, n, head_dim, mask)
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
     for case in dict.fromkeys(found):
         kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)

@@ -10,7 +10,7 @@ from sage_kernels import kv_cache, kv_step
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_decode
-from tests.helpers.cached_models import build, new_cache, prompt
+from tests.helpers.cached_models import NEW, build, new_cache, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -159,6 +159,7 @@ def test_a_replay_without_room_stores_nothing_and_gives_nan():
     assert all(torch.equal(getattr(cache, name), getattr(before, name)) for name in KVCache.FIXED)
 
 
+@pytest.mark.skipif(not NEW, reason="this transformers does not hand a cache's keywords to attention")
 @pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
 def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(format, monkeypatch):
     """In float32, and with as many parts in both, attention is equal to the bit and the rest nearly so."""
