@@ -26,10 +26,8 @@ BENCHMARKS = "benchmarks"
 """The folder of the benchmarks and their results, relative to the repository."""
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-MODELS = "nvidia-h100-80gb-hbm3-models"
-"""Name of the result with the times of whole models' steps, and of what saves how much of them."""
-ALL_MODELS = "nvidia-h200-models"
-"""Name of the result with the times of more models, and of others' attention in them."""
+MODELS = "nvidia-h200-models"
+"""Name of the result with the times of models' steps, with each part of ours left out, and with other attention."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
 SPARSE_TOKENS = 32768
@@ -132,11 +130,11 @@ def model_gain() -> str:
 
 def all_models() -> str:
     """Return a table of the time of an inference step of more models, with each attention."""
-    result = read_result(ALL_MODELS)
+    result = read_result(MODELS)
     trained = {row["model"] for row in result["rows"] if row["provider"] == "sage_hf:sage_bwd"}
     result["rows"] = [row for row in result["rows"] if row["model"] not in trained]
     caption = f"ms of a step on {result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}."
-    return "\n\n".join((model_tables.model_speed(result), caption, sources(ALL_MODELS)))
+    return "\n\n".join((model_tables.model_speed(result), caption, sources(MODELS)))
 
 
 def folders() -> str:
@@ -445,14 +443,20 @@ def kv_speed() -> str:
 
 
 def parallel_speed() -> str:
-    """Return a table of whole steps on one GPU and on two."""
-    result = read_result("nvidia-h100x2-parallel")
+    """Return tables of whole steps on one GPU and on two."""
+    names = sorted(path.stem for path in RESULTS.glob("*x2-parallel.json"))
+    return "\n\n".join([*map(parallel_table, map(read_result, names)), sources(*names)])
+
+
+def parallel_table(result: dict[str, Any]) -> str:
+    """Return a table of whole steps on one GPU and on two of a kind."""
     ms: dict[str, dict[tuple[str, int, str, str], float]] = {}
     for row in result["rows"]:
         if "ms" in row:
             ms.setdefault(row["model"], {})[row["provider"], row["gpus"], row["mode"], row["p2p"]] = row["ms"]
     lines = [
-        f"ms of a step on {result['gpu']}s; in brackets × the same recipe on one GPU. A dash: diffusers has no plan.",
+        f"ms of a step on {result['gpu']}s, commit {result['commit'][:7]}; in brackets × the same recipe on one GPU. A "
+        "dash: diffusers has no plan, or it was not measured.",
         "",
         "| model | default | default, Ulysses | `exact`, Ulysses | `sage2`, one | `sage2`, Ulysses | `sage2`, ring |",
         "|---|---|---|---|---|---|---|",
@@ -463,11 +467,13 @@ def parallel_speed() -> str:
             *(("default", ""), ("default", "ulysses"), ("exact", "ulysses")),
             *(("sage2", ""), ("sage2", "ulysses"), ("sage2", "ring")),
         ):
-            one, found = times[provider, 1, "", ""], times.get((provider, 2, mode, "on"))
-            two = "–" if found is None else f"{found:.0f} ({one / found:.2f})"
-            cells.append(two if mode else f"{one:.0f}")
+            one, found = times.get((provider, 1, "", "")), times.get((provider, 2, mode, "on"))
+            if not mode:
+                cells.append(f"{one:.0f}")
+            else:
+                cells.append("–" if one is None or found is None else f"{found:.0f} ({one / found:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", sources("nvidia-h100x2-parallel")])
+    return "\n".join(lines)
 
 
 def gradient_errors() -> str:
