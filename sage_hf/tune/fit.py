@@ -14,7 +14,7 @@ import torch
 from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Schedule, Sizes, Weights, work
 
 ROWS = (64, 128, 192, 256)
-KEYS = (64, 128, 176)
+KEYS = (64, 128, 176, 192)
 ITEMS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
 ORDERS = get_args(Order)
 WIDTHS = (tuple(range(32, 257, 32)), (64, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256))

@@ -81,7 +81,10 @@ def measured_without_masks(name):
 
 
 def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
-    """Fitted to half of the calls of an H200, they choose for the other half, and on an H100."""
+    """Fitted to half of the calls of an H200, they choose for the other half, and on an H100.
+
+    Where the fastest takes the GPU less than FlashAttention 3 takes the host, the host's time counts, not the curves.
+    """
     calls, elsewhere = map(measured_without_masks, ("nvidia-h200-grid", "nvidia-h100-80gb-hbm3-unseen"))
     known = [
         Measured(runner, "none", causal, sizes, one)
@@ -93,6 +96,8 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
     for others in (calls[1::2], elsewhere):
         shares = []
         for causal, sizes, us in others:
+            if min(us.values()) < cost_model.FA3_HOST_US:
+                continue
             curves = {runner: table.curve(runner, "none", causal, sizes.head_dim) for runner in us}
             expected = {runner: curve.us(sizes) for runner, curve in curves.items() if curve and us[runner] < math.inf}
             shares.append(min(us.values()) / us[min(expected, key=expected.get)])

@@ -207,6 +207,12 @@ def test_flash_attention_3_takes_any_length_so_steps_run_by_it_where_it_is_faste
     assert cost_model.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
 
 
+@pytest.mark.parametrize(("pytorch_us", "fa3_us", "runs"), [(80, 60, "fa3"), (50, 30, "fa3"), (40, 20, "sdpa")])
+def test_flash_attention3_takes_no_less_than_its_host_time(use_table, pytorch_us, fa3_us, runs):
+    use_table(LOW_BIT, curve("cudnn", launch=float(pytorch_us)), curve("fa3", launch=float(fa3_us)))
+    assert cost_model.fastest_exact(REQUEST, ["fa3"]) == runs
+
+
 def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones(use_table):
     use_table()
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
