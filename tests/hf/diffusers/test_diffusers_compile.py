@@ -112,8 +112,8 @@ def graphs_of_the_original(case: Family) -> int:
     [
         ("cogvideox", share),
         ("wan-t2v", apply),
-        ("wan-t2v", set_backend),
-        *(pytest.param("cogvideox", switch, marks=pytest.mark.audit) for switch in (apply, set_backend)),
+        *(pytest.param(*one, marks=pytest.mark.audit) for one in (("wan-t2v", set_backend), ("cogvideox", apply))),
+        pytest.param("cogvideox", set_backend, marks=pytest.mark.audit),
         pytest.param("wan-t2v", share, marks=pytest.mark.audit),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -157,7 +157,7 @@ def test_our_backends_skip_scores_in_diffusers_processors(every_family_registere
     assert record.compiled_outcomes().total() == 1  # of the two layers
 
 
-@pytest.mark.parametrize("name", ["wan-t2v", "cogvideox"])
+@pytest.mark.parametrize("name", ["wan-t2v", pytest.param("cogvideox", marks=pytest.mark.audit)])
 def test_scores_are_skipped_in_compiled_blocks(
     name: str, request: pytest.FixtureRequest, every_family_registered: None
 ):

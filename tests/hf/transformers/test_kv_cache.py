@@ -107,7 +107,9 @@ def test_returned_sequences_are_those_of_repeated_prompts(format):
 
 
 @pytest.mark.parametrize("help_of", ["itself", "a worse model", "a worse model with a cache", "windows", "the prompt"])
-@pytest.mark.parametrize(("make", "format"), [(build, "int8"), (build, "int4"), (half_windowed, "int4")])
+@pytest.mark.parametrize(
+    ("make", "format"), [pytest.param(build, "int8", marks=pytest.mark.audit), (build, "int4"), (half_windowed, "int4")]
+)
 def test_assisted_decoding_gives_the_tokens_of_the_same_cache_without_assistance(make, format, help_of, monkeypatch):
     """Greedy tokens, all of them: those of several tokens a step, some cropped again, and of one token a step."""
     if make is half_windowed and not NEW:
@@ -287,6 +289,7 @@ def test_a_note_is_read_while_another_thread_writes_it():
     assert "decoded by written; 16 bits in layers 0 (written)" in str(note)
 
 
+@pytest.mark.audit
 def test_a_compiled_model_sees_its_padding_and_is_causal(expected):
     model = build()
     torch.compiler.reset()

@@ -43,8 +43,18 @@ def step(model, cache, token: torch.Tensor) -> torch.Tensor:
         return model(token, cache=cache).logits
 
 
-@pytest.mark.parametrize("padding", [0, 13])
-@pytest.mark.parametrize(("format", "backend"), [("int8", "eager"), ("int4", "aot_eager"), ("nvfp4", "eager")])
+@pytest.mark.parametrize(
+    ("format", "backend", "padding"),
+    [
+        ("int4", "aot_eager", 13),
+        ("int8", "eager", 0),
+        *(
+            pytest.param(one, "eager", padding, marks=pytest.mark.audit)
+            for one in ("int8", "nvfp4")
+            for padding in (0, 13)
+        ),
+    ],
+)
 def test_generate_compiles_decoding_once_and_gives_the_growing_caches_tokens(format, backend, padding, graphs):
     model = build()
     expected = greedy(model, new_cache(model, format), prompt(padding))
@@ -82,7 +92,7 @@ def test_layers_behind_a_step_see_the_length_before_it():
         assert distance(found, step(model, one, token)) < 150 * 12 * 2**-24
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("format", ["int4", *(pytest.param(one, marks=pytest.mark.audit) for one in ("int8", "nvfp4"))])
 def test_logits_are_the_growing_caches_token_by_token(format):
     """From a prompt of one token, over the first and the newest tokens in 16 bits, to the first codes: equal to the
     bit, for the reference computes both."""
