@@ -66,9 +66,7 @@ DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
 FA3 = "fa3"
 FA3_HOST_US = 45.0
-"""Host time of a call by FlashAttention 3, whose operator takes 27 to 45 µs more than PyTorch's.
-
-SDXL's step took 166 ms with it in short calls, and 147 without."""
+"""Host time of a call by FlashAttention 3, whose operator takes 27 to 45 µs more than PyTorch's."""
 NEW_LENGTH_US = 22.0
 """Time that the host needs, in each layer, to prepare a kernel of ours for the next length behind a cache that grows:
 0.7 ms for 32 layers. It hides behind the GPU's work where that takes longer. Operators of others, FlashAttention 3 too,
