@@ -65,6 +65,35 @@ def assert_aligned(x):
     assert x.storage_offset() * x.element_size() % 16 == 0
 
 
+@pytest.mark.parametrize(
+    ("facts", "alone"),
+    [
+        ({}, True),
+        ({"is_causal": True, "scale": 0.3}, True),
+        ({"heads": 6}, True),
+        ({"scale": -0.3}, False),
+        ({"scale": 0.0}, False),
+        ({"tokens": 0}, False),
+        ({"head_dim": 20}, False),
+        ({"row_stride": 65}, False),
+        ({"offset": 1, "row_stride": 72}, False),
+    ],
+)
+def test_pytorchs_function_alone_repeats_what_it_is_handed_over_as_it_is(handed_over, facts, alone):
+    given = {"is_causal": False, "scale": 0.2, "heads": 3, "tokens": 17, "head_dim": 64} | facts
+    options = {name: given.pop(name) for name in ("is_causal", "scale")}
+    size = given.pop("tokens"), given.pop("head_dim")
+    query = cuda(2, given.pop("heads"), *size, dtype=torch.bfloat16, **given)
+    key = cuda(2, 3, *size, dtype=torch.bfloat16, **given)
+    repeated = exact.repeated(query, key, key, **options)
+    assert (repeated is not None) == alone
+    if repeated is not None:
+        exact.sdpa(query, key, key, **options, enable_gqa=True)
+        assert repeated.keywords == {name: handed_over[0][name] for name in repeated.keywords}
+        assert handed_over[0]["mask"] is None and handed_over[0]["dropout_p"] == 0
+        assert [handed_over[0][name] for name in ("query", "key", "value")] == [query, key, key]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [20, 36, 64, 72])
 @pytest.mark.parametrize(("extra", "offset"), [(0, 0), (1, 0), (1, 1), (2, 1), (4, 0), (8, 0), (8, 8), (9, 3)])

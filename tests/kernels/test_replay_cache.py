@@ -104,6 +104,39 @@ def test_a_replayed_exact_call_is_that_of_the_first_time(replayed, mask, recipe,
             assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(one, first, strict=True))
 
 
+@pytest.mark.parametrize("batch, heads, queries", [(1, 2, 40), (2, 1, 40), (1, 1, 1)])
+@pytest.mark.parametrize("recipe", ["exact", "sage2"])
+def test_replayed_sizes_of_one_have_the_strides_of_the_first_time(replayed, recipe, batch, heads, queries):
+    """Compiled code is guarded by strides of sizes of one as well."""
+    query, key, value = (torch.randn(batch, tokens, heads, 16).transpose(1, 2) for tokens in (queries, 48, 48))
+    outputs = [sage_attention(query, key, value, recipe=recipe) for _ in range(4)]
+    assert len(replayed) == 2
+    assert len({x.stride() for x in outputs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({}, True),
+        ({"scale": 0.3}, True),
+        ({"scale": -0.3}, False),
+        ({"return_lse": True}, False),
+        ({"mask": True}, False),
+    ],
+)
+def test_an_exact_call_without_a_mask_is_repeated_by_pytorchs_function_alone(monkeypatch, replayed, options, alone):
+    query, key, value = (torch.randn(2, 4, tokens, 16) for tokens in (40, 48, 48))
+    mask = MASKS["keys"] if options.pop("mask", False) else None
+    call = partial(sage_attention, query, key, value, mask, recipe="sage2", **options)
+    outputs = [call() for _ in range(3)]
+    computed = mock.Mock(wraps=dispatch.compute)
+    monkeypatch.setattr(dispatch, "compute", computed)
+    outputs.append(call())
+    assert computed.called != alone
+    first, *_, last = [x if options.get("return_lse") else (x,) for x in outputs]
+    assert all(torch.equal(x, y) for x, y in zip(first, last, strict=True))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mask", ["none", "keys"])
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])

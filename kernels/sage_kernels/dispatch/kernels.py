@@ -109,6 +109,13 @@ class Exact(Protocol):
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
 
 
+class ExactOperator(Exact, Protocol):
+    """Exact kernel of others, without masks, whose host code cannot be traced."""
+
+    def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
+        """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
+
+
 AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 """(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
 

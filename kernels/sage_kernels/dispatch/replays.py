@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from ..exact import sdpa
 from ..replay import cache
 from ..replay.cache import Replay
+from ..runtime import torch_private
 from ..spec.arguments import Arguments
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
@@ -21,7 +23,7 @@ from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from ..spec.saved import empty_saved
 from . import run
-from .kernels import TrainingForward
+from .kernels import ExactOperator, TrainingForward
 from .plan import Plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 
@@ -55,7 +57,22 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         return cache.traced(plan, launched, tensors, (result[0], None), _without_lse)
     if plan.numerics != "exact":
         return None
-    return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
+    attend = _exact_function(call, plan)
+    if attend is None:
+        return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
+    return cache.compared(plan, lambda query, key, value, *_: (attend(query, key, value), None), tensors, result)
+
+
+def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | None:
+    """Return a function of (query, key, value) that alone computes calls like this one; None if there is none."""
+    if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `run.compute` turns it off
+        return None
+    if (own := get_exact(plan.kernel)) is not None:
+        return cast(ExactOperator, own).repeated(call)
+    if call.is_causal and call.causal_offset:
+        return None
+    by = None if plan.kernel == "sdpa" else sdpa.without_cudnn
+    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, by=by)
 
 
 def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -238,6 +239,31 @@ def sdpa(
     if _may_be_cudnn(query, key, value, mask):
         output = with_gradient_like_output(output)
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
+
+
+def repeated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    by: Callable[..., torch.Tensor] | None = None,
+) -> Callable[..., torch.Tensor] | None:
+    """Return a function of (query, key, value), laid out as these, that does as `sdpa` without mask and gradients.
+
+    It is PyTorch's function, or `by`, with options; None where `sdpa` hands on other tensors than it is given. The
+    arguments are those of `sdpa`.
+    """
+    if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
+        return None
+    if _on_gpu(query):
+        elements = ALIGNMENT // query.element_size()
+        aligned = all(x.shape[-1] % elements == 0 and _is_aligned(x) for x in (query, key, value))
+        if not aligned or _misleads_cudnn(query, value):
+            return None
+    enable_gqa = query.shape[1] != key.shape[1]
+    return partial(by or pytorch_sdpa, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def without_cudnn(

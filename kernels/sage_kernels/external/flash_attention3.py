@@ -53,13 +53,21 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        operator = _operator()
+        return self.repeated(call)(call.query, call.key, call.value)
+
+    def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
+        """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
+        operator, is_negative = _operator(), call.scale < 0
         assert operator is not None
-        _ensure_context(call.query)
-        query, key, value = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
         options = {"softmax_scale": abs(call.scale), "is_causal": call.is_causal, "num_splits": _splits(call)}
-        output: torch.Tensor = operator(-query if call.scale < 0 else query, key, value, **options)[0]
-        return output.transpose(1, 2)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            _ensure_context(query)
+            query = (-query if is_negative else query).transpose(1, 2)
+            output: torch.Tensor = operator(query, key.transpose(1, 2), value.transpose(1, 2), **options)[0]
+            return output.transpose(1, 2)
+
+        return attend
 
 
 def _ensure_context(x: torch.Tensor) -> None:
