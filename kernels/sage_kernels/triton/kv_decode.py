@@ -51,18 +51,22 @@ class Config:
     num_stages: int
 
 
-LARGE_SHARED = Config(32, 2, 3)
-"""No other was faster on an H100 with head_dim 128, at 4k to 128k tokens and batches of 1 to 16."""
+LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
+"""By the bits of a code, for at most FEW_ROWS rows of Q: the fastest on an H200 with 128k tokens, of one sequence or of more."""
+MORE_ROWS = Config(32, 2, 3)
 SMALL_SHARED = Config(32, 4, 2)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
+FEW_ROWS = 8
 MAX_REPEATED = 256
 _repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
 """By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
 
 
-def config_for(capability: tuple[int, int]) -> Config:
-    """Return the configuration for a GPU."""
-    return LARGE_SHARED if capability in ((8, 0), (9, 0), (10, 0), (10, 3)) else SMALL_SHARED
+def config_for(capability: tuple[int, int], bits: int, rows: int) -> Config:
+    """Return the configuration for a GPU, codes of so many bits, and so many rows of Q in one program."""
+    if capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
+        return SMALL_SHARED
+    return LARGE_SHARED[bits] if rows <= FEW_ROWS else MORE_ROWS
 
 
 def decode(
@@ -92,7 +96,7 @@ def decode(
     counts = cache.counts if cache.is_ahead else None
     most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
-    config = config_for(capability)
+    config = config_for(capability, cache.format.bits, min(rows, MAX_TILE_ROWS))
     parts = _code_parts(pairs, -(-most_coded // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if valid is not None:
