@@ -54,6 +54,7 @@ def _complete_attention_processor(module: ModuleType) -> None:
     """Have `Attention` and `MochiAttention` tell a new SageAttnProcessor what they computed before."""
     attention, mochi = module.Attention, module.MochiAttention
     attention.forward, mochi.forward = map(_warn_without_dispatch, (attention.forward, mochi.forward))
+    attention.forward = _without_inspection(attention.forward)
     attention.set_processor = mochi.set_processor = _with_replacement(attention.set_processor)
     mochi.get_processor = attention.get_processor
 
@@ -136,6 +137,31 @@ def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[...
                 f"choosing the attention backend {backend}"
             )
         set_attention_backend(self, backend)
+
+    return wrapper
+
+
+def _without_inspection(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Attention.forward`: without further keywords a processor of ours is called as `forward` would call it.
+
+    `forward` inspects the processor's signature at each call, to find the keywords that it takes.
+    """
+    import torch
+
+    from .processor import SageAttnProcessor
+
+    @functools.wraps(forward)
+    def wrapper(
+        self: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if kwargs or torch.compiler.is_compiling() or not isinstance(self.processor, SageAttnProcessor):
+            return forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        given = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+        return self.processor(self, hidden_states, **given)
 
     return wrapper
 

@@ -52,7 +52,7 @@ class Config:
 
 
 LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
-"""By the bits of a code, for at most FEW_ROWS rows of Q: the fastest on an H200 with 128k tokens, of one sequence or of more."""
+"""By the bits of a code, for at most FEW_ROWS rows of Q: the fastest on an H200 from 128k tokens on."""
 MORE_ROWS = Config(32, 2, 3)
 SMALL_SHARED = Config(32, 4, 2)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""

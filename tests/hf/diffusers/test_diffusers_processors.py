@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
 import torch
+from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor, CustomDiffusionAttnProcessor2_0
 
 import sage_hf
@@ -266,6 +269,18 @@ def test_generic_attention_honours_every_option_to_the_bit(options, shape, conte
     expected = attention(**inputs)
     attention.set_processor(SageAttnProcessor("exact"))
     assert torch.equal(attention(**inputs), expected)
+
+
+def test_a_layer_is_inspected_only_for_further_keywords(monkeypatch):
+    attn, x, context = Attention(query_dim=32, cross_attention_dim=32, heads=2, dim_head=16), *torch.randn(2, 1, 8, 32)
+    expected = attn(x, encoder_hidden_states=context)
+    attn.set_processor(SageAttnProcessor("exact"))
+    inspected = mock.Mock(side_effect=inspect.signature)
+    monkeypatch.setattr(attention_processor.inspect, "signature", inspected)
+    torch.testing.assert_close(attn(x, context), expected)
+    assert not inspected.called
+    torch.testing.assert_close(attn(x, encoder_hidden_states=context, unknown=1), expected)  # diffusers warns
+    assert inspected.called
 
 
 def test_a_module_without_a_processor_cannot_start_with_a_shared_one():
