@@ -442,6 +442,31 @@ def kv_speed() -> str:
     return "\n".join([*lines, "", sources(KV_CACHE)])
 
 
+def kv_models() -> str:
+    """Return a table of the time of a token of a whole model, with caches that grow and with static ones."""
+    result = read_result(KV_CACHE)
+    found: dict[tuple[int, int], dict[tuple[str, bool], dict[str, Any]]] = {}
+    for row in result["models"]:
+        found.setdefault((row["batch"], row["tokens"]), {})[row["format"], row["static"]] = row
+    layers = {row["layers"] for row in result["models"]}
+    assert len(layers) == 1
+    versions = f"transformers {result['packages']['transformers']}, commit {result['commit'][:7]}"
+    lines = [
+        f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; of static caches, "
+        "with decoding that transformers compiles:",
+        "",
+        "| batch × tokens | cache | MB | growing | static |",
+        "|---|---|---|---|---|",
+    ]
+    for (batch, tokens), rows in found.items():
+        for name in ("bf16", "int8", "int4"):
+            growing, static = rows[name, False], rows[name, True]
+            cells = [f"{batch} × {tokens:,}", "16 bits" if name == "bf16" else f"`{name}`"]
+            cells += [f"{growing['cache_bytes'] / 1e6:,.0f}", *(f"{row['ms_per_token']:.1f}" for row in (growing, static))]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", sources(KV_CACHE)])
+
+
 def parallel_speed() -> str:
     """Return tables of whole steps on one GPU and on two."""
     names = sorted(path.stem for path in RESULTS.glob("*x2-parallel.json"))
@@ -552,6 +577,7 @@ python studies/finetune_then_fp4.py MODEL --output {BENCHMARKS}/results         
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "kv-speed": kv_speed,
+    "kv-models": kv_models,
     "parallel-speed": parallel_speed,
     "gain": gain,
     "cost": cost,
