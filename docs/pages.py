@@ -452,8 +452,8 @@ def kv_models() -> str:
     assert len(layers) == 1
     versions = f"transformers {result['packages']['transformers']}, commit {result['commit'][:7]}"
     lines = [
-        f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; of static caches, "
-        "with decoding that transformers compiles:",
+        f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with static caches, "
+        "decoding is compiled by transformers:",
         "",
         "| batch × tokens | cache | MB | growing | static |",
         "|---|---|---|---|---|",
@@ -462,7 +462,10 @@ def kv_models() -> str:
         for name in ("bf16", "int8", "int4"):
             growing, static = rows[name, False], rows[name, True]
             cells = [f"{batch} × {tokens:,}", "16 bits" if name == "bf16" else f"`{name}`"]
-            cells += [f"{growing['cache_bytes'] / 1e6:,.0f}", *(f"{row['ms_per_token']:.1f}" for row in (growing, static))]
+            cells += [
+                f"{growing['cache_bytes'] / 1e6:,.0f}",
+                *(f"{row['ms_per_token']:.1f}" for row in (growing, static)),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", sources(KV_CACHE)])
 
