@@ -452,8 +452,8 @@ def kv_models() -> str:
     assert len(layers) == 1
     versions = f"transformers {result['packages']['transformers']}, commit {result['commit'][:7]}"
     lines = [
-        f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with static caches, "
-        "decoding is compiled by transformers:",
+        f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with "
+        "static caches, decoding is compiled by transformers:",
         "",
         "| batch × tokens | cache | MB | growing | static |",
         "|---|---|---|---|---|",
