@@ -253,6 +253,7 @@ for name in ("sage", "sage_varlen"):
     )
 
 
+@pytest.mark.audit
 def test_a_command_and_the_processes_it_starts_have_the_modules(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(

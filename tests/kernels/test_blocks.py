@@ -108,6 +108,7 @@ def test_one_tile_kept_attends_to_that_tile(recipe):
     assert (output - truth).norm() / truth.norm() < (0.05 if recipe == "sage2" else 1e-5)
 
 
+@pytest.mark.audit
 def test_opcheck_passes():
     blocks = draw_blocks(2, 4, 300, 330)
     for dtype in (torch.float32, torch.bfloat16):

@@ -28,7 +28,10 @@ def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["sage3", *(pytest.param(one, marks=pytest.mark.audit) for one in ("sage2", "sage1", "sage_bwd")), "exact"],
+)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck_passes(dtype, recipe, return_lse):
     keys = torch.ones(2, 1, 1, 90, dtype=torch.bool)

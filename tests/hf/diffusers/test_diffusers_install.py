@@ -32,13 +32,8 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(first, id=order, marks=[] if order == "sage_hf-first" else [pytest.mark.audit])
-        for order, first in ORDERS.items()
-    ],
-)
+@pytest.mark.audit
+@pytest.mark.parametrize("first", ORDERS.values(), ids=ORDERS)
 def test_diffusers_is_completed_in_every_order_of_imports(first, forks):
     forks.run(f"import warnings; warnings.simplefilter('error', ImportWarning); {first}\n{CHECK}")
 

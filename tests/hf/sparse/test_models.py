@@ -344,7 +344,8 @@ def test_transformers_models_are_refused():
         sage_hf.apply(tiny.llama(), SageConfig("sage2", sparse=EAGER))
 
 
-@pytest.mark.parametrize("name", ["cogvideox", pytest.param("wan-t2v", marks=pytest.mark.audit)])
+@pytest.mark.audit
+@pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
 def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch, request):
     """By our own function for the family, and through diffusers' dispatch."""
     if name == "wan-t2v":

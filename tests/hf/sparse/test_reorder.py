@@ -235,6 +235,7 @@ def in_context(model, inputs):
         return run(model, inputs)
 
 
+@pytest.mark.audit
 def test_compiled_blocks_keep_the_order_that_they_are_given():
     """Their attention is dense. An eager block before them may have begun the order, and one behind may end it."""
     model, inputs = model_of("wan-t2v"), inputs_of("wan-t2v")
