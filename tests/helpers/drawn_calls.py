@@ -391,7 +391,7 @@ def run_call(kind: Kind, mode: Mode, inputs: Inputs, freed: bool = False) -> Out
     for name, x in tensors_of.items():
         facts[f"form of {name}"] = x.dtype, tuple(x.shape), x.device.type
         if mode.context not in (*BYSTANDERS, "vmap") and x.numel():
-            facts[f"strides of {name}"] = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+            facts[f"strides of {name}"] = list(x.stride())
     if any(plan.numerics == "exact" for plan in plans):  # by PyTorch
         return Outcome(tensors_of, facts, frozenset(name for name in tensors_of if "gradient" in name))
     if any(plan.backward == HopperFusedBackward.name for plan in plans):
