@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments(command)
     command = commands.add_parser("tune", help="measure in minutes, once a GPU, what calls cost, to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
-    command.add_argument("--seconds", type=_seconds, help="of compiling and measuring (default: 240)")
+    command.add_argument("--seconds", type=_seconds, help="of compiling and measuring, at most (default: 420)")
     command.add_argument(
         "--output", type=_file, metavar="JSON", help="default: where calls look for it, in the user's cache folder"
     )

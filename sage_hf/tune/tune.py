@@ -45,8 +45,8 @@ CACHED = ((32, 4, 128), (16, 1, 64))
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
 
-SECONDS, COMPILING = 240.0, 0.45
-"""Time of a measurement, and the share of it after which no compilation begins."""
+SECONDS, COMPILING = 420.0, 0.45
+"""Longest time of a measurement, and the share of it after which no compilation begins."""
 FITTING = 0.15
 """Share of the seconds that fitting the curves takes, behind the measuring."""
 
@@ -133,7 +133,8 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     if not found:
         raise ValueError("nothing could be measured on this GPU in time")
     calls = len({(one.sizes, one.mask, one.causal) for one in found})
-    progress(f"measured {calls} of them by {len(found) / calls:.1f} kernels each until {passed():.0f} s")
+    left = "; --seconds can give the others time" if calls < len(todo) else ""
+    progress(f"measured {calls} of them by {len(found) / calls:.1f} kernels each until {passed():.0f} s{left}")
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     curves = fit(found, properties.multi_processor_count)
