@@ -401,7 +401,9 @@ def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
         where = "On a CPU, in float32, emulated:"
         if result["capability"]:
             where = f"On one {result['gpu']}, in bfloat16:"
-        parts += [where, markdown(result)]
+        if where not in parts:
+            parts.append(where)
+        parts.append(markdown(result))
     return "\n\n".join((*parts, sources(*(path.stem for path in paths))))
 
 
