@@ -82,6 +82,7 @@ def calls_of(step) -> list[tuple[Case, bool]]:
     return calls
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_real_architecture_takes_its_inputs_and_attends_over_the_documented_tokens(model):
     """With one block of each kind, without data."""
@@ -144,6 +145,7 @@ def test_a_configuration_has_the_layers_of_the_model_and_shrinks_evenly(model):
     assert model.shortened(10**6) == (dict(model.config), model.layers_of_model)
 
 
+@pytest.mark.audit
 def test_a_cpu_measures_every_kind_of_step(monkeypatch):
     monkeypatch.setattr(measure_models, "SECONDS", 1e-3)
     lines, written = [], []

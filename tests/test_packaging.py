@@ -101,6 +101,7 @@ def test_the_folder_kernels_is_no_package() -> None:
     assert not (ROOT / "kernels/__init__.py").exists()
 
 
+@pytest.mark.audit
 def test_an_installed_wheel_imports(wheel: Path, environment: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "--python", environment, "install", "-q", "--no-deps", wheel)
     assert str(tmp_path) in imports_from(environment, tmp_path)
@@ -139,6 +140,7 @@ def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, envi
     assert "usage: sage-hf" in run(environment.with_name("sage-hf"), "--help", cwd=tmp_path, PYTHONPATH="")
 
 
+@pytest.mark.audit
 def test_a_plain_install_from_source_imports(source: Path, environment: Path, tmp_path: Path) -> None:
     run(
         *(sys.executable, "-m", "pip", "--python", environment),

@@ -145,6 +145,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: 0)
 
 
+@pytest.mark.audit
 def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path, capsys):
     assert main(["tune"]) == 0
     path = cost_model.tuned_path("NVIDIA RTX 4090")

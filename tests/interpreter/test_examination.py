@@ -26,7 +26,10 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "backward"),
-    [(Case("sage2", q_heads=4), ""), (Case("sage_bwd", grad=True), "int8_backward")],
+    [
+        (Case("sage2", q_heads=4), ""),
+        pytest.param(Case("sage_bwd", grad=True), "int8_backward", marks=pytest.mark.audit),
+    ],
     ids=["sage2", "gradients"],
 )
 def test_a_right_kernel_passes(case, backward):

@@ -15,9 +15,9 @@ CASES = [
     ("int4", 64, 4, 300, (1, 1, 1), True),
     ("int4", 128, 4, 200, (1, 5), False),
     ("int8", 128, 1, 200, (1, 1), False),
-    ("int8", 96, 2, 260, (1, 16), True),
-    ("int4", 64, 8, 3, (1, 4, 1), False),
-    ("int4", 64, 1, 100, (16, 16, 16), True),
+    pytest.param("int8", 96, 2, 260, (1, 16), True, marks=pytest.mark.audit),
+    pytest.param("int4", 64, 8, 3, (1, 4, 1), False, marks=pytest.mark.audit),
+    pytest.param("int4", 64, 1, 100, (16, 16, 16), True, marks=pytest.mark.audit),
 ]
 
 
@@ -177,7 +177,7 @@ def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor
     ("format", "head_dim", "group", "prompt", "steps", "padded"),
     [
         ("int4", 64, 4, 100, 3, True),  # tokens leave the window from the first step on
-        ("int8", 128, 1, 61, 5, False),  # the window fills while steps are made
+        pytest.param("int8", 128, 1, 61, 5, False, marks=pytest.mark.audit),  # the window fills while steps are made
         *(
             pytest.param(*one, marks=pytest.mark.audit)
             for one in (("int4", 64, 4, 100, 40, True), ("int8", 128, 1, 3, 70, False))

@@ -267,6 +267,7 @@ def test_undoing_leaves_the_adapter_to_diffusers_in_every_order(name: str, way: 
         tiny.unload()
 
 
+@pytest.mark.audit
 @pytest.mark.parametrize("ways", itertools.product(UNDONE, UNDONE), ids=", ".join)
 def test_nested_switches_are_undone_around_load_and_unload(ways: tuple[str, str]):
     tiny = Tiny("unet")
