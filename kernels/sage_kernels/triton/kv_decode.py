@@ -51,12 +51,13 @@ class Config:
     num_stages: int
 
 
+FEW_ROWS = 8
 LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
 """By the bits of a code, for at most FEW_ROWS rows of Q: the fastest on an H200 from 128k tokens on."""
 MORE_ROWS = Config(32, 2, 3)
+"""For more rows, whose scores of 64 tokens would take twice the registers."""
 SMALL_SHARED = Config(32, 4, 2)
 """Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
-FEW_ROWS = 8
 MAX_REPEATED = 256
 _repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
 """By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
