@@ -34,20 +34,6 @@ SPARSE_TOKENS = 32768
 """Length at which the page shows what comes before sparse attention."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
 """Name of the result with the quality of sparse attention in a trained model."""
-SHOWN_QUALITY = [
-    ("dense", "exact"),
-    ("dense", "sage2"),
-    ("dense", "sage2, mean 0.5"),
-    ("dense", "sage2, subblock 0.5"),
-    ("dense", "sage2, share 0.5"),
-    ("dense", "sage2, subblock 0.25, 3 dense steps"),
-    ("dense", "sage2, mean 0.25"),
-    ("dense", "sage2, subblock 0.25"),
-    ("dense", "VSA, not trained"),
-    ("vsa", "VSA"),
-    ("vsa", "VSA, sage2"),
-]
-"""(training, run) of SPARSE_QUALITY that the page shows, in the order of the table."""
 TRAINED = "nvidia-h100-80gb-hbm3-trained_models"
 """Name of the result with what low bits change in trained language models."""
 GRID = "nvidia-h200-grid"
@@ -297,10 +283,7 @@ def training_routes() -> str:
 def sparse_quality() -> str:
     """Return the tables and the picture of the trained proof of sparse attention."""
     message = "The middle frame of clips of eight held-out prompts, a line for each way to run the first seed's models"
-    result = read_result(SPARSE_QUALITY)
-    shown = [row for row in result["rows"] if (row["trained"], row["run"]) in SHOWN_QUALITY]
-    result["rows"] = sorted(shown, key=lambda row: SHOWN_QUALITY.index((row["trained"], row["run"])))
-    table = sparse_quality_table.markdown(result)
+    table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
     return "\n\n".join((table, picture(SPARSE_QUALITY, message), sources(SPARSE_QUALITY)))
 
 

@@ -1,23 +1,28 @@
-"""Train a small video model densely and with VSA on this GPU, run the dense one sparsely, and judge what they draw.
+"""Train a small video model densely and with VSA, run the dense one in few bits and sparsely, and judge what they draw.
 
-python studies/sparse_quality.py --minutes 9.4 --output benchmarks/results
+python studies/sparse_quality.py --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
-with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON have what was
-recognised in the clips; PSNR and SSIM against the same weights with exact attention (of VSA: with an exact fine stage),
-clip by clip from the same noise; and the share of tiles, and of attention weight, that was kept. "training" has the
-losses. Every row is written when it is known: a run that is cut keeps what it has.
+with each recipe, and with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON
+have what was recognised in the clips; PSNR, SSIM and flicker against the same weights with exact attention (of VSA: with
+an exact fine stage), clip by clip from the same noise; and the share of tiles, and of attention weight, that was kept.
+"training" has the losses. Every row is written when it is known: a run that is cut keeps what it has. Seeds run in turn,
+or on several GPUs, a process each, which write the same JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import itertools
+import math
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,36 +30,38 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from pooled_tail import with_pooled_tail
 from sparse_video import Clips, Denoiser, Size, Training, generate, held_out_loss, score, shown_scenes
 from torch import Tensor
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.bench.results import facts, path_of, reason, write
+from sage_hf.bench.results import facts, path_of, read, reason, write
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
 from sage_kernels.dispatch.select import set_routing
 
 SPARSITY = 0.75
-KEEPS = (0.25, 0.5, 0.15)
-ROUTERS = ("mean", "subblock", "share")
+RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
+KEEPS = (0.5, 0.25)
+ROUTERS = ("mean", "subblock")
 DENSE_STEPS = 3
 GUIDANCE = 3.0
 KINDS = ("dense", "vsa")
 """Kinds of training."""
-TOY = Size(8, 16, 2, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
+TOY = Size(15, 32, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 8
 """Clips whose SSIM is computed, by the host."""
-LEARNING_RATE = 2e-3
-STEPS = 11_000
+LEARNING_RATE = 1e-3
+STEPS = 6000
 """Training steps, of `Size.batch` clips."""
 POINTS = 50
 """Points of a curve of losses."""
 SHOWN = 8
 """Prompts of the picture."""
 LABEL_WIDTH, HEAD_HEIGHT = 300, 66
-ENLARGED = 3
+ENLARGED = 2
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,14 @@ class Variant:
         run: name in the JSON.
         config: what is applied; None: nothing.
         vsa: whether it attends by VSA though it was trained densely.
+        tail: whether sparse calls have a pooled tail.
     """
 
     trained: str
     run: str
     config: SageConfig | None = None
     vsa: bool = False
+    tail: bool = False
 
     @property
     def is_reference(self) -> bool:
@@ -79,68 +88,54 @@ class Variant:
         return self.config is None and not self.vsa
 
 
-def _config(sparse: Sparse | None = None, fallback: str | None = None) -> SageConfig:
-    """Return `sage2` in self-attention; cross-attention, which has three keys, stays exact."""
-    return SageConfig("sage2", fallback=fallback, layers=(LayerRule("*.attn2", "exact"),), sparse=sparse)
+def _config(recipe: str, sparse: Sparse | None = None) -> SageConfig:
+    """Return a recipe in self-attention; cross-attention, which has three keys, stays exact."""
+    return SageConfig(recipe, fallback="emulate", layers=(LayerRule("*.attn2", "exact"),), sparse=sparse)
 
 
-def variants(fallback: str | None = None) -> list[Variant]:
-    """Return all ways to run the models, what matters most first."""
-    found = [Variant("dense", "exact"), Variant("vsa", "VSA"), Variant("dense", "sage2", _config(fallback=fallback))]
-    found.append(Variant("dense", "VSA, not trained", vsa=True))
-    found.append(Variant("vsa", "VSA, sage2", _config(fallback=fallback)))
-    sparse = Sparse("subblock", KEEPS[0], dense_steps=DENSE_STEPS, from_tokens=1)
-    found.append(
-        Variant("dense", f"sage2, subblock {KEEPS[0]:g}, {DENSE_STEPS} dense steps", _config(sparse, fallback))
-    )
-    for keep in KEEPS[::2]:
-        sparse = Sparse("subblock", keep, from_tokens=1, per_head=True)
-        found.append(Variant("dense", f"sage2, subblock {keep:g}, shares of heads", _config(sparse, fallback)))
+def variants() -> list[Variant]:
+    """Return all ways to run the models, in the order of the table."""
+    found = [Variant("dense", "exact"), *(Variant("dense", recipe, _config(recipe)) for recipe in RECIPES)]
     for keep in KEEPS:
         for router in ROUTERS:
             sparse = Sparse(router, keep, from_tokens=1)
-            found.append(Variant("dense", f"sage2, {router} {keep:g}", _config(sparse, fallback)))
-    return found
-
-
-def _order(one: Variant) -> tuple[bool, bool, float]:
-    """Return the place of a way in the picture: dense models before VSA's, dense calls before sparse ones."""
-    sparse = None if one.config is None else one.config.sparse
-    return one.trained == "vsa", one.vsa, -getattr(sparse, "keep", 1.0)
+            found.append(Variant("dense", f"sage2, {router} {keep:g}", _config("sage2", sparse)))
+        found.append(Variant("dense", f"exact, subblock {keep:g}, pooled tail", found[-1].config, tail=True))
+    sparse = Sparse("subblock", KEEPS[-1], dense_steps=DENSE_STEPS, from_tokens=1)
+    run = f"sage2, subblock {KEEPS[-1]:g}, {DENSE_STEPS} dense steps"
+    found += [Variant("dense", run, _config("sage2", sparse)), Variant("dense", "VSA, not trained", vsa=True)]
+    return [*found, Variant("vsa", "VSA"), Variant("vsa", "VSA, sage2", _config("sage2"))]
 
 
 class Study:
-    """The models of all seeds, the ways to run them, and the JSON and the picture, written when there is more.
+    """The models of some seeds, the ways to run them, and the JSON and the picture, to which each result is added."""
 
-    Attributes:
-        result: the JSON so far.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.end = args, time.time() + 60 * args.minutes
+    def __init__(self, args: argparse.Namespace, seeds: Sequence[int]) -> None:
+        self.args, self.seeds = args, seeds
         self.size = TOY if args.toy else Size()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.variants = variants(None if self.device.type == "cuda" else "emulate")
+        self.facts = facts(self.device)
+        self.path = path_of(args.output, self.facts, "sparse_quality")
         self.frames: dict[str, Any] = {}
-        self.result: dict[str, Any] = {
-            **facts(self.device),
-            "size": asdict(self.size) | {"tokens": self.size.tokens},
-            "sparsity": SPARSITY,
-            "learning_rate": LEARNING_RATE,
-            "sampling": {"steps": args.sampling_steps, "guidance": GUIDANCE},
-            "training": [],
-            "rows": [],
-        }
+
+    def begin(self) -> None:
+        """Write a JSON without rows."""
+        size = asdict(self.size) | {"tokens": self.size.tokens}
+        sampling = {"steps": self.args.sampling_steps, "guidance": GUIDANCE}
+        result = {"size": size, "sparsity": SPARSITY, "learning_rate": LEARNING_RATE, "sampling": sampling}
+        write(self.path, self.facts | result | {"training": [], "rows": []})
 
     def run(self) -> None:
         """Train, render and judge, seed after seed, until the time is over."""
+        torch.backends.cuda.matmul.allow_tf32 = True
+        set_routing(False)  # quality is judged: what is asked for runs, at any cost
         clips, held_out = Clips.to_learn_from(self.size, self.device), Clips.held_out(self.size, self.device)
-        for seed, kind in itertools.product(range(self.args.seeds), KINDS):
-            if time.time() > self.end:
+        for seed, kind in itertools.product(self.seeds, KINDS):
+            if time.time() > self.args.end:
                 break
             denoiser, reference = self._train(kind, seed, clips, held_out), None
-            for variant in self.variants:
-                if variant.trained == kind and time.time() < self.end:
+            for variant in variants():
+                if variant.trained == kind and time.time() < self.args.end:
                     rendered = self._render(variant, seed, denoiser, reference)
                     reference = rendered if variant.is_reference else reference
 
@@ -176,7 +171,8 @@ class Study:
             denoiser = in_low_precision(denoiser)
             if variant.vsa:
                 sage_hf.enable_vsa(denoiser.transformer, SPARSITY)
-            with applied(denoiser, variant.config, self.args.sampling_steps) as kept:
+            tail = with_pooled_tail() if variant.tail else nullcontext()
+            with tail, applied(denoiser, variant.config, self.args.sampling_steps) as kept:
                 clips = generate(
                     denoiser,
                     scenes,
@@ -189,7 +185,7 @@ class Study:
             if reference is not None:
                 row |= distances(reference, clips)
             row["score"] = score(clips, scenes)
-            if seed == 0:
+            if seed == self.args.seeds[0]:
                 frames = clips[:: len(scenes) // SHOWN, clips.shape[1] // 2].cpu().numpy()
                 self.frames[f"{variant.trained}: {variant.run}"] = frames
                 self._draw()
@@ -199,33 +195,40 @@ class Study:
         return clips
 
     def _add(self, table: str, row: dict[str, Any]) -> None:
-        """Add a row, write the JSON, and print the row."""
-        self.result[table].append(row)
-        write(self._file(), self.result)
+        """Add a row to the JSON, and print it."""
+        with self._changed() as result:
+            result[table].append(row)
         print(", ".join(f"{key} {x}" for key, x in row.items() if key != "curve"), flush=True)
 
+    @contextmanager
+    def _changed(self) -> Iterator[dict[str, Any]]:
+        """Yield the JSON, and write it when it is changed; other processes wait."""
+        folder = os.open(self.args.output, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            result = read(self.path)
+            yield result
+            write(self.path, result)
+        finally:
+            os.close(folder)
+
     def _draw(self) -> None:
-        """Write the picture: prompts, and below them a frame of each way to run seed 0's models, in order."""
-        ordered = sorted(self.variants, key=_order)
-        labels = [label for one in ordered if (label := f"{one.trained}: {one.run}") in self.frames]
+        """Write the picture: prompts, and below them a frame of each way to run the first seed's models."""
         side = ENLARGED * self.size.pixels
-        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(labels) * side), "white")
+        picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(self.frames) * side), "white")
         draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
         scenes = shown_scenes()
         for column, scene in enumerate(scenes[:: len(scenes) // SHOWN]):
             middle = (LABEL_WIDTH + column * side + side // 2, HEAD_HEIGHT // 2)
             draw.multiline_text(middle, "\n".join(scene), "black", font, anchor="mm", align="center", spacing=2)
-        for line, label in enumerate(labels):
-            frames = self.frames[label]
+        for line, (label, frames) in enumerate(self.frames.items()):
             pixels = (np.concatenate(list(frames), -1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
             image = Image.fromarray(pixels).resize((len(frames) * side, side), Image.Resampling.NEAREST)
             picture.paste(image, (LABEL_WIDTH, HEAD_HEIGHT + line * side))
             draw.text((8, HEAD_HEIGHT + line * side + side // 2), label, "black", font, anchor="lm")
-        picture.save(self._file().with_suffix(".png"))
-        self.result["picture"] = labels
-
-    def _file(self) -> Path:
-        return path_of(self.args.output, self.result, "sparse_quality")
+        picture.save(self.path.with_suffix(".png"))
+        with self._changed() as result:
+            result["picture"] = list(self.frames)
 
 
 def in_low_precision(denoiser: Denoiser) -> Denoiser:
@@ -274,26 +277,52 @@ def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterat
 
 
 def distances(reference: Tensor, clips: Tensor) -> dict[str, float]:
-    """Return PSNR and SSIM of clips against those of exact attention: means over clips."""
+    """Return how clips (B, F, 3, H, W) differ from those of exact attention.
+
+    `psnr` and `ssim` are means over clips. `flicker` is the mean absolute difference of successive frames, over all
+    clips, divided by exact attention's: above 1, clips change more from frame to frame.
+    """
     pairs = [tuple(x.permute(0, 2, 3, 1).cpu().numpy() for x in pair) for pair in zip(reference, clips, strict=True)]
     judged = pairs[:: -(-len(pairs) // JUDGED_BY_SSIM)]
+    of_exact, of_clips = (x.diff(dim=1).abs().mean().item() for x in (reference, clips))
     return {
         "psnr": sum(min(100.0, psnr(*pair)) for pair in pairs) / len(pairs),
         "ssim": sum(ssim(*pair) for pair in judged) / len(judged),
+        "flicker": of_clips / of_exact,
     }
+
+
+def _run(args: argparse.Namespace, seeds: Sequence[int]) -> None:
+    """Run some seeds in a process of their own."""
+    Study(args, seeds).run()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.4, help="after which the run is cut")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which the run is cut")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
-    parser.add_argument("--sampling-steps", type=int, default=12)
+    parser.add_argument("--sampling-steps", type=int, default=16)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    torch.backends.cuda.matmul.allow_tf32 = True
-    set_routing(False)  # quality is judged: what is asked for runs, at any cost
-    Study(parser.parse_args(argv)).run()
+    args = parser.parse_args(argv)
+    args.end = time.time() + 60 * args.minutes
+    study = Study(args, args.seeds)
+    study.begin()
+    workers = min(len(args.seeds), torch.cuda.device_count())
+    if workers < 2:
+        study.run()
+        return
+    processes = []
+    for gpu in range(workers):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        of_gpu = (args, args.seeds[gpu::workers])
+        processes.append(multiprocessing.get_context("spawn").Process(target=_run, args=of_gpu))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a seed failed")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def markdown(result: dict[str, Any]) -> str:
     training = [row for row in result["training"] if row["seed"] in seeds]
     rows = [row for row in result["rows"] if "score" in row and row["seed"] in seeds]
     size, steps = result["size"], training[0]["steps"]
-    tokens = f"{size['tokens']:,} tokens ({'×'.join(map(str, _grid(size)))})"
+    tokens = f"{size['tokens']:,} tokens ({size['frames']} frames of {size['pixels']}×{size['pixels']} pixels)"
     head = (
         f"A Wan transformer of {size['layers']} layers, {size['heads']} heads of {size['head_dim']}, {tokens}, trained "
         f"from the same weights on the same batches: {steps:,} steps of {size['batch']} clips, {len(seeds)} "
@@ -35,7 +35,8 @@ def markdown(result: dict[str, Any]) -> str:
     prompts = (
         f"Their clips of {PROMPTS} held-out prompts ({sampling['steps']} steps, guidance {sampling['guidance']:g}): "
         "tiles, and attention weight, that sparse calls kept (mean, and the lowest layer's); PSNR and SSIM against the "
-        "same weights with exact attention (of VSA: with an exact fine stage), from the same noise; in how many clips "
+        "same weights with exact attention (of VSA: with an exact fine stage), from the same noise; flicker, the mean "
+        "difference of successive frames, of which exact attention's is 1; in how many clips "
         "the shape's colour, form and direction, and all three, are those of the prompt (by chance 6, 12, 12 and .4)"
         + (": means, and the lowest and highest seed:" if len(seeds) > 1 else ":")
     )
@@ -45,10 +46,10 @@ def markdown(result: dict[str, Any]) -> str:
         weight = "–"
         if "mass" in found[0]:
             weight = f"{_percent(found, 'mass')} ({_percent(found, 'least_layer_mass')})"
-        quality = [_number(found, key, digits) for key, digits in (("psnr", 1), ("ssim", 3))]
+        quality = [_number(found, key, digits) for key, digits in (("psnr", 1), ("ssim", 3), ("flicker", 2))]
         scores = [_spread([row["score"][one] for row in found], 1) for one in ATTRIBUTES]
         runs.append([TRAININGS[name], f"`{run}`", _percent(found, "tiles"), weight, *quality, *scores])
-    header = ["trained", "run with", "tiles", "weight", "PSNR", "SSIM", *ATTRIBUTES]
+    header = ["trained", "run with", "tiles", "weight", "PSNR", "SSIM", "flicker", *ATTRIBUTES]
     table = markdown_table(["attention in training", "held-out loss"], trained)
     return "\n\n".join((head, table, prompts, markdown_table(header, runs)))
 
@@ -57,10 +58,6 @@ def whole_seeds(result: dict[str, Any]) -> list[int]:
     """Return the seeds that were judged in the most ways: a run whose time was over has judged its last one in part."""
     judged = Counter(row["seed"] for row in result["rows"] if "score" in row)
     return sorted(seed for seed, count in judged.items() if count == max(judged.values()))
-
-
-def _grid(size: dict[str, Any]) -> tuple[int, int, int]:
-    return size["frames"], size["pixels"] // size["patch"], size["pixels"] // size["patch"]
 
 
 def _mean(values: Iterable[float]) -> float:

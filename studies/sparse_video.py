@@ -1,7 +1,7 @@
 """A small Wan transformer over the pixels of drawn clips: its data, training and sampling, for `sparse_quality`.
 
-It is diffusers' own class with 4,096 tokens a clip, which learns to draw the scenes of examples/shapes.py from three
-words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 2×2 pixels of a frame.
+It is diffusers' own class with 4,352 tokens a clip, which learns to draw the scenes of examples/shapes.py from three
+words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 4×4 pixels of two frames.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from shapes import (
 WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
 """The words of a prompt; the first stands for each one of the empty prompt."""
 EMPTY_PROMPTS = 0.1
-SHIFT = 2.0
-"""Shift of noise levels towards more noise, where it is decided what a clip shows."""
+SHIFT = 8.0
+"""Shift of noise levels towards more noise: a shape of thousands of pixels is decided on above level 0.9."""
+PLACE_CHANNELS, WORD_CHANNELS = 3, 8
+"""Channels beside a noisy clip's three: each pixel's frame, row and column, and a projection of the prompt."""
 MEAN, CONTRAST = 0.1, 0.25
 """A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
 DATA = 0.5
@@ -50,27 +52,37 @@ class Size:
     """Sizes of clips, model and batch; the defaults are what is measured.
 
     Attributes:
-        frames, pixels: of a clip; `patch` × `patch` pixels of a frame are a token.
+        frames, pixels: of a clip.
+        patch: frames, rows and columns of a token.
         heads, head_dim, layers: of the transformer.
-        batch: clips a training step: few, for as many steps as there is time for.
+        batch: clips a training step.
         pool: clips that are drawn to learn from.
         held_out: clips of the held-out loss.
     """
 
-    frames: int = 16
-    pixels: int = 32
-    patch: int = 2
-    heads: int = 3
+    frames: int = 33
+    pixels: int = 64
+    patch: tuple[int, int, int] = (2, 4, 4)
+    heads: int = 4
     head_dim: int = 64
     layers: int = 4
-    batch: int = 4
+    batch: int = 16
     pool: int = 8000
     held_out: int = 96
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Return (frames, height, width) in tokens."""
-        return self.frames, self.pixels // self.patch, self.pixels // self.patch
+        frames, height, width = self.patch
+        return -(-self.frames // frames), self.pixels // height, self.pixels // width
+
+    @property
+    def repeated(self) -> int:
+        """Return how often the first frame comes again before it, so that patches divide the frames.
+
+        Causal autoencoders of video models repeat it likewise.
+        """
+        return self.grid[0] * self.patch[0] - self.frames
 
     @property
     def tokens(self) -> int:
@@ -89,11 +101,12 @@ class Denoiser(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.words = nn.Embedding(len(WORDS), 64)
+        self.prompt = nn.Linear(3 * 64, WORD_CHANNELS)
         self.transformer = WanTransformer3DModel(
-            patch_size=(1, size.patch, size.patch),
+            patch_size=size.patch,
             num_attention_heads=size.heads,
             attention_head_dim=size.head_dim,
-            in_channels=3,
+            in_channels=3 + PLACE_CHANNELS + WORD_CHANNELS,
             out_channels=3,
             text_dim=64,
             freq_dim=128,
@@ -110,7 +123,11 @@ class Denoiser(nn.Module):
         transformer's output in it.
         """
         text = self.words(words)
-        output = self.transformer(noisy.to(text.dtype), 1000 * level, text, return_dict=False)[0].float()
+        sides = [torch.linspace(-1, 1, side, device=noisy.device, dtype=text.dtype) for side in noisy.shape[2:]]
+        places = torch.stack(torch.meshgrid(*sides, indexing="ij")).expand(len(noisy), -1, -1, -1, -1)
+        prompt = self.prompt(text.flatten(1))[..., None, None, None].expand(-1, -1, *noisy.shape[2:])
+        channels = torch.cat([noisy.to(text.dtype), places, prompt.to(text.dtype)], 1)
+        output = self.transformer(channels, 1000 * level, text, return_dict=False)[0].float()
         at = level.float().view(-1, 1, 1, 1, 1)
         variance = ((1 - at) * DATA) ** 2 + at**2
         factor = DATA * variance.rsqrt()
@@ -123,6 +140,7 @@ class Clips:
     Attributes:
         clips: uint8 (pool, frames, 3, pixels, pixels).
         words: int64 (pool, 3).
+        repeated: `Size.repeated`.
     """
 
     def __init__(self, scenes: Sequence[Scene], size: Size, seed: int, device: torch.device) -> None:
@@ -133,6 +151,7 @@ class Clips:
             parts.append((drawn * 255).round().byte())
         self.clips = torch.cat(parts)
         self.words = word_ids(scenes).to(device)
+        self.repeated = size.repeated
 
     @classmethod
     def to_learn_from(cls, size: Size, device: torch.device) -> Clips:
@@ -147,8 +166,10 @@ class Clips:
         return cls([scenes[i % len(scenes)] for i in range(size.held_out)], size, HELD_OUT_SEED, device)
 
     def take(self, picked: Tensor | slice) -> Tensor:
-        """Return clips as the model sees them, float32 (B, 3, F, H, W)."""
-        return ((self.clips[picked].float() / 255 - MEAN) / CONTRAST).transpose(1, 2).contiguous()
+        """Return clips as the model sees them, float32 (B, 3, F, H, W), F with the repeated frames."""
+        clips = self.clips[picked]
+        clips = torch.cat([clips[:, :1].expand(-1, self.repeated, -1, -1, -1), clips], 1)
+        return ((clips.float() / 255 - MEAN) / CONTRAST).transpose(1, 2).contiguous()
 
 
 def word_ids(scenes: Sequence[Scene]) -> Tensor:
@@ -305,7 +326,7 @@ def generate(
     Returns:
         Clips (B, F, 3, H, W) float32 in [0, 1].
     """
-    shape = (3, size.frames, size.pixels, size.pixels)
+    shape = (3, size.repeated + size.frames, size.pixels, size.pixels)
     seeds = [torch.Generator().manual_seed(1000 + i) for i in range(len(scenes))]
     x = torch.stack([torch.randn(shape, generator=one) for one in seeds]).to(device)
     words = word_ids(scenes).to(device)
@@ -315,7 +336,7 @@ def generate(
         both = torch.cat([x, x])
         asked, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
         x = x + (following - level) * torch.lerp(empty, asked, guidance)
-    return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2).contiguous()
+    return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2)[:, size.repeated :].contiguous()
 
 
 def shown_scenes() -> list[Scene]:
