@@ -1,4 +1,4 @@
-"""Block-sparse attention with a pooled tail, in plain PyTorch: each tile that is not listed is one key of the softmax."""
+"""Block-sparse attention with a pooled tail, in plain PyTorch: each unlisted tile is one key of the softmax."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ python studies/sparse_quality.py --output benchmarks/results
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
 with each recipe, and with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON
-have what was recognised in the clips; PSNR, SSIM and flicker against the same weights with exact attention (of VSA: with
-an exact fine stage), clip by clip from the same noise; and the share of tiles, and of attention weight, that was kept.
-"training" has the losses. Every row is written when it is known: a run that is cut keeps what it has. Seeds run in turn,
-or on several GPUs, a process each, which write the same JSON.
+have what was recognised in the clips; PSNR, SSIM and flicker against the same weights with exact attention (of VSA:
+with an exact fine stage), clip by clip from the same noise; and the share of tiles, and of attention weight, kept.
+"training" has the losses. Every row is written when it is known: a run that is cut keeps what it has. Seeds run in
+turn, or a process on each GPU takes some of them, and all write the same JSON.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pages
 import peaked_errors
 import peaked_models
 import peaked_tensors
+import pooled_tail
 import pytest
 import sparse_quality
 import sparse_quality_table
@@ -21,6 +22,7 @@ import sage_hf
 from sage_hf.bench.providers import Provider
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
 
 CPU = torch.device("cpu")
@@ -195,14 +197,50 @@ def test_both_kinds_of_training_begin_alike():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("listed", ["all", "some"])
+def test_a_pooled_tail_adds_what_the_tiles_left_out_hold_if_their_keys_are_equal(listed):
+    """The last tile is partial: each counts by its number of keys, and listed tiles count once."""
+    query, key, value = tensors.dit_like(2, 2, 300, 32)
+    key = key[:, :, ::64].repeat_interleave(64, 2)[:, :, :300]
+    kept = torch.ones(2, 2, 5, 5, dtype=torch.bool)
+    if listed == "some":
+        kept = torch.rand(2, 2, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.4
+    found = pooled_tail.pooled_tail(query.float(), key.float(), value.float(), BlockList.of_kept(kept, 64, 64), 0.3)
+    expected = sdpa.attention(query, key, value, scale=0.3)[0].float()
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_clip_keeps_its_frames_though_the_first_is_repeated_for_the_model():
+    size = sparse_quality.TOY
+    clips = sparse_video.Clips.held_out(size, CPU)
+    seen = clips.take(slice(0, 2))
+    assert seen.shape[2] == size.frames + 1 == size.grid[0] * size.patch[0]
+    assert torch.equal(seen[:, :, 0], seen[:, :, 1])
+    made = sparse_video.generate(
+        sparse_video.Denoiser(size, 0), sparse_video.held_out_scenes()[:1], size, steps=1, guidance=1.0, device=CPU
+    )
+    assert made.shape == (1, size.frames, 3, size.pixels, size.pixels)
+
+
+def test_flicker_is_that_of_exact_attention_times_the_growth_of_differences():
+    reference = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) / 2
+    assert sparse_quality.distances(reference, reference * 1.5)["flicker"] == pytest.approx(1.5)
+    assert sparse_quality.distances(reference, reference + 0.1)["flicker"] == pytest.approx(1)
+
+
+@pytest.mark.xfail(strict=True, reason="the stored result is a smaller model's, at chance level, without all recipes")
 @pytest.mark.parametrize("path", QUALITY_RESULTS, ids=lambda path: path.stem)
 def test_the_stored_quality_of_sparse_attention_compares_like_with_like(path):
-    """At least 4k tokens; both trainings of each seed that counts took as many steps, and all ways were judged."""
+    """At least 4k tokens; both trainings of each seed that counts took as many steps, and all ways were judged.
+
+    The dense model learned its task: what it loses in few bits or by sparsity means something.
+    """
     found = json.loads(path.read_text(encoding="utf-8"))
     seeds = sparse_quality_table.whole_seeds(found)
     assert found["size"]["tokens"] >= 4096 and seeds
     assert len({row["steps"] for row in found["training"] if row["seed"] in seeds}) == 1
     runs = {(row["trained"], row["run"], row["seed"]) for row in found["rows"] if "score" in row}
     assert runs >= {(one.trained, one.run, seed) for one in sparse_quality.variants() for seed in seeds}
+    assert all(row["score"]["all"] >= 40 for row in found["rows"] if (row["trained"], row["run"]) == ("dense", "exact"))
     cut = {**found, "rows": found["rows"] + [{**row, "seed": 99} for row in found["rows"][:3]]}
     assert sparse_quality_table.markdown(cut) == sparse_quality_table.markdown(found)
