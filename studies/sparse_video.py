@@ -38,7 +38,7 @@ EMPTY_PROMPTS = 0.1
 SHIFT = 8.0
 """Shift of noise levels towards more noise: a shape of thousands of pixels is decided on above level 0.9."""
 PLACE_CHANNELS, WORD_CHANNELS = 3, 8
-"""Channels beside a noisy clip's three: each pixel's frame, row and column, and a projection of the prompt."""
+"""Channels added to a noisy clip's three: each pixel's frame, row and column, and a projection of the prompt."""
 MEAN, CONTRAST = 0.1, 0.25
 """A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
 DATA = 0.5

@@ -222,7 +222,7 @@ def test_a_clip_keeps_its_frames_though_the_first_is_repeated_for_the_model():
     assert made.shape == (1, size.frames, 3, size.pixels, size.pixels)
 
 
-def test_flicker_is_that_of_exact_attention_times_the_growth_of_differences():
+def test_flicker_is_the_growth_of_the_differences_of_successive_frames():
     reference = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) / 2
     assert sparse_quality.distances(reference, reference * 1.5)["flicker"] == pytest.approx(1.5)
     assert sparse_quality.distances(reference, reference + 0.1)["flicker"] == pytest.approx(1)
