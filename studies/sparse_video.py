@@ -63,10 +63,10 @@ class Size:
     frames: int = 33
     pixels: int = 64
     patch: tuple[int, int, int] = (2, 4, 4)
-    heads: int = 4
+    heads: int = 6
     head_dim: int = 64
-    layers: int = 4
-    batch: int = 16
+    layers: int = 6
+    batch: int = 8
     pool: int = 8000
     held_out: int = 96
 
