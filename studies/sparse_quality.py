@@ -126,11 +126,11 @@ class Study:
         write(self.path, self.facts | result | {"training": [], "rows": []})
 
     def run(self) -> None:
-        """Train, render and judge, all seeds densely and then all with VSA, until the time is over."""
+        """Train, render and judge, all seeds in one kind of training and then in the next, until the time is over."""
         torch.backends.cuda.matmul.allow_tf32 = True
         set_routing(False)  # quality is judged: what is asked for runs, at any cost
         clips, held_out = Clips.to_learn_from(self.size, self.device), Clips.held_out(self.size, self.device)
-        for kind, seed in itertools.product(KINDS, self.seeds):
+        for kind, seed in itertools.product(self.args.trained, self.seeds):
             if time.time() > self.args.end:
                 break
             denoiser, reference = self._train(kind, seed, clips, held_out), None
@@ -301,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which the run is cut")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--trained", choices=KINDS, nargs="+", default=KINDS, help="kinds of training, in turn")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     parser.add_argument("--sampling-steps", type=int, default=16)
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the program on a CPU")

@@ -16,10 +16,9 @@ TRAININGS = {"dense": "dense, exact", "vsa": "VSA"}
 
 def markdown(result: dict[str, Any]) -> str:
     """Return two tables: what was trained, and how each way to run it does: means, and ranges of several seeds."""
-    seeds = whole_seeds(result)
-    training = [row for row in result["training"] if row["seed"] in seeds]
-    rows = [row for row in result["rows"] if "score" in row and row["seed"] in seeds]
-    size, steps = result["size"], training[0]["steps"]
+    training = [row for row in result["training"] if is_whole(result, row)]
+    rows = [row for row in result["rows"] if "score" in row and is_whole(result, row)]
+    size, steps, seeds = result["size"], training[0]["steps"], {row["seed"] for row in rows}
     tokens = f"{size['tokens']:,} tokens ({size['frames']} frames of {size['pixels']}×{size['pixels']} pixels)"
     head = (
         f"A Wan transformer of {size['layers']} layers, {size['heads']} heads of {size['head_dim']}, {tokens}, trained "
@@ -27,9 +26,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"{'seed' if len(seeds) == 1 else 'seeds'}, {result['gpu']}:"
     )
     trained = []
-    for name, label in TRAININGS.items():
+    for name in dict.fromkeys(row["trained"] for row in training):
         of_kind = [row for row in training if row["trained"] == name]
-        label = label if name == "dense" else f"{label}, {result['sparsity']:.0%} of tiles left out"
+        label = TRAININGS[name] + ("" if name == "dense" else f", {result['sparsity']:.0%} of tiles left out")
         trained.append([label, _spread([row["held_out_loss"] for row in of_kind], 4)])
     sampling = result["sampling"]
     prompts = (
@@ -54,10 +53,14 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join((head, table, prompts, markdown_table(header, runs)))
 
 
-def whole_seeds(result: dict[str, Any]) -> list[int]:
-    """Return the seeds that were judged in the most ways: a run whose time was over has judged its last one in part."""
-    judged = Counter(row["seed"] for row in result["rows"] if "score" in row)
-    return sorted(seed for seed, count in judged.items() if count == max(judged.values()))
+def is_whole(result: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Return whether a row's model was judged in as many ways as any that was trained like it.
+
+    A run whose time was over has judged its last model in part.
+    """
+    judged = Counter((one["trained"], one["seed"]) for one in result["rows"] if "score" in one)
+    alike = [count for (trained, _), count in judged.items() if trained == row["trained"]]
+    return bool(alike) and judged[row["trained"], row["seed"]] == max(alike)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -1,5 +1,6 @@
 """The studies of accuracy measure the recipes as they ship, and what their tensors' names say."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -231,16 +232,17 @@ def test_flicker_is_the_growth_of_the_differences_of_successive_frames():
 @pytest.mark.xfail(strict=True, reason="the stored result is a smaller model's, at chance level, without all recipes")
 @pytest.mark.parametrize("path", QUALITY_RESULTS, ids=lambda path: path.stem)
 def test_the_stored_quality_of_sparse_attention_compares_like_with_like(path):
-    """At least 4k tokens; both trainings of each seed that counts took as many steps, and all ways were judged.
+    """At least 4k tokens; all models that count took as many steps, and were judged in all ways.
 
     The dense model learned its task: what it loses in few bits or by sparsity means something.
     """
     found = json.loads(path.read_text(encoding="utf-8"))
-    seeds = sparse_quality_table.whole_seeds(found)
-    assert found["size"]["tokens"] >= 4096 and seeds
-    assert len({row["steps"] for row in found["training"] if row["seed"] in seeds}) == 1
+    whole = [row for row in found["training"] if sparse_quality_table.is_whole(found, row)]
+    assert found["size"]["tokens"] >= 4096 and any(row["trained"] == "dense" for row in whole)
+    assert len({row["steps"] for row in whole}) == 1
     runs = {(row["trained"], row["run"], row["seed"]) for row in found["rows"] if "score" in row}
-    assert runs >= {(one.trained, one.run, seed) for one in sparse_quality.variants() for seed in seeds}
+    for one, row in itertools.product(sparse_quality.variants(), whole):
+        assert one.trained != row["trained"] or (one.trained, one.run, row["seed"]) in runs
     assert all(row["score"]["all"] >= 40 for row in found["rows"] if (row["trained"], row["run"]) == ("dense", "exact"))
     cut = {**found, "rows": found["rows"] + [{**row, "seed": 99} for row in found["rows"][:3]]}
     assert sparse_quality_table.markdown(cut) == sparse_quality_table.markdown(found)
