@@ -6,7 +6,8 @@ compute-sanitizer --tool memcheck --report-api-errors no python -m tests.gpu.san
 API errors must not be reported: the number of a kernel's parameters is found by asking the driver's
 `cuFuncGetParamInfo` for one parameter after another until it fails.
 
-By the name nvfp4_forward_cuda that kernel is called with emulated products.
+By the name nvfp4_forward_cuda that kernel is called with emulated products, by int8-cache and int4-cache those of a KV
+cache.
 
 Racecheck sees no order through the arrival of one thread for its warp, and reports what the CUDA kernels' other threads
 did before. With --every-thread-arrives they are compiled such that all do, and it must find nothing.
@@ -14,13 +15,15 @@ did before. With --every-thread-arrives they are compiled such that all do, and 
 
 import sys
 from dataclasses import replace
+from itertools import pairwise, product
 
 import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
-from sage_kernels import ops
+from sage_kernels import kv_cache, kv_step, ops
 from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import NVFP4Quantizer, enforce_fused_backward
+from sage_kernels.spec.kv_cache import STRIP, KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.blocks import draw_blocks
@@ -29,6 +32,7 @@ from tests.helpers.judge import LOW_BIT, attend
 from tests.helpers.judge_training import TRAINING, Draw, of_kernel
 
 EVERY_THREAD_ARRIVES = "--every-thread-arrives"
+CACHES = {"int8-cache": "int8", "int4-cache": "int4"}
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -126,11 +130,40 @@ def attend_to_lists(recipe: str) -> None:
         print(f"{recipe}: lists of {size} x {size}, {q_len} queries, {kv_len} keys, head_dim {head_dim}")
 
 
+def decode(format: str) -> None:
+    """Fill a cache that grows and one of fixed capacity, with padding and without, and decode to the latter's end."""
+    for head_dim, group, tokens in ((64, 1, 3), (96, 4, 129), (128, 4, 500), (128, 8, 1000)):
+        key, value = (draw(2, 2, tokens + 9, head_dim) for _ in "kv")
+        query, capacity = draw(2, 2 * group, tokens + 9, head_dim), -(-(tokens + 9) // STRIP) * STRIP
+        for is_fixed, is_padded in product((False, True), (False, True)):
+            cache = KVCache(get_format(format), key)
+            valid = torch.ones(2, capacity, dtype=torch.bool, device="cuda")
+            valid[0, : tokens // 3] = not is_padded
+            if is_fixed:
+                cache.fix(capacity)
+            kv_cache.store(cache, *(x[:, :, :tokens] for x in (query, key, value)), valid[:, :tokens])
+            ends = range(tokens + 1, tokens + 10) if is_fixed else (tokens + 1, tokens + 8, tokens + 9)
+            for first, end in pairwise((tokens, *ends)):
+                new = [x[:, :, first:end] for x in (query, key, value)]
+                if is_fixed:
+                    kv_step.step(cache, *new, valid if is_padded else None, head_dim**-0.5, emulated=False)
+                else:
+                    kv_cache.decode(cache, *new, valid[:, :end] if is_padded else None, head_dim**-0.5)
+            if is_fixed:
+                cache.counts.fill_(capacity)
+                kv_step.step(cache, *new, None, head_dim**-0.5, emulated=False)
+        torch.cuda.synchronize()
+        print(f"{format} cache: {tokens} tokens, {group} heads of Q for one of K, head_dim {head_dim}")
+
+
 def main() -> None:
     recipes = [x for x in sys.argv[1:] if x != EVERY_THREAD_ARRIVES]
     if len(recipes) < len(sys.argv) - 1:
         compiler.FLAGS = (*compiler.FLAGS, "-DEVERY_THREAD_ARRIVES")
-    for recipe in recipes or LOW_BIT:
+    for recipe in recipes or (*LOW_BIT, *CACHES):
+        if recipe in CACHES:
+            decode(CACHES[recipe])
+            continue
         if recipe == "nvfp4_forward_cuda":
             attend_emulated()
             continue
