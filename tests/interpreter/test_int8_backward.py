@@ -110,7 +110,16 @@ CASES = {
     "one row": ({"q_len": 1}, {}),
 }
 # Cases that others cover in part; the audit runs them.
-SELDOM = ("gaps", "padded left", "negative scale", "causal", "causal, rows without a key", "head_dim 40, 80", "plain")
+SELDOM = (
+    "gaps",
+    "gaps, shared, causal",
+    "padded left",
+    "negative scale",
+    "causal",
+    "causal, rows without a key",
+    "head_dim 40, 80",
+    "plain",
+)
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.audit if name in SELDOM else (), id=name) for name, case in CASES.items()],

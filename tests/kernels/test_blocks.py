@@ -48,7 +48,7 @@ def test_a_list_of_kept_tiles_lists_those(block_m, block_n):
 
 @pytest.mark.parametrize(("block_m", "block_n"), SIZES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
-@pytest.mark.parametrize("recipe", ["exact", "sage2", "sage1", "sage3"])
+@pytest.mark.parametrize("recipe", ["exact", "sage2", pytest.param("sage1", marks=pytest.mark.audit), "sage3"])
 def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m, block_n):
     """In few bits without heavy and recent keys, to the bit."""
     inputs, options = draw(), dict(options)

@@ -137,7 +137,7 @@ def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-@pytest.mark.parametrize("recipe", ["exact", "sage1"])
+@pytest.mark.parametrize("recipe", [pytest.param("exact", marks=pytest.mark.audit), "sage1"])
 def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage_log, monkeypatch):
     """Kandinsky 5 chooses tiles of its video by a BlockMask, and tells its users to switch to FlexAttention."""
     case = family("kandinsky-5")

@@ -420,6 +420,7 @@ def test_copies_and_pickles_have_gates_of_their_own():
     assert torch.equal(run(model, inputs), expected)
 
 
+@pytest.mark.audit
 @pytest.mark.usefixtures("compilable_dispatch")
 def test_blocks_compile_whole():
     model, grids = fill_gates_of(build()), (video(5, 16, 32), video(5, 32, 16))

@@ -216,7 +216,7 @@ def test_a_model_with_sinks_is_refused_with_its_reason():
         step(model, static(model), prompt(0)["input_ids"])
 
 
-@pytest.mark.parametrize("make", [half_windowed, lambda: build(head_dim=256)])
+@pytest.mark.parametrize("make", [pytest.param(half_windowed, marks=pytest.mark.audit), lambda: build(head_dim=256)])
 def test_layers_in_16_bits_are_transformers_static_ones(make):
     model = make()
     cache = static(model, "int4")

@@ -109,7 +109,8 @@ def test_a_model_that_computes_with_its_mask_or_cuts_queries_behind_it_computes_
     assert error < (1e-5 if recipe == "sage_exact" else 0.1)  # causality or a bias that is lost: .3
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("sage_exact", marks=pytest.mark.audit), "sage2"])
+@pytest.mark.audit
+@pytest.mark.parametrize("implementation", ["sage_exact", "sage2"])
 def test_a_mask_made_in_a_compiled_graph_is_read_by_attention_that_runs_outside_of_it(implementation: str) -> None:
     """Padding alone, as a compiled model makes it, says nothing of causality."""
     model, tokens = MODELS["llama"].build(implementation), MODELS["llama"].inputs()["input_ids"][:1]

@@ -255,6 +255,7 @@ def test_a_mask_for_each_query_still_beats_causality() -> None:
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])  # too short: exact in inference
 
 
+@pytest.mark.audit
 def test_a_compiled_model_trains_as_the_model_does() -> None:
     inputs = LLAMA.inputs("right")
     expected = gradients(LLAMA.build("sage_bwd").train(), inputs, use_cache=False)
