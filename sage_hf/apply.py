@@ -251,8 +251,9 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         _transformers_models.add(model)
         undo.append(partial(_restore_files, model))
         if generate is not None:
+            generate.before = vars(model).get("generate")
+            undo.append(partial(_put_back_generate, model, generate.before))
             model.generate = generate
-            undo.append(partial(delattr, model, "generate"))
         for model_config in configs_of(model):
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
@@ -263,6 +264,13 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
             _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
+
+
+def _put_back_generate(model: nn.Module, before: object) -> None:
+    """Give a model the `generate` that its user had assigned to it, or that of its class."""
+    vars(model).pop("generate", None)
+    if before is not None:
+        model.generate = before
 
 
 def _check_config_is_its_own(model: nn.Module) -> None:

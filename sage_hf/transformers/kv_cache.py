@@ -121,11 +121,16 @@ def cache_keyword(model: Any) -> str:
 
 
 class GenerateWithCache:
-    """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind."""
+    """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind.
+
+    Attributes:
+        before: what the user had assigned to the model as its `generate`; None: that of its class runs.
+    """
 
     def __init__(self, model: Any, format: str) -> None:
         QuantizedKVCache(model.config, format)
         self.model, self.format, self.longest = model, format, 0
+        self.before: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; arguments as of the model's class.
@@ -157,7 +162,7 @@ class GenerateWithCache:
             if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()  # as `generate` does with the caches that it makes for assistants
             kwargs[cache_keyword(model)] = cache
-        return type(model).generate(model, *args, **kwargs)
+        return type(model).generate(model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
 
     def _static_length(self, args: Any, kwargs: dict[str, Any], setting: Callable[[str], Any]) -> int:
         """Return the tokens that a static cache must hold, those of earlier calls at least: others would be compiled.

@@ -88,6 +88,17 @@ def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
     assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4 * value.abs().max().item())
 
 
+def test_values_behind_first_ones_that_are_nearly_zero_are_stored():
+    query, key, value = draw()
+    value[:, :, :1] *= 1e-8
+    cache = KVCache(get_format("int8"), key)
+    for part in (slice(0, 1), slice(1, 300)):
+        kv_cache.store(cache, query[:, :, part], key[:, :, part], value[:, :, part])
+    found = reference.whole(cache, torch.float64)[1][:, :, 1:]
+    # 255 steps over a range of about 5 deviations: an error of 5 / 255 / sqrt(12) = .006 of a deviation.
+    assert (found - value[:, :, 1:]).norm() <= 0.01 * value[:, :, 1:].norm()
+
+
 def test_rows_without_a_key_are_zero():
     query, key, value = draw(70)
     cache = fill("int4", query[:, :, :69], key[:, :, :69], value[:, :, :69])

@@ -82,6 +82,8 @@ def test_a_forward_pass_that_was_not_measured_counts_as_without_a_checkpoint():
 def test_tensors_that_are_kept_elsewhere_are_no_checkpoint():
     with torch.autograd.graph.save_on_cpu():
         assert not torch_private.is_checkpointed()
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.cpu, torch.Tensor.cpu):
+        assert not torch_private.is_checkpointed()
     assert not torch_private.is_checkpointed()
 
 

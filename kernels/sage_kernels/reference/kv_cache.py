@@ -22,6 +22,8 @@ FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
 FEWEST_TOKENS = 64
 """Tokens from which an equalizer is decided; fewer say too little about each channel."""
+LEAST_UNIT = 2.0**-6
+"""Least unit of V: first tokens that are nearly 0 leave later ones of up to 1,000 within float16."""
 
 
 @torch.inference_mode()  # the cache's tensors may be of this mode, and are written only in it
@@ -56,7 +58,8 @@ def freeze(
         cache.equalizer.copy_(transforms.equalize(some_query, some_key, quiet, valid_rows)[:, :, 0])
     square = transforms.mean_of_tokens(some_value.square(), some_valid).mean((2, 3))
     _, exponent = torch.frexp(square)
-    cache.value_unit.copy_(torch.where(square > 0, torch.exp2((exponent >> 1).float()), 1.0))
+    unit = torch.exp2((exponent >> 1).float()).clamp_min(LEAST_UNIT)
+    cache.value_unit.copy_(torch.where(square > 0, unit, 1.0))
     cache.is_frozen = True
 
 

@@ -93,7 +93,7 @@ def is_checkpointed() -> bool:
     """Return whether calls made now belong to `torch.utils.checkpoint`, which runs their forward pass again."""
     saving = _saved_tensors_hooks(True)
     if saving is not None:
-        return bool(saving[0].__module__ == "torch.utils.checkpoint")
+        return bool(getattr(saving[0], "__module__", None) == "torch.utils.checkpoint")  # built-in methods have none
     return _graph_task() != -1  # run again inside the backward pass: a reentrant checkpoint
 
 

@@ -343,6 +343,19 @@ def test_whole_k_and_v_are_said_once(monkeypatch):
     assert len(said) == 1 and "dequantised at every step" in said[0]
 
 
+def test_a_users_own_generate_is_called_and_comes_back():
+    model, own = build("eager"), []
+    model.generate = mine = lambda *args, **kwargs: (
+        own.append(kwargs[NAME]) or type(model).generate(model, *args, **kwargs)
+    )
+    with sage_hf.apply(model, "exact", kv_cache="int8") as handle:
+        model.generate(**prompt(), max_new_tokens=2)
+        assert [type(cache) for cache in own] == [sage_hf.QuantizedKVCache]
+        del model.generate
+        handle.restore()
+    assert model.generate is mine
+
+
 def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
     model = build("eager")
     kwargs = {**prompt(), "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
