@@ -252,8 +252,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         undo.append(partial(_restore_files, model))
         if generate is not None:
             generate.before = vars(model).get("generate")
-            undo.append(partial(_put_back_generate, model, generate.before))
-            model.generate = generate
+            _set_attribute(model, "generate", generate, undo)
         for model_config in configs_of(model):
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
@@ -264,13 +263,6 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
             _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
-
-
-def _put_back_generate(model: nn.Module, before: object) -> None:
-    """Give a model the `generate` that its user had assigned to it, or that of its class."""
-    vars(model).pop("generate", None)
-    if before is not None:
-        model.generate = before
 
 
 def _check_config_is_its_own(model: nn.Module) -> None:
@@ -299,8 +291,12 @@ def _recipe(config: SageConfig, layer: str) -> str:
 
 
 def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> None:
-    if hasattr(module, name):
-        undo.append(partial(setattr, module, name, getattr(module, name)))
-    else:
-        undo.append(partial(delattr, module, name))
+    own = {name: vars(module)[name]} if name in vars(module) else {}
+    undo.append(partial(_put_back, module, name, own))
     setattr(module, name, value)
+
+
+def _put_back(module: nn.Module, name: str, own: dict[str, object]) -> None:
+    """Give a module the attribute that was its own, or that of its class, whatever it has now."""
+    vars(module).pop(name, None)
+    vars(module).update(own)
