@@ -1,9 +1,9 @@
 """The low-bit KV cache in plain PyTorch: the specification of what its kernels store, bit by bit, and compute.
 
-K: (k - mean) / equalizer, rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: so the first and
-the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the equalizer and
-rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by the unit. All
-of it is exact in real arithmetic. Mean, equalizer and unit are those of the first tokens that a cache gets.
+K: (k - mean) · (1 / equalizer), rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: so the
+first and the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the equalizer
+and rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by the unit.
+All of it is exact in real arithmetic. Mean, equalizer and unit are those of the first tokens that a cache gets.
 
 A token in INT8 or INT4 is x = low + scale · code, with its smallest element and (largest - smallest) / (2^bits - 1) in
 float16 (asymmetric, arXiv 2405.04532, section 4.2); in NVFP4 as `formats.nvfp4` without a tensor scale.
@@ -20,7 +20,9 @@ from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
-FEWEST_TOKENS = 64
+EQUALIZING_POWER = 5 / 32
+"""Power of `transforms.loudness_ratio` that equalizes: 1/4 would suit the first tokens best, less suits later ones."""
+FEWEST_TOKENS = 16
 """Tokens from which an equalizer is decided; fewer say too little about each channel."""
 LEAST_UNIT = 2.0**-6
 """Least unit of V: first tokens that are nearly 0 leave later ones of up to 1,000 within float16."""
@@ -55,7 +57,8 @@ def freeze(
         rows = -(-tokens // transforms.EQUALIZER_QUERIES)
         valid_rows = None if valid is None else valid[:, :, ::rows]
         some_query = _padded(cache, query[:, :, ::rows])
-        cache.equalizer.copy_(transforms.equalize(some_query, some_key, quiet, valid_rows)[:, :, 0])
+        ratio = transforms.loudness_ratio(some_query, some_key, quiet, valid_rows)
+        cache.equalizer.copy_(ratio[:, :, 0] ** EQUALIZING_POWER)
     square = transforms.mean_of_tokens(some_value.square(), some_valid).mean((2, 3))
     _, exponent = torch.frexp(square)
     unit = torch.exp2((exponent >> 1).float()).clamp_min(LEAST_UNIT)
@@ -91,7 +94,7 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
 
 def transform_key(cache: KVCache, key: torch.Tensor) -> torch.Tensor:
     """Return K as it is kept in 16 bits, float16 (batch, kv_heads, tokens, channels)."""
-    x = (_padded(cache, key) - cache.key_mean[:, :, None]) / cache.equalizer[:, :, None]
+    x = (_padded(cache, key) - cache.key_mean[:, :, None]) * (1 / cache.equalizer[:, :, None])
     return transforms.round_finite(transforms.rotate(x), torch.float16)
 
 

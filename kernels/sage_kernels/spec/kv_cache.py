@@ -79,7 +79,7 @@ class KVCache:
         recent_key, recent_value: float16 (batch, kv_heads, SINKS + RING, channels), transformed: the first tokens, then
             column c in slot SINKS + c modulo RING.
         key_mean: float32 (batch, kv_heads, channels), subtracted from K.
-        equalizer: float32 as key_mean, powers of two by which K is divided.
+        equalizer: float32 as key_mean, by which K is divided.
         value_unit: float32 (batch, kv_heads), powers of two by which V is divided.
         start: int32 (batch,), first column that is no padding.
         counts: int32 (2,), `length` and `coded` on the device, of a cache of fixed capacity; else None.

@@ -161,11 +161,30 @@ def equalize(
 ) -> torch.Tensor:
     """Return the power of two by which each channel of K is divided, and of Q multiplied.
 
-    It is the one nearest to the square root of (K's deviation from its mean / Q's magnitude), within 2^±MAX_EQUALIZER:
-    so both products are as large, and dividing and multiplying round nothing. 1 in channels where Q or K is 0
-    throughout, or so large that the sum of squares is not finite.
-    Q's magnitude is that of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES), less those that are not valid.
-    Where Q's means are subtracted before it is quantised, it is the deviation of these rows from their own mean.
+    It is the one nearest to the fourth root of `loudness_ratio`, whose arguments it takes: so both products are as
+    large, and dividing and multiplying round nothing.
+
+    Returns:
+        float32 (batch, kv_heads, 1, head_dim).
+    """
+    ratio = loudness_ratio(query, key, valid, valid_queries, smooth_q)
+    # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
+    _, exponent = torch.frexp(ratio)
+    return torch.exp2(((exponent + 1) >> 2).float())
+
+
+def loudness_ratio(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    valid_queries: torch.Tensor | None = None,
+    smooth_q: bool = False,
+) -> torch.Tensor:
+    """Return K's variance / Q's mean square in each channel, within 2^±(4 · MAX_EQUALIZER).
+
+    It is 1 in channels where Q or K is 0 throughout, or so large that the sum of squares is not finite.
+    Q's mean square is that of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES), less those that are not valid.
+    Where Q's means are subtracted before it is quantised, it is the variance of these rows.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
@@ -185,9 +204,7 @@ def equalize(
     query_square = query_square.unflatten(1, (key.shape[1], -1)).mean(2)
     variance = _variance(key, valid)
     ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
-    # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
-    _, exponent = torch.frexp(ratio.clamp(2.0 ** (-4 * MAX_EQUALIZER), 2.0 ** (4 * MAX_EQUALIZER)))
-    return torch.exp2(((exponent + 1) >> 2).float())
+    return ratio.clamp(2.0 ** (-4 * MAX_EQUALIZER), 2.0 ** (4 * MAX_EQUALIZER))
 
 
 def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -198,7 +198,8 @@ def append_tokens(
         tokens = tl.where(fits, tokens, 0)
     if what == 0:
         mean = tl.load(key_mean + pair * CHANNELS + channel)
-        factor = channel_factor(equalizer + pair * CHANNELS, channel, CHANNELS, True)
+        ones = tl.full((CHANNELS,), 1.0, tl.float32)
+        factor = tl.div_rn(ones, tl.load(equalizer + pair * CHANNELS + channel))
         at = key + batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head
         append_block(
             at, key_stride_token, mean, factor, recent_key, key_codes, key_scales, start, block, batch, pair, length,
