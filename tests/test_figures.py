@@ -92,30 +92,35 @@ def largest_errors_beside_sinks() -> str:
     )
 
 
-def mean_scores(trained: str, run: str, what: str) -> str:
-    rows = pages.read_result("nvidia-h200-sparse_quality")["rows"]
-    found = [row["score"][what] for row in rows if (row["trained"], row["run"]) == (trained, run)]
-    return f"{mean(found):.0f}"
+def sparse_quality_of(*runs: str) -> list[str]:
+    """Return mean right clips and mean PSNR of ways to run the dense models, over seeds."""
+    rows, found = pages.read_result("nvidia-h200-sparse_quality")["rows"], []
+    for run in runs:
+        of_run = [row for row in rows if (row["trained"], row["run"]) == ("dense", run)]
+        found.append(f"{mean(row['score']['all'] for row in of_run):.0f}")
+        if run != "exact":
+            found[-1] += f" ({mean(row['psnr'] for row in of_run):.0f} dB)"
+    return found
 
 
-def what_sparse_models_learned() -> str:
-    direction, shape = (
-        [mean_scores(*of, what) for of in (("vsa", "VSA"), ("dense", "exact"))] for what in ("direction", "shape")
-    )
+def what_few_bits_cost_a_video_model() -> str:
+    exact, *few = sparse_quality_of("exact", "sage1", "sage2", "sage3", "sage3_paper")
     return (
-        f"VSA's models the direction ({direction[0]} of 48 clips, dense ones {direction[1]}), dense ones the shape "
-        f"({shape[1]}, VSA {shape[0]})."
+        f"{exact} of 48; `sage1` {few[0]}, `sage2` {few[1]}, `sage3` {few[2]}, the published FP4 recipe {few[3]}, with "
+        "PSNR against exact attention."
     )
 
 
 def what_untrained_sparsity_costs() -> str:
-    runs = {
-        keep: [mean_scores("dense", f"sage2, {router} {keep}", "all") for router in ("subblock", "mean")]
-        for keep in ("0.5", "0.25")
-    }
-    whole = mean_scores("dense", "exact", "all")
-    half, quarter = (" or ".join(runs[keep]) for keep in ("0.5", "0.25"))
-    return f"Half of the tiles leave {half} of {whole} clips right, a quarter {quarter}."
+    half, quarter, later = sparse_quality_of(
+        "sage2, subblock 0.5", "sage2, subblock 0.25", "sage2, subblock 0.25, 3 dense steps"
+    )
+    return f"half of the tiles {half}, a quarter {quarter}, a quarter after three dense steps {later}."
+
+
+def what_a_pooled_tail_mends() -> str:
+    half, quarter = sparse_quality_of("exact, subblock 0.5, pooled tail", "exact, subblock 0.25, pooled tail")
+    return f"half {half}, a quarter {quarter}."
 
 
 FIGURES: list[tuple[str, Callable[[], str]]] = [
@@ -125,8 +130,9 @@ FIGURES: list[tuple[str, Callable[[], str]]] = [
     ("accuracy.md", share_on_gaussian_tensors),
     ("accuracy.md", cost_of_leaving_q_as_it_is),
     ("accuracy.md", largest_errors_beside_sinks),
-    ("sparse.md", what_sparse_models_learned),
+    ("sparse.md", what_few_bits_cost_a_video_model),
     ("sparse.md", what_untrained_sparsity_costs),
+    ("sparse.md", what_a_pooled_tail_mends),
 ]
 
 

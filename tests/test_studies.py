@@ -229,7 +229,6 @@ def test_flicker_is_the_growth_of_the_differences_of_successive_frames():
     assert sparse_quality.distances(reference, reference + 0.1)["flicker"] == pytest.approx(1)
 
 
-@pytest.mark.xfail(strict=True, reason="the stored result is a smaller model's, at chance level, without all recipes")
 @pytest.mark.parametrize("path", QUALITY_RESULTS, ids=lambda path: path.stem)
 def test_the_stored_quality_of_sparse_attention_compares_like_with_like(path):
     """At least 4k tokens; all models that count took as many steps, and were judged in all ways.
