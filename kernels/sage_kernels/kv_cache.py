@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
+from .dispatch import self_check
 from .dispatch.kv_kernels import KVKernel, kv_kernel
 from .spec.checks import SUPPORTED_DTYPES
 from .spec.kv_cache import MAX_QUERIES, KVCache
@@ -38,6 +39,7 @@ def store(
     check_tokens(cache, query, key, value)
     _check_valid(cache, valid, key.shape[2])
     if not cache.is_frozen:
+        self_check.check_kv(cache.format.name, cache.head_dim, cache.device)
         import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, valid)
     kernel, _ = kv_kernel(cache, None)
     kernel.append(cache, key, value)

@@ -1,7 +1,8 @@
-"""The table of `sage-hf check`: every kernel that a device uses, run on small calls and compared with the reference."""
+"""The table of `sage-hf check`: the kernels that a device uses, run on small calls and compared with the reference."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.select import select
+from sage_kernels.spec.kv_cache import FORMATS
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0
@@ -38,7 +40,8 @@ def run(
 ) -> dict[str, Any]:
     """Check the kernels of a device, and keep the verdicts: a kernel that fails is passed over from then on.
 
-    On a GPU that is every native kernel and every kernel of exact attention and of norms; on a CPU, the reference.
+    On a GPU that is every native kernel of attention, and every kernel of exact attention, of norms and of the KV
+    cache; on a CPU, the reference.
 
     Args:
         device: a CUDA device or the CPU.
@@ -114,7 +117,12 @@ def _examinations(
     def examine_heads(head_dim: int) -> None:
         found = examination.examine_heads(head_dim, device)
         note(found, f"norm and rotation, head_dim {head_dim}")
-        self_check.keep_heads(found, head_dim, capability)
+        self_check.keep_one(found, verdicts.HEADS, head_dim, capability)
+
+    def examine_kv(format: str, head_dim: int) -> None:
+        found = examination.examine_kv(format, head_dim, device)
+        note(found, f"{format} KV cache, head_dim {head_dim}")
+        self_check.keep_one(found, verdicts.KV + format, head_dim, capability)
 
     head_dims = HEAD_DIMS if device.type == "cuda" else HEAD_DIMS[:1]
     for where, case in _cases("exact", head_dims):
@@ -123,6 +131,8 @@ def _examinations(
             yield f"{name}, {where}", partial(examine_exact, name, where, case)
     for head_dim in head_dims:
         yield f"norm and rotation, head_dim {head_dim}", partial(examine_heads, head_dim)
+    for format, head_dim in itertools.product(FORMATS, head_dims):
+        yield f"{format} KV cache, head_dim {head_dim}", partial(examine_kv, format, head_dim)
     low_bit = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
     cases = [pair for name in low_bit for pair in _cases(name, head_dims)]
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.dispatch import examination
+from sage_kernels.dispatch import examination, kv_kernels
 from sage_kernels.dispatch.examination import Case
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
+from sage_kernels.triton import kv_append, kv_decode
+from sage_kernels.triton.registration import TritonKVKernel
 from tests.helpers.portable_fp4 import without_inline_assembly
 
 ADA = (8, 9)
@@ -50,3 +52,25 @@ def test_the_native_nvfp4_kernel_passes(monkeypatch):
     forward, quantizer = examination.examine(plan, Case("sage3"), torch.device("cpu"))
     assert (forward.kernel, quantizer.kernel) == ("nvfp4_forward", "nvfp4_quantize")
     assert forward.reason == "" and 0 < forward.distance < 1
+
+
+class InterpretedKVKernel(TritonKVKernel):
+    """The kernel on a CPU's tensors."""
+
+    def unsupported(self, cache, query):
+        return ""
+
+    def append(self, cache, key, value):
+        kv_append.append(cache, key, value)
+
+    def decode(self, *arguments):
+        return kv_decode.decode(*arguments)
+
+
+@pytest.mark.parametrize(("format", "head_dim"), [("int4", 128), ("int8", 64)])
+def test_the_kv_caches_kernel_passes(format, head_dim, monkeypatch):
+    kernels = {"kv_decode": InterpretedKVKernel(), "reference": kv_kernels.plain_kernel()}
+    monkeypatch.setattr(kv_kernels, "_kernels", kernels)
+    found = examination.examine_kv(format, head_dim, torch.device("cpu"))
+    assert (found.kernel, found.reason) == ("kv_decode", "")
+    assert 0 < found.distance < 1

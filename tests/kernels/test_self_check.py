@@ -8,11 +8,13 @@ import torch
 
 import sage_hf
 from sage_hf import record
-from sage_kernels.dispatch import examination, head_kernels, registry, run, self_check, verdicts
+from sage_kernels import kv_cache
+from sage_kernels.dispatch import examination, head_kernels, kv_kernels, registry, run, self_check, verdicts
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
-from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel
+from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel, ReferenceKVKernel
+from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import (
     StandInBackward,
@@ -260,5 +262,43 @@ def test_a_wrong_kernel_of_norms_gives_way_to_pytorchs_operators(monkeypatch):
     assert head_kernels.head_kernel(x, None, None, grad=False).name == "qk_norm_rope"
     found = examination.examine_heads(64, torch.device("cpu"))
     assert found.kernel == "qk_norm_rope" and "times as far" in found.reason
-    assert not self_check.keep_heads(found, 64, None)
+    assert not self_check.keep_one(found, verdicts.HEADS, 64, None)
     assert head_kernels.head_kernel(x, None, None, grad=False).name == "reference"
+
+
+class WrongCache(ReferenceKVKernel):
+    """Stores V as K, or attends with twice the scale."""
+
+    name, native = "kv_decode", True
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def append(self, cache, key, value):
+        super().append(cache, key, key if self.wrong == "stored" else value)
+
+    def decode(self, cache, query, key, value, valid, scale):
+        return super().decode(cache, query, key, value, valid, 2 * scale if self.wrong == "output" else scale)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("wrong", ["stored", "output"])
+def test_a_wrong_kernel_of_the_kv_cache_gives_way_to_pytorchs_operators(wrong, format, monkeypatch):
+    """Before a cache stores its first tokens, on a GPU that nobody has tested."""
+    kernels = {"kv_decode": WrongCache(wrong), "reference": ReferenceKVKernel()}
+    monkeypatch.setattr(kv_kernels, "_kernels", kernels)
+    for module in (self_check, kv_kernels):
+        monkeypatch.setattr(module, "capability_of", lambda device: UNTESTED)
+    query, key, value = torch.randn(3, 1, 2, 70, 64).bfloat16().unbind()
+    cache = KVCache(get_format(format), key)
+    assert kv_kernels.kv_kernel(cache, query[:, :, -1:])[0].name == "kv_decode"
+    kv_cache.store(cache, query, key, value)
+    _, kernel, reason = kv_cache.decode(cache, *(x[:, :, -1:] for x in (query, key, value)), None, 0.125)
+    assert kernel == "reference (emulated)" and reason.startswith("kv_decode: failed its self-check")
+    assert verdicts.failure("kv_decode", verdicts.KV + format, 64, UNTESTED)
+
+
+def test_a_right_kernel_of_the_kv_cache_serves_on(monkeypatch):
+    monkeypatch.setattr(kv_kernels, "_kernels", {"kv_decode": WrongCache("nothing"), "reference": ReferenceKVKernel()})
+    for format in ("int8", "int4", "nvfp4"):
+        assert examination.examine_kv(format, 128, torch.device("cpu")) == ("kv_decode", 0.0, "")

@@ -5,6 +5,7 @@ Where a kernel is right, it and the reference are two roundings of one result, â
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
 from ..spec.heads import Norm, Rope
+from ..spec.kv_cache import KVCache, get_format
 from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.recipe import Recipe, get_recipe
+from . import kv_kernels
 from .head_kernels import head_kernel, plain_kernel
 from .plan import Plan
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
@@ -28,6 +31,8 @@ from .registry import fitting_quantizers, get_backward, get_exact, get_forward, 
 Found = TypeVar("Found")
 
 Q_LEN, KV_LEN = 200, 333  # they fill no tile; more than one of heads, and more keys than are heavy
+STEP = 3
+"""Tokens of a step of decoding from a KV cache."""
 RAISED = float("inf")
 """Distance, in units of what is allowed, of a kernel that raises or gives numbers that are not finite."""
 
@@ -212,6 +217,41 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
             return max(distances)
 
         return _judge(kernel.name, run, distance, device)
+
+
+def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
+    """Run the kernel of a KV cache: store a text, and decode behind it; compare bits and outputs with the reference."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+    with _plainly(device):
+        query, key, value = (normal(2, heads, KV_LEN, head_dim).bfloat16() for heads in (4, 2, 2))
+        mean, factors, scale = normal(2, 2, head_dim), normal(2, 2, head_dim).exp(), softmax_scale(None, head_dim)
+        reference = kv_kernels.plain_kernel()
+
+        def new_cache() -> KVCache:
+            cache = KVCache(get_format(format), key)
+            cache.key_mean[..., :head_dim], cache.equalizer[..., :head_dim], cache.is_frozen = mean, factors, True
+            return cache
+
+        def decode(kernel: kv_kernels.KVKernel, cache: KVCache, dtype: torch.dtype) -> torch.Tensor:
+            tokens = KV_LEN - STEP
+            kernel.append(cache, key[:, :, :tokens], value[:, :, :tokens])
+            new_query, new_key, new_value = (x[:, :, tokens:] for x in (query.to(dtype), key, value))
+            return kernel.decode(cache, new_query, new_key, new_value, None, scale)
+
+        own, other = new_cache(), new_cache()
+        expected, truth = decode(reference, other, query.dtype), decode(reference, new_cache(), torch.float64)
+        kernel, _ = kv_kernels.kv_kernel(own, query[:, :, -STEP:])
+
+        def distance(found: torch.Tensor) -> float:
+            stored = ([getattr(cache, name).view(torch.uint8) for name in KVCache.STORED] for cache in (own, other))
+            is_stored = all(itertools.starmap(torch.equal, zip(*stored, strict=True)))
+            return _of_head(found, expected, truth, 0.0, 0.0) if is_stored else RAISED
+
+        return _judge(kernel.name, lambda: decode(kernel, own, query.dtype), distance, device)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
+from ..runtime.hardware import capability_of
 from ..spec.kv_cache import KVCache
+from . import verdicts
 
 
 class KVKernel(Protocol):
@@ -55,9 +57,15 @@ def register_kv_kernel(kernel: KVKernel) -> None:
 def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
     """Return the kernel that serves a call, and why those before it do not: the reference serves all."""
     reasons: list[str] = []
+    about = verdicts.KV + cache.format.name, cache.head_dim, capability_of(cache.device)
     for kernel in _kernels.values():
-        reason = kernel.unsupported(cache, query)
+        reason = kernel.unsupported(cache, query) or verdicts.failure(kernel.name, *about)
         if not reason:
             return kernel, "; ".join(reasons)
         reasons.append(f"{kernel.name}: {reason}")
     raise LookupError("no kernel of the KV cache is registered")
+
+
+def plain_kernel() -> KVKernel:
+    """Return the reference, which runs PyTorch's operators alone."""
+    return _kernels["reference"]

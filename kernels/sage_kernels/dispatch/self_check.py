@@ -1,7 +1,7 @@
 """The self-check: kernels that are wrong on this machine are found, remembered (`verdicts`), and passed over.
 
-`sage-hf check` runs all kernels of a GPU. On GPUs that nobody has tested, each kernel is checked before a process first
-runs it, by `is_due` and `passes`.
+`sage-hf check` runs a GPU's kernels of attention, of norms and rotations, and of the KV cache. On GPUs that nobody has
+tested, those in few bits, of norms and of the cache are checked before a process first runs them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ..runtime import torch_private
 from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
-from .examination import Case, Verdict, examine, examine_heads
+from .examination import Case, Verdict, examine, examine_heads, examine_kv
 from .plan import Plan
 from .select import select
 
@@ -37,12 +37,12 @@ def keep(plan: Plan, found: list[Verdict]) -> bool:
     return not failed
 
 
-def keep_heads(found: Verdict, head_dim: int, capability: Capability | None) -> bool:
-    """Keep the verdict on the kernel of norms and rotations; return whether it is right."""
+def keep_one(found: Verdict, what: str, head_dim: int, capability: Capability | None) -> bool:
+    """Keep the verdict on a kernel of `verdicts.HEADS` or `verdicts.KV`; return whether it is right."""
     if found.reason:
-        keep_failure(found, verdicts.HEADS, head_dim, capability)
+        keep_failure(found, what, head_dim, capability)
     else:
-        verdicts.record(verdicts.subject(found.kernel, verdicts.HEADS, head_dim), "", capability)
+        verdicts.record(verdicts.subject(what, what, head_dim), "", capability)
     return not found.reason
 
 
@@ -67,14 +67,20 @@ def is_due(plan: Plan) -> bool:
 
 def check_heads(head_dim: int, device: torch.device) -> None:
     """Check the kernel of norms and rotations if that is due, as `is_due` says; it is passed over if it is wrong."""
-    capability = capability_of(device)
-    about = verdicts.subject(verdicts.HEADS, verdicts.HEADS, head_dim)
+    _check_one(verdicts.HEADS, head_dim, device, lambda: examine_heads(head_dim, device))
+
+
+def check_kv(format: str, head_dim: int, device: torch.device) -> None:
+    """Check the kernel of a KV cache of a format, likewise."""
+    _check_one(verdicts.KV + format, head_dim, device, lambda: examine_kv(format, head_dim, device))
+
+
+def _check_one(what: str, head_dim: int, device: torch.device, examine: Callable[[], Verdict]) -> None:
+    capability, about = capability_of(device), verdicts.subject(what, what, head_dim)
     if capability is not None and _is_due(about, capability):
 
         def check() -> bool:
-            return verdicts.is_known(about, capability) or keep_heads(
-                examine_heads(head_dim, device), head_dim, capability
-            )
+            return verdicts.is_known(about, capability) or keep_one(examine(), what, head_dim, capability)
 
         _check_once(about, capability, check)
 

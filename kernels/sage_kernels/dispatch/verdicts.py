@@ -26,6 +26,8 @@ SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
 HEADS = "qk_norm_rope"
 """Name in the place of a recipe where a kernel normalises and rotates heads."""
+KV = "kv_cache, "
+"""Beginning of that name where a kernel serves a KV cache; its format follows."""
 
 
 def enabled() -> bool:

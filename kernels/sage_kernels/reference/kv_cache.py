@@ -40,9 +40,10 @@ def freeze(
 
     Args:
         cache: an empty cache.
-        query: (batch, q_heads, tokens, head_dim); None: unknown, and the equalizer is 1.
+        query: (batch, q_heads, tokens, head_dim); None: unknown. The equalizer is 1 then, and for fewer than
+            FEWEST_TOKENS tokens.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch, tokens), False for padding; None: no padding.
+        valid: bool (batch or 1, tokens), False for padding; None: no padding.
     """
     tokens = key.shape[2]
     if valid is not None:

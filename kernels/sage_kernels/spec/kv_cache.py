@@ -88,7 +88,8 @@ class KVCache:
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
     PER_SEQUENCE = ("recent_key", "recent_value", "key_mean", "equalizer", "value_unit", "start")
-    FIXED = (*PER_TOKEN, *PER_SEQUENCE, "counts")
+    STORED = (*PER_TOKEN, *PER_SEQUENCE)
+    FIXED = (*STORED, "counts")
 
     def __init__(self, format: KVFormat, key: torch.Tensor) -> None:
         """Make an empty cache for keys like `key`, (batch, kv_heads, tokens, head_dim).
@@ -152,7 +153,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(getattr(self, name).nbytes for name in (*self.PER_TOKEN, *self.PER_SEQUENCE))
+        return sum(getattr(self, name).nbytes for name in self.STORED)
 
     def reserve(self, length: int) -> None:
         """Make room for so many columns, and for an eighth more where the tensors grow.

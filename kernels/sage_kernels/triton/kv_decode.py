@@ -39,7 +39,6 @@ FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 3, 7
 FEWEST_PARTS, FEWEST_TILES = 4, 4
 """Parts of a pair's codes however many pairs there are, and tiles of a part however few codes."""
 MERGE_WARPS = 4
-STORED = *KVCache.PER_TOKEN, *KVCache.PER_SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def decode(
         valid = valid.expand(batch, -1).view(torch.uint8)
     output = torch.empty(batch, q_len, q_heads, head_dim, dtype=query.dtype, device=device).transpose(1, 2)
     buffers = _Buffers(pairs, parts, rows, cache.channels, device)
-    changing = {name: getattr(cache, name).data_ptr() for name in STORED}
+    changing = {name: getattr(cache, name).data_ptr() for name in KVCache.STORED}
     changing |= buffers.addresses()
     changing["query"], changing["key"], changing["value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     changing["output"], changing["length"], changing["capacity"] = output.data_ptr(), cache.length, cache.capacity
