@@ -167,7 +167,7 @@ class SplitTokens:
         rows = (1, queries) if shards.ring == 1 else (1,)
         if mask.shape[1] not in (1, heads) or mask.shape[2] not in rows or mask.shape[3] not in (1, every_key):
             raise ValueError(
-                f"attn_mask has shape {given}: attention across processes takes a mask of keys, "
+                f"attn_mask has shape {given}: attention across processes takes a key-padding mask, "
                 f"(batch, 1 or {heads}, 1, {every_key}) for all processes, and in Ulysses a mask of queries and keys"
             )
         return mask

@@ -247,7 +247,7 @@ class SparseLayer:
         if attn_mask is not None and key_mask(attn_mask[(None,) * (4 - attn_mask.dim())], key.shape[2]) is None:
             return "a mask that says more than which keys exist"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
-            return "a mask of keys where text tokens are not known: a row might keep nothing but padding"
+            return "a key-padding mask where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))

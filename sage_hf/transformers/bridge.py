@@ -24,6 +24,7 @@ ROTATE = "apply_rotary_pos_emb"
 """Name of a modelling file's own rotation: (query, key, cosine, sine) -> both rotated.
 
 Query and key are (batch, heads, tokens, head_dim), cosine and sine (batch, tokens, head_dim)."""
+CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"})
 """Modules whose methods every model has."""
 
@@ -35,6 +36,13 @@ def is_pretrained_model(module: object) -> bool:
     """Check whether a module is a model of transformers, or of a class derived from its models."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def is_paged_cache(value: object) -> bool:
+    """Check whether a value is the cache of continuous batching."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(CONTINUOUS_BATCHING)]
+    classes = (getattr(module, "PagedAttentionCache", None) for module in modules)
+    return any(isinstance(value, one) for one in classes if one is not None)
 
 
 def implementation_of(layer_or_config: Any) -> str | None:

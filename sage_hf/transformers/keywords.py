@@ -9,7 +9,7 @@ from types import CodeType
 
 from torch import nn
 
-from sage_hf.transformers.bridge import EAGER, INTERFACE
+from sage_hf.transformers.bridge import EAGER, INTERFACE, is_paged_cache
 from sage_hf.transformers.inspection import methods, once_per_class, source_of
 from sage_kernels.flash_attention import HARMLESS
 
@@ -51,7 +51,7 @@ def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, o
     for name, value in keywords.items():
         if value is None or name in HARMLESS:
             continue
-        if name == "cache" and any(base.__name__ == "PagedAttentionCache" for base in type(value).__mro__):
+        if name == "cache" and is_paged_cache(value):
             raise ValueError(
                 "continuous batching hands over a paged cache and no mask: call "
                 'model.set_attn_implementation("sdpa") before generating with it'

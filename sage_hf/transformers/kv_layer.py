@@ -24,6 +24,7 @@ from sage_hf.transformers.bridge import implementation_of_config
 from sage_hf.transformers.keywords import sort_keywords
 from sage_hf.transformers.masks import causality_of
 from sage_kernels import kv_cache
+from sage_kernels.spec.checks import SUPPORTED_DTYPES
 from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
 
 logger = logging.get_logger(__name__)
@@ -31,7 +32,6 @@ logger = logging.get_logger(__name__)
 HANDLE = "sage_kv_layer"
 """Keyword by which a cache layer reaches the attention function."""
 WHOLE = "whole K and V"
-DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -86,7 +86,7 @@ class QuantizedLayer(DynamicLayer):
             reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
         elif head_dim != v_head_dim:
             reason = f"V has head_dim {v_head_dim}, K {head_dim}"
-        elif key.dtype not in DTYPES:
+        elif key.dtype not in SUPPORTED_DTYPES:
             reason = f"{key.dtype}"
         self.is_decided = True
         if reason:

@@ -262,12 +262,6 @@ def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> st
     return cost_model.low_bit_runner(name, *phases)
 
 
-def gpu_us(call: Callable[[], object]) -> float:
-    """Return the GPU's time for a call in microseconds, without the host's: replays of a graph of several calls."""
-    with Queue(torch.device("cuda", torch.cuda.current_device())).entered() as queue:
-        return queue.gpu_us(call, TIMED_MS, REPLAYS)
-
-
 def _heat(device: torch.device) -> None:
     """Work until the GPU's clocks are as high as under load."""
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)

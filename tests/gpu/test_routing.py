@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sage_hf.bench.cases import Case, draw
-from sage_hf.tune.tune import gpu_us
+from sage_hf.bench.timing import Queue
+from sage_hf.tune.tune import REPLAYS, TIMED_MS
 from sage_kernels import ops
 from sage_kernels.dispatch import cost_model
 from sage_kernels.exact import sdpa
@@ -32,7 +33,8 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(case, routed, device):
 
     def us(recipe, fallback):
         options = {"mask": inputs.mask, "is_causal": inputs.is_causal, "recipe": recipe, "fallback": fallback}
-        return gpu_us(lambda: ops.attention(*inputs.tensors, **options))
+        with Queue(device).entered() as queue:
+            return queue.gpu_us(lambda: ops.attention(*inputs.tensors, **options), TIMED_MS, REPLAYS)
 
     with torch.no_grad():
         fastest = min(us("sage2", "error"), us("exact", "native"))

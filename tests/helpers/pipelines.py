@@ -20,7 +20,7 @@ from transformers import (
 
 from tests.helpers.families import family
 
-_TEXT_DIM = 16  # of the toy transformers in families.py
+_TEXT_DIM = 16  # of the toy transformers in families
 
 
 def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:

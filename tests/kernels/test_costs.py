@@ -70,7 +70,7 @@ def test_a_kind_of_call_that_never_gains_is_said_to(use_table):
     facts = {"mask": "keys", "causal": True}
     use_table(curve(RUNNER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
     reason = select(with_tokens(32768, mask="keys", is_causal=True)).reason
-    assert reason.endswith("exact attention is faster here at head_dim 128, causal, with a mask of keys")
+    assert reason.endswith("exact attention is faster here at head_dim 128, causal, with a key-padding mask")
 
 
 @pytest.mark.parametrize("fallback", ["error", "emulate"])

@@ -62,7 +62,7 @@ def test_it_is_asked_for_nothing_that_it_cannot_do(operator, facts, part):
 @pytest.mark.parametrize(
     ("facts", "part"),
     [
-        ({"mask": "none"}, "mask of keys"),
+        ({"mask": "none"}, "key-padding mask"),
         ({"is_causal": True}, "without causality"),
         ({"head_dim": 264, "v_head_dim": 264}, "head_dim"),
         ({"return_lse": True}, "LSE"),

@@ -13,6 +13,7 @@ import torch
 
 from ..dispatch.kernels import Quantizer
 from ..dispatch.request import Request
+from ..dispatch.support import HEAVY_KEYS
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
 from ..spec.call import Call, late_keys_of
@@ -22,7 +23,7 @@ from ..spec.recipe import get_recipe
 from ..spec.saved import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
-from .item_order import heads_at_once, heads_in_cache, last_parts
+from .item_order import LONG_KV_LEN, heads_at_once, heads_in_cache, last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
@@ -34,8 +35,6 @@ LINE_CHANNELS = LINE_BYTES // 2
 STAGES = 2  # of Q, K and V
 SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
 CONTROL_BYTES = 3072  # of shared memory, for barriers, scales and factors
-HEAVY_KEYS = 64  # that the kernel attends to in 16 bits, or none
-LONG_KV_LEN = 8192  # keys
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from ..dispatch.kernels import Quantizer
 from ..dispatch.request import Request
+from ..dispatch.support import HEAVY_KEYS
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, late_keys_of
@@ -30,7 +31,6 @@ WARPS = 8  # that attend, to 16 rows each
 THREADS = 32 * (WARPS + 4)  # a warp brings tiles; its warpgroup gives registers to the others
 STAGES = 3  # of tiles of K and V: as many as the 99 KiB of shared memory hold with the heavy keys
 STAGE_ALIGNMENT = 1024  # bytes: of the widest swizzle
-HEAVY_KEYS = 64
 LINE_CHANNELS = 64  # of heavy keys, side by side in shared memory
 LINE_BYTES = 2 * LINE_CHANNELS
 DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
@@ -212,7 +212,7 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     if not call.is_empty:
         call = call.for_kernel()
         existing = None if call.mask.valid is None else padding.read_padding(call.mask.valid)
-        operands = quantizer.quantize(call, *(() if existing is None else (existing.valid, existing.spans)))
+        operands = quantizer.quantize(call, None if existing is None else existing.valid)
         forward(operands, output, lse, call, native, existing)
     return output, lse
 

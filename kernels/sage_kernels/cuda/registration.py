@@ -116,7 +116,7 @@ class NVFP4Quantizer(CudaKernel):
         return quantize_nvfp4.quantize_operands(call, None if valid is None else valid.int())
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Refuse: NVFP4's forward kernels read masks by tiles, which say which keys count."""
+        """Refuse: NVFP4's forward kernels find the spans of keys themselves."""
         raise ValueError(f"{self.name} finds no spans of keys")
 
 

@@ -80,7 +80,7 @@ _LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
 
 _MASKED = {
     "none": "",
-    "keys": ", with a mask of keys",
+    "keys": ", with a key-padding mask",
     "bool": ", with a bool mask",
     "additive": ", with an additive mask",
 }
@@ -331,7 +331,7 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     """Return which limit for kinds of calls that were not measured this one is below; "" if none."""
     advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
     if request.mask in ("bool", "additive"):
-        return f"a mask of scores; {advice}"
+        return f"a mask of each score; {advice}"
     low, high = UNMEASURED_HEAD_DIMS
     if not low <= sizes.head_dim <= high:
         return f"head_dim outside {low}…{high}; {advice}"

@@ -42,7 +42,7 @@ class Quantizer(Kernel, Protocol):
         """Return the class of the operands it makes, one in `operands`."""
 
     def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
-        """Transform and quantise Q, K and V as `reference.quantize_operands` does.
+        """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does.
 
         Args:
             call: a call that is not empty.

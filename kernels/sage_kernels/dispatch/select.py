@@ -97,8 +97,8 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         request: the facts of the call.
         fallback: "native": the recipe natively, else the best recipe that this device runs natively, else exact
             attention; on a CPU the recipe's emulation; calls without gradients run exact attention where they are very
-            short, or where `costs` expects low bits to be slower. "emulate": the recipe's own numerics, natively or
-            emulated, else exact attention. "error": the recipe natively, or an error. A head_dim outside
+            short, or where `cost_model` expects low bits to be slower. "emulate": the recipe's own numerics, natively
+            or emulated, else exact attention. "error": the recipe natively, or an error. A head_dim outside
             MIN_HEAD_DIM…MAX_HEAD_DIM has exact attention only.
 
     Raises:

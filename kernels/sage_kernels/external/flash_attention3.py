@@ -106,7 +106,7 @@ class PaddedFlashAttention3:
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request, or ""."""
         if request.mask != "keys" or request.is_causal:
-            return "needs a mask of keys, without causality"
+            return "needs a key-padding mask, without causality"
         return _unsupported(request) or self._others.unsupported(request)
 
     def attend(self, call: Call) -> torch.Tensor:

@@ -167,7 +167,7 @@ class Call:
 
     @property
     def first_keys(self) -> int:
-        """Return the number of keys from the first one on whose places quantised K and V lack: heavy keys have them."""
+        """Return how many leading keys are in the heavy keys' operand instead of quantised K and V."""
         return self.heavy_keys - self.late_keys
 
     @property

@@ -18,9 +18,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from .layout import KEY_BLOCK
+from .layout import BLOCK, KEY_BLOCK
 
-BLOCK = 128
 MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
 EQUALIZER_QUERIES = 128

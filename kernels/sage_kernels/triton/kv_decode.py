@@ -28,7 +28,6 @@ from ..spec.layout import power_of_two
 from .kv_append import BIAS, counted_step, step_call
 from .splitkv_forward import multiprocessors
 
-MAX_ROWS = 64
 MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
 MAX_PARTS = 252
@@ -82,7 +81,7 @@ def decode(
 
     Args:
         cache: INT8 or INT4.
-        query: (batch, q_heads, q_len, head_dim), q_heads / kv_heads · q_len at most MAX_ROWS.
+        query: (batch, q_heads, q_len, head_dim), q_heads / kv_heads · q_len at most `registration.SPLIT_ROWS`.
         key, value: (batch, kv_heads, q_len, head_dim).
         valid: bool (batch or 1, length + q_len); None: all.
         scale: factor of the scores, above 0.
@@ -245,7 +244,7 @@ def _calls(
         BLOCK_M=block_m,
         WARPS=config.num_warps,
         WARP_TOKENS=config.warp_tokens,
-        WARP_WINDOW=128 // config.num_warps,
+        WARP_WINDOW=RING // config.num_warps,
         STAGES=config.num_stages,
         FIRST=SINKS,
         RING=RING,

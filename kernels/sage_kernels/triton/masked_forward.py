@@ -298,7 +298,6 @@ def attend_tile(
     acc,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -417,13 +416,13 @@ def masked_forward(
             row_max, row_sum, acc = attend_tile(
                 tile * BLOCK_N, 0, q, key, value, bits, bias, batch, kv_head, bias_batch, bias_head, bias_row, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
-                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, False,
+                CHANNELS, V_CHANNELS, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, False,
             )  # fmt: skip
         for tile in range(full_end, tl.cdiv(columns, BLOCK_N)):
             row_max, row_sum, acc = attend_tile(
                 tile * BLOCK_N, 1, q, key, value, bits, bias, batch, kv_head, bias_batch, bias_head, bias_row, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
-                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
+                CHANNELS, V_CHANNELS, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
             )  # fmt: skip
     elif MASK == "few keys":
         bits += batch.to(tl.int64) * mask_stride_batch
@@ -438,7 +437,7 @@ def masked_forward(
             row_max, row_sum, acc = attend_tile(
                 tile * BLOCK_N, needs_mask, q, key, value, bits, bias, batch, kv_head, 0, 0, 0, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
-                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
+                CHANNELS, V_CHANNELS, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
             )  # fmt: skip
     else:
         bits += batch.to(tl.int64) * mask_stride_batch + head.to(tl.int64) * mask_stride_head
@@ -463,7 +462,7 @@ def masked_forward(
             row_max, row_sum, acc = attend_tile(
                 start, needs_mask, q, key, value, bits, bias, batch, kv_head, 0, 0, 0, scale,
                 row, q_len, kv_len, causal_offset, mask_stride_row, row_max, row_sum, acc,
-                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
+                CHANNELS, V_CHANNELS, BLOCK_N, CAUSAL, MASK, BIAS_ROWS, True,
             )  # fmt: skip
             entry = following
     acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]

@@ -34,7 +34,7 @@ from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import get_recipe
 
-SPLIT_ROWS = 64  # queries times heads that share keys, in one program
+SPLIT_ROWS = 64  # most queries times heads that share keys
 MAX_TOKEN_CHANNELS = 16384  # of a token in one program
 BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.

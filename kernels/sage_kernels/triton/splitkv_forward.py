@@ -19,8 +19,6 @@ from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import splitkv_forward_config
 
-MAX_ROWS = 64
-"""Queries times heads that share keys, of one sequence."""
 MIN_ROWS = 16  # of a matrix instruction
 PROGRAMS = {64: 2, 128: 1, 256: 1}  # that a multiprocessor has room for, by padded channels
 MAX_PARTS = 64
@@ -33,7 +31,7 @@ def attend(call: Call) -> torch.Tensor:
 
     Args:
         call: not empty, not packed, with no mask but one of keys, in float16 or bfloat16; Q, K and V as
-            `layout.is_aligned`, and at most MAX_ROWS queries that share keys.
+            `layout.is_aligned`, and at most `registration.SPLIT_ROWS` queries that share keys.
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()

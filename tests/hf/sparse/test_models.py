@@ -192,7 +192,7 @@ def test_padding_where_text_is_not_known_runs_densely_and_says_so():
     mask = torch.arange(300) < 100
     output = one.attend(*inputs, mask.view(1, 1, 1, 300), recipe="sage2", fallback=None)
     assert list(one.kept.dense) == [
-        "a mask of keys where text tokens are not known: a row might keep nothing but padding"
+        "a key-padding mask where text tokens are not known: a row might keep nothing but padding"
     ]
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
     assert (output - truth).norm() / truth.norm() < 0.05

@@ -199,11 +199,10 @@ def test_keywords_that_say_nothing_of_attention_pass() -> None:
 
 
 def test_a_paged_cache_is_refused() -> None:
-    class PagedAttentionCache:
-        pass
-
+    batching = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    cache = object.__new__(batching.PagedAttentionCache)
     with pytest.raises(ValueError, match=r'continuous batching.*set_attn_implementation\("sdpa"\)'):
-        attend(Layer(), *qkv(), None, cache=PagedAttentionCache())
+        attend(Layer(), *qkv(), None, cache=cache)
 
 
 def test_sparse_attention_that_expects_a_kernel_to_pick_keys_is_refused() -> None:
