@@ -110,7 +110,7 @@ def apply(
     _check_patterns(config, targets)
     pipe = None if isinstance(pipe_or_model, nn.Module) or not hasattr(pipe_or_model, "scheduler") else pipe_or_model
     changes = [
-        _diffusers_change(target, config.of_model(target.name), pipe)
+        _diffusers_change(target, config.of_model(target.name, target.layers), pipe)
         if target.library == "diffusers"
         else _transformers_change(target, config)
         for target in targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -129,16 +130,27 @@ class SageConfig:
                 raise ValueError(f"steps[{i}]: the range {step_rule.start}:{stop} holds no step")
             _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
-    def of_model(self, name: str) -> SageConfig:
-        """Return the configuration for one model of a pipeline; strip the model's name from the patterns of layers."""
+    def of_model(self, name: str, layers: Iterable[str]) -> SageConfig:
+        """Return the configuration for one model of a pipeline, with its layers in the place of patterns.
+
+        Args:
+            name: the model's name in the pipeline, which patterns may begin with; "": none of them does.
+            layers: names of the model's layers.
+        """
         if not name:
             return self
-        layers = tuple(replace(rule, pattern=rule.pattern.removeprefix(f"{name}.")) for rule in self.layers)
+        layers = list(layers)
+
+        def named(pattern: str) -> list[str]:
+            found = (one for one in layers if matches(pattern, one) or matches(pattern, f"{name}.{one}"))
+            return list(map(glob.escape, found))
+
+        rules = tuple(replace(rule, pattern=one) for rule in self.layers for one in named(rule.pattern))
         sparse = self.sparse
         if isinstance(sparse, Sparse):
-            dense = tuple(pattern.removeprefix(f"{name}.") for pattern in sparse.dense_layers)
+            dense = tuple(one for pattern in sparse.dense_layers for one in named(pattern))
             sparse = replace(sparse, dense_layers=dense)
-        return replace(self, layers=layers, sparse=sparse)
+        return replace(self, layers=rules, sparse=sparse)
 
     def layer_rule(self, layer: str) -> LayerRule | None:
         """Return the layer rule that decides for `layer`; None if none matches."""

@@ -235,6 +235,12 @@ def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
             yield target.label(name), kept
 
 
+def asks_for_low_bits(target: Target, layer: nn.Module) -> bool:
+    """Check whether a layer is asked to run a recipe in low bits, by `sage_hf.apply` or by hand."""
+    asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
+    return asked_of(layer)[0] not in ("", "exact")
+
+
 def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
     if (sage := sage_of(layer)) is not None:
         return asked(sage.recipe, sage.training), ""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sage_hf.changes import inner
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.bridge import follow_pipelines, running_pipeline
+from sage_hf.transformers.bridge import is_pretrained_model
 from sage_kernels.runtime import dynamo
 
 TIMESTEP_ARGUMENTS = ("timestep", "t")
@@ -228,15 +229,15 @@ def timestep_argument(denoiser: nn.Module) -> str:
     """Return the name of the denoiser's forward argument that takes the timestep.
 
     Raises:
-        ValueError: the forward has no such argument.
+        ValueError: the forward has no such argument, or the denoiser is a model of transformers.
     """
-    parameters = inspect.signature(type(denoiser).forward).parameters
+    parameters = {} if is_pretrained_model(denoiser) else inspect.signature(type(denoiser).forward).parameters
     for name in TIMESTEP_ARGUMENTS:
         if name in parameters:
             return name
     raise ValueError(
-        f"{type(denoiser).__name__} takes no timestep, so step rules do not apply to it: remove `steps` from the "
-        "configuration, or apply it to a denoiser"
+        f"{type(denoiser).__name__} is no denoiser of diffusers that takes a timestep, so step rules do not apply to "
+        "it: remove `steps` from the configuration"
     )
 
 

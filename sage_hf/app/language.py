@@ -16,6 +16,7 @@ from sage_hf.apply import apply
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation, explain
 from sage_hf.text import text_table
+from sage_kernels.spec.kv_cache import MAX_QUERIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +74,7 @@ def compare_text(
     Args:
         pretrained: folder of the model, or its name on the Hub.
         path: a text in UTF-8.
-        config: the recipe and its exceptions.
+        config: the recipe and its exceptions; with a KV cache, the second half of each window is predicted through it.
         label: name of the low-bit attention in the result.
         dtype, device: of the weights.
         progress: called with a line about each window.
@@ -93,7 +94,12 @@ def compare_text(
         ids = window.to(device)
         exact = _predict(model, ids)
         with apply(model, config):
-            low = _predict(model, ids)
+            if config.kv_cache is None:
+                low = _predict(model, ids)
+            else:
+                half = len(ids) // 2
+                low = logits_through_cache(model, ids, half, config.kv_cache).float().log_softmax(-1)
+                ids, exact = ids[half:], exact[half:]
             explanation = explanation.joined(explain(model))
         targets = ids[1:, None]
         exact_loss -= exact.gather(-1, targets).sum().item()
@@ -158,6 +164,21 @@ def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torc
         window = [*first, *ids[start : start + size]]
         if len(window) > 1:
             yield torch.tensor(window)
+
+
+@torch.no_grad()
+def logits_through_cache(model: Any, tokens: torch.Tensor, first: int, kv_cache: str) -> torch.Tensor:
+    """Return the logits of each next token behind the first tokens, through a KV cache that begins with these.
+
+    The tokens, int64 (tokens,), come MAX_QUERIES at a time. The result is (tokens - first - 1, vocabulary).
+    """
+    from sage_hf.transformers.kv_cache import QuantizedKVCache, cache_keyword
+
+    keyword = {cache_keyword(model): QuantizedKVCache(model.config, kv_cache)}
+    tokens = tokens[None].to(next(model.parameters()).device)
+    model(tokens[:, :first], use_cache=True, **keyword)
+    parts = tokens[:, first:].split(MAX_QUERIES, 1)
+    return torch.cat([model(part, use_cache=True, **keyword).logits[0] for part in parts])[:-1]
 
 
 @torch.no_grad()

@@ -41,11 +41,12 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         for target in find_targets(model):
             timestep_argument(target.model)
     apply(model, replace(config, steps=())).restore()
+    rules = {target.name: config.of_model(target.name, target.layers) for target in find_targets(model)}
     rows = [
         row
         for target in find_targets(model)
         for name, layer in target.layers.items()
-        for row in _layer_rows(target.label(name), layer, config, config.of_model(target.name).layer_rule(name), device)
+        for row in _layer_rows(target.label(name), layer, config, rules[target.name].layer_rule(name), device)
     ]
     sparse = [
         (target.label("self-attention"), settings.describe())

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from sage_hf import record
+from sage_hf.app.language import logits_through_cache
 from sage_hf.app.mix import StepRange, step_ranges
 from sage_hf.apply import apply
 from sage_hf.changes import changes_of, inner
 from sage_hf.config import LayerRule, SageConfig
+from sage_hf.explain import asks_for_low_bits
 from sage_hf.schedule import StepSchedule
 from sage_hf.targets import Target, architecture_of, find_targets
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.registry import exact_kernels
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
-from sage_kernels.spec.kv_cache import MAX_QUERIES
 
 ROWS = 256
 """Rows of logits that are compared at a time."""
@@ -303,7 +304,7 @@ class LanguageSubject:
             if config.kv_cache is None:
                 return divergence(exact, self._predict(prompt))
             half = len(prompt) // 2
-            return divergence(exact[half:], self._decode(prompt, half, config.kv_cache))
+            return divergence(exact[half:], logits_through_cache(inner(self._model), prompt, half, config.kv_cache))
 
     def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
         """Run each layer alone with each recipe on a prompt, int64 (tokens,)."""
@@ -318,18 +319,6 @@ class LanguageSubject:
         """Return the logits of each next token, (tokens - 1, words)."""
         device = next(self._model.parameters()).device
         return self._model(tokens[None].to(device), use_cache=False).logits[0, :-1]
-
-    @torch.no_grad()
-    def _decode(self, tokens: Tensor, first: int, kv_cache: str) -> Tensor:
-        """Return the logits of each next token behind the first tokens, through a KV cache that begins with these."""
-        from sage_hf.transformers.kv_cache import QuantizedKVCache, cache_keyword
-
-        model = inner(self._model)
-        keyword = {cache_keyword(model): QuantizedKVCache(model.config, kv_cache)}
-        tokens = tokens[None].to(next(model.parameters()).device)
-        model(tokens[:, :first], use_cache=True, **keyword)
-        parts = tokens[:, first:].split(MAX_QUERIES, 1)
-        return torch.cat([model(part, use_cache=True, **keyword).logits[0] for part in parts])[:-1]
 
 
 def subject_of(
@@ -360,9 +349,9 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _unchanged_targets(pipe_or_model: object) -> list[Target]:
     targets = find_targets(pipe_or_model)
     for target in targets:
-        if changes_of(inner(target.model)):
+        if changes_of(inner(target.model)) or any(asks_for_low_bits(target, layer) for layer in target.layers.values()):
             raise ValueError(
-                f"the attention of {type(inner(target.model)).__name__} is switched already: call sage_hf.restore first"
+                f"the attention of {type(inner(target.model)).__name__} is switched already: restore it first"
             )
     return targets
 

@@ -106,13 +106,13 @@ def sage_attention_forward(
         )
         extras = {"position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
         for_eager |= {name: extra for name, extra in extras.items() if extra is not None}
-        call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
+        call = _Call(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
         return record.run_in_layer(module, _eager, module, call, for_eager, reason)
     if position_bias is not None:
         mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
-    call = _Call(query, key, value, mask, causal, scaling, dropout, recipe)
-    output = record.run_in_layer(module, _attend_by_recipe, call, softcap, s_aux, fallback)
+    call = _Call(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
+    output = record.run_in_layer(module, _attend_by_recipe, call, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -139,7 +139,7 @@ class _Call:
         is_causal: whether attention is causal among the keys of the mask.
         scale: factor of the scores; None: head_dim ** -0.5.
         dropout: dropout probability of the attention weights.
-        recipe: the recipe asked for.
+        recipe, fallback: those asked for.
     """
 
     query: torch.Tensor
@@ -150,10 +150,11 @@ class _Call:
     scale: float | None
     dropout: float
     recipe: str
+    fallback: Fallback
 
     def report_exact(self, reason: str) -> None:
-        """Record that the call runs exactly, for this reason."""
-        options = Options(self.is_causal, recipe=self.recipe)
+        """Record that the call runs exactly, for this reason; raise KernelUnavailableError if the fallback says so."""
+        options = Options(self.is_causal, recipe=self.recipe, fallback=self.fallback)
         run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
@@ -161,13 +162,12 @@ def _attend_by_recipe(
     call: _Call,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    fallback: str | None,
 ) -> torch.Tensor:
     """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
 
     Args:
         call: the attention.
-        softcap, fallback: as in `sage_attention_forward`.
+        softcap: as in `sage_attention_forward`.
         sinks: (q_heads,) logits of the attention sinks.
 
     Returns:
@@ -193,7 +193,7 @@ def _attend_by_recipe(
     # in 16 bits. Exact attention and gradients know no such offset.
     causal_offset = 0
     causality = causality_of(mask, query.shape[2], key.shape[2])
-    if causality is not None and not wants_gradient and _gains(causality, call, chosen_fallback(fallback)):
+    if causality is not None and not wants_gradient and _gains(causality, call):
         causal_offset, is_causal = causality.offset, True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
         if causality.hides_more and mask is not None:
@@ -211,7 +211,7 @@ def _attend_by_recipe(
             scale=scale,
             enable_gqa=enable_gqa,
             recipe=call.recipe,
-            fallback=chosen_fallback(fallback),
+            fallback=call.fallback,
             return_lse=sinks is not None,
         ),
     )
@@ -222,14 +222,14 @@ def _attend_by_recipe(
     return (output * kept.unsqueeze(-1)).to(output.dtype)
 
 
-def _gains(causality: Causality, call: _Call, fallback: Fallback) -> bool:
+def _gains(causality: Causality, call: _Call) -> bool:
     """Check whether a call gains by the causality of its mask: the mask goes, or latest keys will be in 16 bits."""
     if call.recipe == "exact" or not causality.hides_more:
         return call.recipe != "exact"
     if not get_recipe(call.recipe).recent_keys:
         return False
     request = Request.of(call.query, call.key, call.value, call.mask, True, call.recipe)
-    return run.choose(request, fallback).recipe == call.recipe
+    return run.choose(request, call.fallback).recipe == call.recipe
 
 
 def _eager(

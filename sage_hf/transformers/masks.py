@@ -27,7 +27,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     Returns:
         bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
         attention, without padding, window or packed sequences. A causal mask, also for queries behind a cache, says so
-        by an attribute, see `causality_of`; if it is being compiled, which attributes do not survive, padding of as
+        by an attribute, see `causality_of`; if it is traced, which attributes do not survive, padding of as
         many queries as keys comes alone, as in `sage_training_mask`.
         Models whose attention layers compute with their masks, or that ask whether the implementation is `sdpa`, never
         get None for causal attention; those of the former that refuse `sdpa` get what transformers makes for `eager`,
@@ -38,11 +38,11 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     reading = _reading_of(type(kwargs.get("config")))
     if reading == "additive":
         return masking_utils.eager_mask(**kwargs)
-    if torch.compiler.is_compiling() and (padding := _padding_of_causality(kwargs)) is not None:
+    if _is_traced() and (padding := _padding_of_causality(kwargs)) is not None:
         return padding
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
     mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
-    if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
+    if mask is not None and not _is_traced() and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:
             setattr(mask, CAUSALITY, (causality, mask._version))
@@ -70,10 +70,15 @@ def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causalit
 
     A mask that the model has changed since is not known, nor is a part or copy of one, nor one made for other lengths.
     """
-    if mask is None or torch.compiler.is_compiling() or mask.shape[2:] != (q_len, kv_len):
+    if mask is None or _is_traced() or mask.shape[2:] != (q_len, kv_len):
         return None
     causality, version = getattr(mask, CAUSALITY, (None, None))
     return causality if causality is not None and version == mask._version else None
+
+
+def _is_traced() -> bool:
+    """Check whether what runs is traced, to be repeated with other values: none may decide now."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 @dynamo.assume_constant_result
@@ -157,11 +162,11 @@ def _hands_padding_on(config_class: type) -> bool:
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Check whether the mask only marks padding, and there is some; under compilation, its shape and dtype decide."""
+    """Check whether the mask only marks padding, and there is some; while it is traced, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
     if _reading_of(type(kwargs.get("config"))) == "additive":
         return False
     if mask.shape != (kwargs["batch_size"], kwargs["kv_length"]) or kwargs.get("kv_offset", 0) != 0:
         return False
-    return torch.compiler.is_compiling() or not mask.all()
+    return _is_traced() or not mask.all()

@@ -59,7 +59,7 @@ class _Replacement(NamedTuple):
     models: weakref.WeakSet[nn.Module]
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a model may be collected while it is held
 _replacements: dict[tuple[Any, str], _Replacement] = {}
 
 
@@ -73,13 +73,14 @@ def rotate_by_kernel(model: nn.Module) -> None:
         if hasattr(file, ROTATE):
             _replace(file, ROTATE, _with_kernel, model)
             _replace(owner, "forward", _noting_recipe, model)
+            weakref.finalize(model, _put_back_unneeded).atexit = False
 
 
 def _replace(place: Any, name: str, wrap: Callable[[Any], Any], model: nn.Module) -> None:
     with _lock:
         original = vars(place)[name]
         if (place, name) not in _replacements and not hasattr(original, MARK):
-            _replacements[place, name] = _Replacement(original, wrap(original), weakref.WeakSet())
+            _replacements[place, name] = _Replacement(original, wrap(original), weakref.WeakSet((model,)))
             setattr(place, name, _replacements[place, name].ours)
         if (place, name) in _replacements:
             _replacements[place, name].models.add(model)
@@ -88,13 +89,20 @@ def _replace(place: Any, name: str, wrap: Callable[[Any], Any], model: nn.Module
 def forget_model(model: nn.Module) -> None:
     """Put back what `rotate_by_kernel` replaced for a model and those inside it, unless another model needs it."""
     with _lock:
-        for (place, name), replacement in list(_replacements.items()):
+        for replacement in list(_replacements.values()):
             for module in model.modules():
                 replacement.models.discard(module)
-            if not replacement.models:
-                del _replacements[place, name]
-                if vars(place)[name] is replacement.ours:  # and not what somebody has put there since
-                    setattr(place, name, replacement.original)
+    _put_back_unneeded()
+
+
+def _put_back_unneeded() -> None:
+    """Put back what no model needs any more."""
+    with _lock:
+        for (place, name), replacement in list(_replacements.items()):
+            if list(replacement.models) or _replacements.pop((place, name), None) is not replacement:
+                continue
+            if vars(place)[name] is replacement.ours:  # and not what somebody has put there since
+                setattr(place, name, replacement.original)
 
 
 def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 import sage_hf
+import sage_hf
+import sage_hf
 from sage_kernels import kv_cache, kv_step
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.triton import kv_decode
+from tests.helpers.cached_models import build, new_cache, prompt
+from sage_kernels.triton import kv_decode
+from tests.helpers.cached_models import build, new_cache, prompt
 from sage_kernels.triton import kv_decode
 from tests.helpers.cached_models import NEW, build, new_cache, prompt
 
@@ -169,6 +175,206 @@ def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(form
     model = build().cuda()
     inputs = {name: x.cuda() for name, x in prompt().items()}
     kwargs = {**inputs, "max_new_tokens": 100, "do_sample": False}
+    expected = model.generate(**kwargs, cache=new_cache(model, format))
+    for _ in range(2):
+        cache = sage_hf.QuantizedKVCache(model.config, format, max_cache_len=512)
+        assert torch.equal(model.generate(**kwargs, cache=cache), expected)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert format == "nvfp4" or not counters["inductor"]["cudagraph_skips"]
+    assert str(cache.note).count("decoded by kv_decode") == (format != "nvfp4")
+
+
+class Replayed:
+    """A step from a cache of fixed capacity, as a CUDA graph that goes on with each replay."""
+
+    def __init__(self, cache: KVCache, new: list[torch.Tensor], valid: torch.Tensor | None) -> None:
+        self.cache, self.new, self.valid = cache, [x.clone() for x in new], valid
+        warm = copy.deepcopy(cache)
+        for _ in range(2):  # compiles
+            self.step(warm)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = self.step(cache)
+
+    def step(self, cache: KVCache) -> torch.Tensor:
+        scale = self.new[0].shape[3] ** -0.5
+        return kv_step.step(cache, *self.new, self.valid, scale, emulated=False).transpose(1, 2)
+
+    def __call__(self, new: list[torch.Tensor]) -> torch.Tensor:
+        for x, one in zip(self.new, new, strict=True):
+            x.copy_(one)
+        self.graph.replay()
+        return self.output
+
+
+@pytest.mark.parametrize(("format", "head_dim", "group"), [("int4", 128, 4), ("int8", 64, 1), ("int4", 64, 8)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, head_dim, group, padded):
+    """300 steps: the window fills, tokens leave it, and four tiles of codes fill."""
+    prompt, steps = 30, 300
+    query, key, value = draw(2, head_dim, group, prompt + steps, torch.bfloat16)
+    valid = torch.ones(2, 512, dtype=torch.bool, device="cuda")
+    valid[0, :7] = not padded
+    first = [x[:, :, :prompt] for x in (query, key, value)]
+    cache, other = (KVCache(get_format(format), key) for _ in "ab")
+    cache.fix(512)
+    kv_cache.store(cache, *first, valid[:, :prompt])
+    reference.freeze(other, *first, valid[:, :prompt])
+    reference.append(other, *first[1:])
+    part = [x[:, :, prompt : prompt + 1] for x in (query, key, value)]
+    replayed = Replayed(cache, part, valid if padded else None)
+    for length in range(prompt, prompt + steps):
+        new = [x[:, :, length : length + 1] for x in (query, key, value)]
+        output = replayed(new)
+        reference.append(other, *new[1:])
+        seen = valid[:, : length + 1] if padded else None
+        expected = reference.attend_to_cache(other, new[0].double(), seen, head_dim**-0.5)
+        assert (output.double() - expected).norm() <= 0.01 * expected.norm(), length
+    cache.read_counts()
+    assert (cache.length, cache.coded) == (other.length, other.coded) == (330, 266)
+    assert_same(cache, other)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_steps_one_by_one_store_what_replayed_steps_store(format):
+    """The second launch of a shape is repeated and compared with a first one, and must not count twice."""
+    query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
+    one = KVCache(get_format(format), key)
+    one.fix(512)
+    kv_cache.store(one, *(x[:, :, :200] for x in (query, key, value)))
+    two = copy.deepcopy(one)
+    replayed = Replayed(two, [x[:, :, 200:201] for x in (query, key, value)], None)
+    for length in range(200, 220):
+        new = [x[:, :, length : length + 1] for x in (query, key, value)]
+        output = kv_step.step(one, *new, None, 128**-0.5, emulated=False).transpose(1, 2)
+        assert torch.equal(replayed(new), output)
+        assert one.counts.tolist() == two.counts.tolist() == [length + 1, length + 1 - 64]
+
+
+def test_a_replay_without_room_stores_nothing_and_gives_nan():
+    query, key, value = draw(1, 128, 4, 512, torch.bfloat16)
+    cache = KVCache(get_format("int4"), key)
+    cache.fix(512)
+    kv_cache.store(cache, *(x[:, :, :510] for x in (query, key, value)))
+    new = [x[:, :, 510:511] for x in (query, key, value)]
+    replayed = Replayed(cache, new, None)
+    assert all(replayed(new).isfinite().all() for _ in range(2))
+    before = copy.deepcopy(cache)
+    assert all(replayed(new).isnan().all() for _ in range(3))
+    assert cache.counts.tolist() == [512, 448]
+    assert all(torch.equal(getattr(cache, name), getattr(before, name)) for name in KVCache.FIXED)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(format, monkeypatch):
+    """In float32, and with as many parts in both, attention is equal to the bit and the rest nearly so."""
+    monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 3)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build().cuda()
+    inputs = {name: x.cuda() for name, x in prompt().items()}
+    kwargs = {**inputs, "max_new_tokens": 200, "do_sample": False}
+    expected = model.generate(**kwargs, cache=new_cache(model, format))
+    for _ in range(2):
+        cache = sage_hf.QuantizedKVCache(model.config, format, max_cache_len=512)
+        assert torch.equal(model.generate(**kwargs, cache=cache), expected)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert format == "nvfp4" or not counters["inductor"]["cudagraph_skips"]
+    assert str(cache.note).count("decoded by kv_decode") == (format != "nvfp4")
+
+
+class Replayed:
+    """A step from a cache of fixed capacity, as a CUDA graph that goes on with each replay."""
+
+    def __init__(self, cache: KVCache, new: list[torch.Tensor], valid: torch.Tensor | None) -> None:
+        self.cache, self.new, self.valid = cache, [x.clone() for x in new], valid
+        warm = copy.deepcopy(cache)
+        for _ in range(2):  # compiles
+            self.step(warm)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = self.step(cache)
+
+    def step(self, cache: KVCache) -> torch.Tensor:
+        scale = self.new[0].shape[3] ** -0.5
+        return kv_step.step(cache, *self.new, self.valid, scale, emulated=False).transpose(1, 2)
+
+    def __call__(self, new: list[torch.Tensor]) -> torch.Tensor:
+        for x, one in zip(self.new, new, strict=True):
+            x.copy_(one)
+        self.graph.replay()
+        return self.output
+
+
+@pytest.mark.parametrize(("format", "head_dim", "group"), [("int4", 128, 4), ("int8", 64, 1), ("int4", 64, 8)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, head_dim, group, padded):
+    """300 steps: the window fills, tokens leave it, and four tiles of codes fill."""
+    prompt, steps = 30, 300
+    query, key, value = draw(2, head_dim, group, prompt + steps, torch.bfloat16)
+    valid = torch.ones(2, 512, dtype=torch.bool, device="cuda")
+    valid[0, :7] = not padded
+    first = [x[:, :, :prompt] for x in (query, key, value)]
+    cache, other = (KVCache(get_format(format), key) for _ in "ab")
+    cache.fix(512)
+    kv_cache.store(cache, *first, valid[:, :prompt])
+    reference.freeze(other, *first, valid[:, :prompt])
+    reference.append(other, *first[1:])
+    part = [x[:, :, prompt : prompt + 1] for x in (query, key, value)]
+    replayed = Replayed(cache, part, valid if padded else None)
+    for length in range(prompt, prompt + steps):
+        new = [x[:, :, length : length + 1] for x in (query, key, value)]
+        output = replayed(new)
+        reference.append(other, *new[1:])
+        seen = valid[:, : length + 1] if padded else None
+        expected = reference.attend_to_cache(other, new[0].double(), seen, head_dim**-0.5)
+        assert (output.double() - expected).norm() <= 0.01 * expected.norm(), length
+    cache.read_counts()
+    assert (cache.length, cache.coded) == (other.length, other.coded) == (330, 266)
+    assert_same(cache, other)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_steps_one_by_one_store_what_replayed_steps_store(format):
+    """The second launch of a shape is repeated and compared with a first one, and must not count twice."""
+    query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
+    one = KVCache(get_format(format), key)
+    one.fix(512)
+    kv_cache.store(one, *(x[:, :, :200] for x in (query, key, value)))
+    two = copy.deepcopy(one)
+    replayed = Replayed(two, [x[:, :, 200:201] for x in (query, key, value)], None)
+    for length in range(200, 220):
+        new = [x[:, :, length : length + 1] for x in (query, key, value)]
+        output = kv_step.step(one, *new, None, 128**-0.5, emulated=False).transpose(1, 2)
+        assert torch.equal(replayed(new), output)
+        assert one.counts.tolist() == two.counts.tolist() == [length + 1, length + 1 - 64]
+
+
+def test_a_replay_without_room_stores_nothing_and_gives_nan():
+    query, key, value = draw(1, 128, 4, 512, torch.bfloat16)
+    cache = KVCache(get_format("int4"), key)
+    cache.fix(512)
+    kv_cache.store(cache, *(x[:, :, :510] for x in (query, key, value)))
+    new = [x[:, :, 510:511] for x in (query, key, value)]
+    replayed = Replayed(cache, new, None)
+    assert all(replayed(new).isfinite().all() for _ in range(2))
+    before = copy.deepcopy(cache)
+    assert all(replayed(new).isnan().all() for _ in range(3))
+    assert cache.counts.tolist() == [512, 448]
+    assert all(torch.equal(getattr(cache, name), getattr(before, name)) for name in KVCache.FIXED)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
+def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(format, monkeypatch):
+    """In float32, and with as many parts in both, attention is equal to the bit and the rest nearly so."""
+    monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 3)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build().cuda()
+    inputs = {name: x.cuda() for name, x in prompt().items()}
+    kwargs = {**inputs, "max_new_tokens": 200, "do_sample": False}
     expected = model.generate(**kwargs, cache=new_cache(model, format))
     for _ in range(2):
         cache = sage_hf.QuantizedKVCache(model.config, format, max_cache_len=512)

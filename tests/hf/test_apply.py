@@ -3,15 +3,17 @@ import gc
 import pickle
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
+from sage_hf.schedule import timestep_argument
 from sage_hf.sparse import Sparse
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
@@ -101,6 +103,26 @@ def test_every_denoiser_of_a_pipeline_is_switched():
         assert layers[-1] == "transformer_2.transformer_blocks.2.attn1"
     after = processors(pipe.transformer) + processors(pipe.transformer_2)
     assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["transformer*.transformer_blocks.0.attn1", "[t]ransformer*.0.*", "*.0-0.attn1", "transformer*blocks.0.*"],
+)
+def test_a_pattern_whose_wildcard_is_in_a_models_name_names_layers_of_each(pattern):
+    pipe = types.SimpleNamespace(transformer=tiny.transformer(), transformer_2=tiny.transformer())
+    config = SageConfig("sage2", layers=(LayerRule(pattern, "exact"),))
+    with sage_hf.apply(pipe, config):
+        for model in (pipe.transformer, pipe.transformer_2):
+            assert [one.recipe for one in processors(model)] == ["exact", "sage2", "sage2"]
+    one = SageConfig("sage2", layers=(LayerRule("transformer_2.*.0.*", "exact"),))
+    with sage_hf.apply(pipe, one):
+        found = [[one.recipe for one in processors(model)] for model in (pipe.transformer, pipe.transformer_2)]
+        assert found == [["sage2"] * 3, ["exact", "sage2", "sage2"]]
+    sparse = Sparse("mean", 0.5, dense_layers=(pattern,), from_tokens=1)
+    assert SageConfig("sage2", sparse=sparse).of_model("transformer_2", ["transformer_blocks.0.attn1", "x"]).sparse == (
+        replace(sparse, dense_layers=("transformer_blocks.0.attn1",))
+    )
 
 
 @pytest.mark.parametrize("original", ["sdpa", "eager"])
@@ -347,9 +369,18 @@ def test_a_model_that_ignores_the_attention_interface_is_refused():
 
 def test_step_rules_are_refused_for_a_model_without_steps():
     model = tiny.llama()
-    with pytest.raises(ValueError, match="LlamaForCausalLM takes no timestep"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no denoiser"):
         sage_hf.apply(model, SageConfig("sage3", steps=(StepRule(0, 1, "exact"),)))
     assert model.config._attn_implementation != "sage3"
+
+
+def test_step_rules_are_refused_for_a_transformers_model_with_steps_of_its_own():
+    class Flow(LlamaForCausalLM):
+        def forward(self, timestep=None, **kwargs):
+            return super().forward(**kwargs)
+
+    with pytest.raises(ValueError, match="Flow is no denoiser of diffusers"):
+        timestep_argument(Flow(tiny.llama().config))
 
 
 def test_an_error_half_way_undoes_what_was_done(monkeypatch):

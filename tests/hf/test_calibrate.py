@@ -188,6 +188,9 @@ def test_senseless_arguments_are_refused():
         calibrate(tiny.transformer(), ["a"])
     with sage_hf.apply(model, "sage2"), pytest.raises(ValueError, match="switched already"):
         calibrate(model, tokens)
+    model.set_attn_implementation("sage2")  # no exact attention to compare with
+    with pytest.raises(ValueError, match="switched already"):
+        calibrate(model, tokens)
 
 
 @pytest.mark.parametrize(

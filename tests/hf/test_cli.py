@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig
+from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
 
 import sage_hf
 from sage_hf.app import generate as generation
@@ -178,6 +178,23 @@ def test_compare_tells_how_a_language_models_predictions_change(language_model, 
         ]
     assert float(rows["exact"][0]) == pytest.approx((sum(losses) / 418).exp().item(), abs=1e-4)
     assert 0 == found["exact"] <= found["sage1"] < found["sage3_paper"]
+
+
+def test_compare_predicts_the_second_half_of_each_window_through_a_configurations_kv_cache(tmp_path, capsys):
+    text, config, model_config = tmp_path / "text.txt", tmp_path / "kv.json", tiny.llama().config
+    model_config.head_dim = 64
+    LlamaForCausalLM(model_config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    text.write_text("a red ball rolls a blue ball " * 60)
+    found = {}
+    for format in ("int8", "int4"):
+        config.write_text(json.dumps({"recipe": "exact", "kv_cache": format}))
+        arguments = ["--pretrained", str(tmp_path), "--text", str(text), "--config", str(config)]
+        assert main(["compare", *arguments, "--device", "cpu"]) == 0
+        printed = capsys.readouterr().out
+        assert f"KV cache: {format} in 2 layers" in printed and "208 tokens predicted" in printed
+        found[format] = abs(float(printed.splitlines()[3].split()[2].rstrip("%")))
+    assert 0 < found["int8"] < found["int4"]
 
 
 @pytest.mark.parametrize("config", [[], {"model_type": "llama", "hidden_size": "wide"}], ids=["a list", "a wrong type"])
@@ -432,7 +449,7 @@ def test_explain_refuses_step_rules_for_a_model_without_steps(tmp_path, capsys):
     config.save_pretrained(tmp_path / "model")
     code = main(["explain", "--pretrained", str(tmp_path / "model"), "--config", str(tmp_path / "steps.json")])
     assert code == 2
-    assert "takes no timestep" in capsys.readouterr().err
+    assert "is no denoiser of diffusers that takes a timestep" in capsys.readouterr().err
 
 
 def test_explain_plans_training_beside_inference(tmp_path, capsys):

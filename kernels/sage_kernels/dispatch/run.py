@@ -185,7 +185,12 @@ def announce_exact(
 
     Returns:
         The plan, or None inside torch.compile, where only `fallback_listeners` hear of it.
+
+    Raises:
+        KernelUnavailableError: a recipe does not run, and the fallback is "error".
     """
+    if reason and options.recipe != "exact" and options.fallback == "error":
+        raise KernelUnavailableError(f'{options.recipe}: {reason}: use fallback="native" for exact attention')
     if torch.compiler.is_compiling():
         if reason:
             _announce_while_compiling(options.recipe, reason)

@@ -14,6 +14,7 @@ from sage_hf import record
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.keywords import NAMED
+from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from tests.helpers.tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyModel, run
 
@@ -196,6 +197,17 @@ def test_keywords_that_say_nothing_of_attention_pass() -> None:
     expected = attend(Layer(), query, key, value, None)
     ignored = {"sliding_window": 4, "position_ids": torch.arange(20), "picks": None, "passing_through_the_model": 1}
     assert torch.equal(attend(Layer(), query, key, value, None, **ignored), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout": 0.5}, {"softcap": 30.0}, {"s_aux": torch.zeros(2, requires_grad=True)}, {"output_attentions": True}],
+    ids=["dropout", "softcap", "sinks", "weights"],
+)
+def test_what_runs_exactly_in_place_of_a_recipe_is_refused_where_that_is_an_error(options) -> None:
+    with pytest.raises(KernelUnavailableError, match="sage_bwd: "):
+        attend(Layer(), *qkv(), None, recipe="sage_bwd", fallback="error", **options)
+    attend(Layer(), *qkv(), None, recipe="exact", fallback="error", **options)
 
 
 def test_a_paged_cache_is_refused() -> None:

@@ -120,3 +120,25 @@ def test_a_mask_made_in_a_compiled_graph_is_read_by_attention_that_runs_outside_
         layer.forward = torch.compiler.disable(layer.forward)
     torch.compiler.reset()
     torch.testing.assert_close(run(torch.compile(model, backend="eager"), **inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["sage2", "sage_bwd"])
+def test_a_trace_of_calls_without_padding_serves_calls_with_padding(name):
+    """`torch.jit.trace` keeps what a mask's values decide."""
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = MODELS["llama"].build(name)
+
+        def forward(self, ids, mask):
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+
+    ids = torch.randint(2, 30, (2, 40))
+    whole, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[1, :15] = 0
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), (ids, whole), check_trace=False)
+        for mask in (whole, padded):
+            expected, found = (run(ids, mask)[mask.bool()] for run in (Logits(), traced))
+            assert (found - expected).norm() <= 0.05 * expected.norm()

@@ -105,6 +105,11 @@ def test_modelling_files_are_as_they_were_once_no_model_runs_a_recipe_of_ours():
     assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
     other.set_attn_implementation("sdpa")
     assert ({**vars(file)}, {**vars(layer)}) == before
+    other.set_attn_implementation("sage1")
+    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
+    del model, other, handle
+    gc.collect()
+    assert ({**vars(file)}, {**vars(layer)}) == before
 
 
 def test_a_function_that_fails_with_drawn_tensors_stays(served, monkeypatch, caplog):
