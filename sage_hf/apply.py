@@ -183,6 +183,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         check_parallelism,
         check_whole,
         exchange_processor,
+        layer_of,
         say_left,
     )
 
@@ -190,7 +191,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     for name, layer in target.layers.items():
         try:
             processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
-            check_parallelism(inner(target.model), processor._layer_in(layer))
+            check_parallelism(inner(target.model), layer_of(layer))
             processors[name] = processor
         except FixedBackendError as error:
             left = error
@@ -207,7 +208,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         check_whole(denoiser)
         sparse = SparseModel(settings, denoiser)
         for name, processor in processors.items():
-            if isinstance(processor._layer_in(target.layers[name]), VSALayer):
+            if isinstance(layer_of(target.layers[name]), VSALayer):
                 raise ValueError(f"sparse: {name} has VSA, which chooses its tiles itself: apply a recipe alone")
             processor.sparse = SparseLayer(sparse, settings.is_dense(name))
     if config.steps or (settings is not None and settings.dense_steps):

@@ -24,6 +24,7 @@ _HOME = {
     "context_parallel_plan": "plans",
     "enable_vsa": "gates",
     "exchange_processor": "processor",
+    "layer_of": "processor",
     "say_left": "processor",
     "take_out": "processor",
 }

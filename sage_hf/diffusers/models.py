@@ -51,7 +51,7 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
     for name, module in layers.items():
         try:
             bound[name] = bind(module, recipe, fallback)
-            check_parallelism(model, bound[name]._layer_in(module))
+            check_parallelism(model, layer_of(module))
         except FixedBackendError as error:
             left = error
             say_left(error)

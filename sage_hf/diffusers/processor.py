@@ -47,8 +47,7 @@ class SageAttnProcessor(BackendProcessor):
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
         self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: all tiles are computed
-        self._layer: Layer | None = None  # the computation of the one module that this processor is bound to
-        self._before: Any = None  # the processor that `exchange_processor` took out of that module
+        self._before: Any = None  # the processor that `exchange_processor` took out of a module
         self._by_backend = False  # whether that was for `set_attention_backend`
 
     @property
@@ -100,8 +99,6 @@ class SageAttnProcessor(BackendProcessor):
         return layer
 
     def _known_layer(self, attn: torch.nn.Module) -> Layer | None:
-        if self._layer is not None:
-            return self._layer
         processor, layer = getattr(attn, LAYER, (None, None))
         return layer if processor is self else None
 
@@ -179,14 +176,14 @@ def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
 def bind(
     module: torch.nn.Module, recipe: str = "sage3", fallback: str | None = None, training: str | None = None
 ) -> SageAttnProcessor:
-    """Return a processor for this one attention module, made from its present processor; `module` is not changed.
+    """Return a processor that can be set in this attention module; `module` is not changed.
 
     Raises:
         ValueError: recipe, training or fallback is unknown.
         UnsupportedAttentionError: the module is not recognised; the message names it.
     """
     processor = SageAttnProcessor(recipe, fallback, training)
-    processor._layer = layer_of(module)
+    layer_of(module)
     return processor
 
 
@@ -203,7 +200,7 @@ _displacing: set[str] = set()  # classes of processors that replaced ours, and r
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     """Prepare `module` for `module.set_processor(processor)`, and return the processor to set.
 
-    A shared SageAttnProcessor stores in the module what the module computed so far. That stays while another processor
+    What the module computed so far is stored in it, beside a processor of ours. That stays while another processor
     is set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
     for it. Any other processor, as attention slicing or xFormers set, replaces ours, which is logged. A processor that
     attends by a backend of its own choice stays, which is logged too.
@@ -237,15 +234,12 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
 def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Layer) -> Any:
     """Make `processor` compute `layer` in `module`, and return the processor to set in the module."""
     processor.parallel_config = parallel_config_of(layer.original)
-    if processor._layer is not None:
-        processor._layer = layer
-    else:
-        vars(module)[LAYER] = (processor, layer)
+    vars(module)[LAYER] = (processor, layer)
     return serve(layer.original, processor) if layer.holds_weights else processor
 
 
 def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend: bool = False) -> Callable[[], None]:
-    """Set a processor that is bound to `module`, and return a function that puts back the previous one.
+    """Set a processor that `bind` made, and return a function that puts back the previous one.
 
     A processor set by an attention backend of ours replaces one set by another such backend: the function then puts
     back the processor before both. Fusing of projections and loading of IP-Adapters are not undone: see `put_back`.
@@ -284,7 +278,7 @@ def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, sage in served.items():
             try:
-                _set_again(module, sage)
+                module.set_processor(sage)
             except UnsupportedAttentionError as error:
                 logger.warning(f"{sage} cannot serve a layer any more, which now attends as diffusers does: {error}")
 
@@ -297,7 +291,7 @@ def replaceable(model: torch.nn.Module) -> Iterator[None]:
         yield
     except Exception:
         for module, sage in served.items():
-            _set_again(module, sage)
+            module.set_processor(sage)
         raise
 
 
@@ -314,13 +308,6 @@ def _set_originals(model: torch.nn.Module) -> dict[Any, SageAttnProcessor]:
     for module, original in originals.items():
         module.set_processor(original)
     return served
-
-
-def _set_again(module: Any, sage: SageAttnProcessor) -> None:
-    """Set a processor of ours so that it computes what `module` computes now."""
-    if sage._layer is not None:
-        sage._layer = layer_of(module)
-    module.set_processor(sage)
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

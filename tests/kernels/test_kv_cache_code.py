@@ -26,14 +26,12 @@ def test_no_kernel_spills_and_all_fit(counted, format, head_dim, q_len, capabili
     key = torch.zeros(1, 8, 1000, head_dim, dtype=torch.bfloat16)
     query = torch.zeros(1, 32, q_len, head_dim, dtype=torch.bfloat16)
     cache = KVCache(get_format(format), key)
-    if decode is kv_decode.step:
-        cache.fix(1024)
     with recording() as launches:
         kv_append.append(cache, key, key)
         if counted:
             cache.fix(1024)
             cache.is_ahead = True
-        decode(cache, query, key[:, :, :q_len], key[:, :, :q_len], None, 0.1, capability)
+        kv_decode.decode(cache, query, key[:, :, :q_len], key[:, :, :q_len], None, 0.1, capability)
     assert [launch.kernel.__name__ for launch in launches] == [
         *["append_tokens"] * 2, "attend_to_part", "merge_kv_parts",
     ]  # fmt: skip

@@ -97,6 +97,23 @@ def test_recipe_of_a_shared_processor_may_change_between_calls():
     assert processor.recipe == "sage3"
 
 
+@pytest.mark.parametrize("name", ["flux-2", "hunyuan-video", "wan-t2v"])
+def test_a_processor_that_apply_set_may_be_set_in_all_layers_and_in_other_models(name):
+    """Each layer computes what it did, and gets its own processor back."""
+    case = family(name)
+    model, other = case.build(), case.build()
+    before, expected = dict(model.attn_processors), run(model, case.make_inputs())
+    handle = sage_hf.apply(model, "exact")
+    processor = list(model.attn_processors.values())[-1]
+    for one in (model, other):
+        one.set_attn_processor(processor)
+        assert all(present is processor for present in one.attn_processors.values())
+        assert torch.equal(run(one, case.make_inputs()), expected)
+    handle.restore()
+    assert all(present is before[name] for name, present in model.attn_processors.items())
+    assert torch.equal(run(model, case.make_inputs()), expected)
+
+
 def test_bind_chooses_without_changing_the_module():
     model = family("wan-t2v").build()
     for module in attention_layers(model).values():
