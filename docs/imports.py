@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ def names_in(path: Path, package: list[str]) -> set[str]:
     return found
 
 
+@cache
 def imported_names(name: str) -> set[str]:
     """Return the absolute names that a module of the packages imports."""
     path = MODULES[name]

@@ -5,13 +5,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from sage_kernels.dispatch.select import set_routing
 from tests.helpers.forks import Forks
+
+# What a process of pytest that runs no tests loads too: fixtures import torch, which takes seconds.
+
+# A test makes many objects that live as long as it does, and little garbage: look for it seldom.
+gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
 def unrouted() -> Iterator[None]:
     """Kernels run whatever they support, however small the calls of a test are; `routed` undoes it."""
+    from sage_kernels.dispatch.select import set_routing
+
     set_routing(False)
     yield
     set_routing(True)
@@ -20,6 +26,8 @@ def unrouted() -> Iterator[None]:
 @pytest.fixture
 def routed(unrouted: None) -> None:
     """Calls take exact attention where low bits would be slower, as for users."""
+    from sage_kernels.dispatch.select import set_routing
+
     set_routing(True)
 
 

@@ -1,6 +1,7 @@
 """Check what imports what: backends are siblings on a floor that needs none of them."""
 
 import ast
+from functools import cache
 
 import pytest
 from imports import MODULES, arrows, imported_modules, imported_names
@@ -97,19 +98,23 @@ PRIVATE = {"torch": {"sage_kernels.runtime.torch_private"}, "triton": {"sage_ker
 """Modules that may use private names of a package; `testing` and what measures are no part of a call."""
 
 
+@cache
+def nodes_of(name: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))))
+
+
 def private_names(name: str, package: str) -> set[str]:
     """The dotted private names of a package that a module uses, but for operators of `torch.ops`."""
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     known = {package: package}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package and not node.level:
             known |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
         elif isinstance(node, ast.Import):
             known |= {one.asname: one.name for one in node.names if one.asname and one.name.split(".")[0] == package}
             found |= {one.name for one in node.names if one.name.split(".")[0] == package}
     found |= set(known.values())
-    for node in ast.walk(tree):
+    for node in nodes_of(name):
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)

@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -35,7 +36,8 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_patch_lang", once_a_launch(interpreter._patch_lang, (tl, tl.core)))
     # Ten operations for each sum of integers, whose result the interpreter drops: it asserts nothing on the device.
     patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *arguments: None)
-    patch.setattr(TritonSemantic, "broadcast_impl_value", unless_alike(TritonSemantic.broadcast_impl_value))
+    broadcast = unless_alike(TritonSemantic.broadcast_impl_value, interpreter.TensorHandle)
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
 
 
 def by_name(dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -101,11 +103,23 @@ def once_a_launch(patch_lang: Callable[[Any], Any], languages: tuple[Any, ...]) 
     return remembered
 
 
-def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Broadcast nothing where both blocks have the same shape, or both are scalars."""
+def unless_alike(broadcast: Callable[..., Any], handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Broadcast nothing where both blocks have the same shape, or both are scalars, and a scalar by NumPy at once."""
+    types: dict[tuple[str, str], Any] = {}
+
+    def like(scalar: Any, block: Any) -> Any:
+        key = scalar.type.name, block.type.name
+        if key not in types:
+            types[key] = block.type.with_element_ty(scalar.type)
+        value = scalar.handle.data
+        return type(block)(
+            handle(np.full(block.handle.data.shape, value, value.dtype), scalar.handle.dtype), types[key]
+        )
 
     def remembered(semantic: Any, x: Any, y: Any) -> Any:
-        if x.type.is_block() == y.type.is_block() and x.handle.data.shape == y.handle.data.shape:
+        if x.type.is_block() != y.type.is_block():
+            return (x, like(y, x)) if x.type.is_block() else (like(x, y), y)
+        if x.handle.data.shape == y.handle.data.shape:
             return x, y
         return broadcast(semantic, x, y)
 

@@ -1,6 +1,7 @@
 """Private names of diffusers stand in one file, those of transformers in another, and none of them is indispensable."""
 
 import ast
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,15 @@ PROCESSORS = {"_attention_backend", "_parallel_config"}
 """Names of diffusers that the base classes in its bridge have as well."""
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def private_names(path: Path) -> set[str]:
     """Names with one underscore that a file reads from objects, as attributes or by a string."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
         if isinstance(name, str) and name.isidentifier() and name.startswith("_") and not name.startswith("__"):
             found.add(name)
@@ -31,7 +37,7 @@ def private_names(path: Path) -> set[str]:
 def own_names(path: Path) -> set[str]:
     """Names that a file's classes and functions have, and that its objects assign to themselves."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":

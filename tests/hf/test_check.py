@@ -11,7 +11,7 @@ from sage_hf.bench import check
 from sage_hf.nominal import nominal_request
 from sage_kernels.dispatch import self_check, verdicts
 from sage_kernels.dispatch.select import select
-from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.spec.recipe import RECIPES, get_recipe
 from tests.helpers.kernels import StandInForward, preferred
 
 
@@ -31,7 +31,13 @@ def fresh(tmp_path, monkeypatch):
     self_check.forget()
 
 
-def test_every_recipe_of_a_cpu_is_right(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "recipes",
+    [("sage1", "sage_bwd", "sage_bwd_int8"), pytest.param(tuple(RECIPES), marks=pytest.mark.audit)],
+    ids=["few", "all"],
+)
+def test_every_recipe_of_a_cpu_is_right(recipes, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "RECIPES", {name: get_recipe(name) for name in recipes})
     path = tmp_path / "check.json"
     assert main(["check", "--device", "cpu", "--json", str(path)]) == 0
     table = capsys.readouterr().out

@@ -115,7 +115,7 @@ def test_explain_refuses_what_it_cannot_plan(tmp_path, capsys):
 
 
 def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, capsys):
-    arguments = ["--pretrained", str(folder), "--prompt", "a red ball", "--steps", "2", "--frames", "9"]
+    arguments = ["--pretrained", str(folder), "--prompt", "a red ball", "--steps", "1", "--frames", "9"]
     arguments += ["--height", "64", "--width", "64", "--device", "cpu", "--recipe", "sage2"]
     assert main(["generate", *arguments, "--output", str(tmp_path / "one")]) == 0
     assert str(tmp_path / "one" / "01-sage2.mp4") in capsys.readouterr().out
@@ -274,6 +274,7 @@ def interrupt(*_, **__):
 
 def compare_two(folder: Path, output: Path) -> int:
     arguments = ["--pretrained", str(folder), "--prompt", "a", "--prompt", "b", "--steps", "1", "--frames", "9"]
+    arguments += ["--recipe", "sage2"]
     return main(["compare", *arguments, "--height", "64", "--width", "64", "--device", "cpu", "--output", str(output)])
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.interpreter import hasten
 
@@ -40,6 +39,7 @@ def compute_as_gpus_do(monkeypatch):
     if not INTERPRETED:
         return
     import numpy as np
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 

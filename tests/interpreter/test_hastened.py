@@ -39,3 +39,18 @@ def test_a_reduction_by_a_function_goes_over_every_element_of_its_axis(axis, kee
         reduce_kernel[(1,)](x, along, whole, rows, columns, axis, len(along), keep_dims)
         assert np.array_equal(along, x.numpy().max(axis), equal_nan=True)
         assert np.array_equal(whole[0], x.numpy().max(), equal_nan=True)
+
+
+@triton.jit
+def combine_with_scalars_kernel(x, out, scalar, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tile, first = tl.load(x + places), tl.load(x)
+    tl.store(out + places, tl.where((first < tile) & (places != 3), scalar - tile, tile * first))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
+def test_a_scalar_beside_a_block_is_each_of_its_elements(dtype):
+    x = torch.arange(16).sub(5).mul(3).roll(4).to(dtype)
+    out = torch.zeros_like(x)
+    combine_with_scalars_kernel[(1,)](x, out, 7, len(x))
+    assert torch.equal(out, torch.where((x[0] < x) & (torch.arange(16) != 3), 7 - x, x * x[0]))

@@ -90,7 +90,7 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("tokens", [70, 200])
+@pytest.mark.parametrize("tokens", [70, pytest.param(200, marks=pytest.mark.audit)])
 def test_a_chunk_as_long_as_the_ring_pushes_the_window_out_first(tokens):
     query, key, value = draw(64, 1, 150 + tokens)
     one = KVCache(get_format("int4"), key)
@@ -118,13 +118,12 @@ def test_after_a_crop_the_kernels_go_on_as_the_reference_does():
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("element", [torch.inf, torch.nan])
-def test_a_value_that_is_not_finite_never_becomes_a_finite_number(element):
+def test_a_value_that_is_not_finite_never_becomes_a_finite_number():
     query, key, value = draw(64, 1, 200)
     cache = KVCache(get_format("int8"), key)
     reference.freeze(cache, query, key, value)
     two = copy.deepcopy(cache)
-    value[:, :, 198, 5] = element
+    value[0, :, 198, 5], value[1, :, 198, 5] = torch.inf, torch.nan
     for append, one in ((kv_append.append, cache), (reference.append, two)):
         append(one, key[:, :, :199], value[:, :, :199])
     assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())

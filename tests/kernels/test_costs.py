@@ -325,8 +325,14 @@ def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(shipped, 
     assert plan.recipe == ("exact" if name in LOSERS else "sage2"), plan.reason
 
 
-@pytest.mark.parametrize("compiles", [True, False], ids=["NVRTC", "no NVRTC"])
-@pytest.mark.parametrize("capability", NVIDIA_CAPABILITIES, ids=str)
+@pytest.mark.parametrize(
+    ("capability", "compiles"),
+    [
+        *((one, True) for one in NVIDIA_CAPABILITIES),
+        *(pytest.param(one, False, marks=() if one == (9, 0) else pytest.mark.audit) for one in NVIDIA_CAPABILITIES),
+    ],
+    ids=lambda value: {True: "NVRTC", False: "no NVRTC"}.get(value, str(value)),
+)
 def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_of_a_measurement(
     shipped, capability, compiles
 ):

@@ -488,7 +488,7 @@ MEMORY_PROBE = """
 import resource, torch
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.reference import forward as reference
-query, key, value = (torch.randn(1, 1, 8192, 64) for _ in range(3))
+query, key, value = (torch.randn(1, 1, 6144, 64) for _ in range(3))
 reference.attention(query[:, :, :256], key[:, :, :256], value[:, :, :256], RECIPES["sage3"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 reference.attention(query, key, value, RECIPES["sage3"])
@@ -497,6 +497,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_is_linear_in_length(forks):
-    """1×1×8192×64 within 125 MB beyond the inputs; the scores alone would be 268 MB."""
+    """1×1×6144×64 within 125 MB beyond the inputs; the scores alone would be 151 MB."""
     assert hasattr(resource, "RUSAGE_SELF")
     assert int(forks.run(MEMORY_PROBE)) * 1024 < 1.25e8

@@ -23,7 +23,7 @@ WITHOUT_PLAN = [
 ]
 
 
-FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-*", "wan-t2v-ring")
+FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-[!2]*", "wan-t2v-ring")
 FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "offloaded", "gradient", "restored")
 """Cases that two processes run each time: each family with a plan of ours, each mode, and others' faults."""
 

@@ -161,11 +161,18 @@ def set_backend(model: torch.nn.Module) -> None:
     model.set_attention_backend("sage1_emulate")
 
 
-each_way = pytest.mark.parametrize("switch", [share, bind_each, apply, set_backend], ids=lambda way: way.__name__)
+WAYS = (share, bind_each, apply, set_backend)
 
 
-@each_way
-@each_model
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    [
+        pytest.param(name, switch, marks=pytest.mark.audit if name == "unet" and switch is not share else ())
+        for name in ADAPTERS
+        for switch in WAYS
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_recipe_fallback_and_training_survive_load_and_unload(name: str, switch: Callable[[torch.nn.Module], None]):
     tiny = Tiny(name)
     switch(tiny.model)
@@ -327,8 +334,15 @@ def test_step_and_layer_rules_reach_the_adapters_layers(name: str):
         assert set().union(*ran.values()) == {recipe}
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@each_model
+@pytest.mark.parametrize(
+    ("name", "clone"),
+    [
+        pytest.param(name, clone, marks=pytest.mark.audit if name == "unet" and clone is copy.deepcopy else ())
+        for name in ADAPTERS
+        for clone in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)))
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_served_adapters_are_copied_saved_and_moved_with_the_model(name: str, clone: Callable[[Any], Any]):
     tiny = Tiny(name)
     tiny.load()

@@ -106,9 +106,18 @@ def test_returned_sequences_are_those_of_repeated_prompts(format):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("help_of", ["itself", "a worse model", "a worse model with a cache", "windows", "the prompt"])
+HELP = ("itself", "a worse model", "a worse model with a cache", "windows", "the prompt")
+
+
 @pytest.mark.parametrize(
-    ("make", "format"), [pytest.param(build, "int8", marks=pytest.mark.audit), (build, "int4"), (half_windowed, "int4")]
+    ("make", "format", "help_of"),
+    [
+        *((build, "int4", one) for one in ("itself", "a worse model", "the prompt")),
+        *((half_windowed, "int4", one) for one in ("a worse model with a cache", "windows")),
+        *(pytest.param(build, "int4", one, marks=pytest.mark.audit) for one in HELP[2:4]),
+        *(pytest.param(half_windowed, "int4", HELP[index], marks=pytest.mark.audit) for index in (0, 1, 4)),
+        *(pytest.param(build, "int8", one, marks=pytest.mark.audit) for one in HELP),
+    ],
 )
 def test_assisted_decoding_gives_the_tokens_of_the_same_cache_without_assistance(make, format, help_of, monkeypatch):
     """Greedy tokens, all of them: those of several tokens a step, some cropped again, and of one token a step."""
