@@ -185,8 +185,7 @@ def test_checkpointing_recomputes_what_exact_attention_saved_in_each_call(recipe
     "call",
     [
         "plain",
-        "causal padding",
-        *(pytest.param(one, marks=pytest.mark.audit) for one in ("causal", "padding", "additive")),
+        *(pytest.param(one, marks=pytest.mark.audit) for one in ("causal padding", "causal", "padding", "additive")),
     ],
 )
 def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):

@@ -46,9 +46,18 @@ def test_a_list_of_kept_tiles_lists_those(block_m, block_n):
     assert torch.equal(few.kept(330), kept[:, :, 1:-1])
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), SIZES)
+# Tiles of every size in two recipes, and those of one size in four bits.
+QUICK = {*itertools.product(("exact", "sage2"), SIZES), ("sage3", (128, 64))}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "block_m", "block_n"),
+    [
+        pytest.param(recipe, *sizes, marks=() if (recipe, sizes) in QUICK else pytest.mark.audit)
+        for recipe, sizes in itertools.product(("exact", "sage2", "sage1", "sage3"), SIZES)
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
-@pytest.mark.parametrize("recipe", ["exact", "sage2", pytest.param("sage1", marks=pytest.mark.audit), "sage3"])
 def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m, block_n):
     """In few bits without heavy and recent keys, to the bit."""
     inputs, options = draw(), dict(options)

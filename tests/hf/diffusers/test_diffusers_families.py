@@ -55,7 +55,7 @@ def test_exact_recipe_equals_the_original_processors_to_the_bit(case: Family, dt
 def test_original_processors_come_back_to_the_bit(case: Family):
     model, inputs = case.build(), case.make_inputs()
     expected, originals = run(model, inputs), dict(model.attn_processors)
-    share(model, "sage3", "emulate")
+    share(model, "sage2", "emulate")
     assert not torch.equal(run(model, inputs), expected)
     model.set_attn_processor(dict(originals))
 

@@ -45,6 +45,9 @@ def logits(model, cache, chunks: tuple[int, ...], inputs=None) -> torch.Tensor:
     return torch.cat(found, 1)[inputs["attention_mask"][:, :start].bool()]
 
 
+IMPLEMENTATIONS = ("sage_exact", "sage1", "sdpa", "eager")
+
+
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
     with torch.no_grad():
@@ -53,9 +56,19 @@ def expected() -> torch.Tensor:
         return build("eager")(**inputs, position_ids=places).logits[inputs["attention_mask"].bool()]
 
 
-@pytest.mark.parametrize("implementation", ["sage_exact", "sage1", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("format", "bound", "implementation"),
+    [
+        *(("int4", 0.08, one) for one in IMPLEMENTATIONS),
+        *(("int8", 0.01, "sage_exact"), ("nvfp4", 0.08, "sage_exact")),
+        *(
+            pytest.param(*case, one, marks=pytest.mark.audit)
+            for case in (("int8", 0.01), ("nvfp4", 0.08))
+            for one in IMPLEMENTATIONS[1:]
+        ),
+    ],
+)
 @pytest.mark.parametrize("chunks", [(140, *[1] * 10), (130, 7, 13), (30, 70, 50), (64, *[16] * 5, 6)], ids=str)
-@pytest.mark.parametrize(("format", "bound"), [("int8", 0.01), ("int4", 0.08), ("nvfp4", 0.08)])
 def test_logits_behind_the_cache_are_the_models(format, bound, chunks, implementation, expected):
     """Bounds: steps of the format, 1/255 and 1/15 of the range, half of which a code is off, through two layers."""
     model = build(implementation)
