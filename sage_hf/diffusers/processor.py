@@ -183,7 +183,7 @@ def bind(
         UnsupportedAttentionError: the module is not recognised; the message names it.
     """
     processor = SageAttnProcessor(recipe, fallback, training)
-    layer_of(module)
+    layer_of(module)  # raises where setting it would
     return processor
 
 
