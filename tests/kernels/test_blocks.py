@@ -128,6 +128,7 @@ def test_opcheck_passes():
             )
 
 
+@pytest.mark.audit  # with gradients, tests/kernels/test_training.py has it
 def test_one_compiled_graph_serves_all_lengths_without_breaks():
     compiled = torch.compile(
         lambda q, k, v, blocks: ops.attention(q, k, v, blocks=blocks, recipe="sage2", return_lse=True),

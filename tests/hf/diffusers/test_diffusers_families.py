@@ -28,7 +28,7 @@ def set_backend(model: torch.nn.Module, recipe: str, fallback: str | None) -> No
 
 
 Switch = Callable[[torch.nn.Module, str, str | None], None]
-QUICK = {(share, torch.float32), (bind_each, torch.bfloat16), (set_backend, torch.float32)}
+QUICK = {(share, torch.float32), (bind_each, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ def test_layers_in_16_bits_are_transformers_static_ones(make):
     model = make()
     cache = static(model, "int4")
     expected = greedy(model, new_cache(model, "int4"))
-    assert torch.equal(greedy(model, cache, compile_config=compiling()), expected)
+    options = {"compile_config": compiling()} if make is half_windowed else {"disable_compile": True}
+    assert torch.equal(greedy(model, cache, **options), expected)
     kinds = {"StaticQuantizedLayer", "StaticSlidingWindowLayer"} if make is half_windowed else {"StaticLayer"}
     assert {type(layer).__name__ for layer in cache.layers} == kinds
     assert cache.is_compileable
