@@ -1,7 +1,7 @@
 // The operands of `sage2`, `sage1` and `sage_bwd` for Hopper, bit for bit as the Triton quantisers write them
-// (`triton/quantize/int8.py`, `triton/quantize/value.py`), in two launches: `statistics` reads K and V for their means and
-// V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under way
-// before it uses the first.
+// (`triton/quantize/int8.py`, `triton/quantize/value.py`), in two launches: `statistics` reads K and V for their means
+// and V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under
+// way before it uses the first.
 //
 // What is rotated differs from theirs, and from the reference's, where a sum in another order rounds to another code.
 //
