@@ -197,7 +197,7 @@ def nonprefix_forward(
             row_max, row_sum, acc = attend_tile(
                 entry // 2 * BLOCK_N, entry % 2, q, key, value, bits, bits, batch, head // group, 0, 0, 0, scale,
                 row, q_len, kv_len, 0, 0, row_max, row_sum, acc,
-                CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, False, "keys", 1, True,
+                CHANNELS, V_CHANNELS, BLOCK_N, False, "keys", 1, True,
             )  # fmt: skip
             entry = following
         acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
