@@ -23,7 +23,7 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
 
 QUICK = SageConfig("sage2")
-"""Of the recipes whose error is seen, the one that a CPU emulates fastest: for what no format decides."""
+"""Recipe whose error is seen and that a CPU emulates fastest: for what no format decides."""
 
 
 def options(folder: Path, output: Path, config: SageConfig | None = None, **settings) -> GenerateOptions:
