@@ -18,6 +18,7 @@ from sage_hf.bench.providers import PROVIDERS, Prepared, Provider, sageattention
 from sage_kernels import ops
 from sage_kernels.dispatch import registry
 from sage_kernels.exact import sdpa
+from sage_kernels.replay.cache import MOST_BYTES
 from tests.helpers.benchmark_results import CPU, FACTS, SMALL, fake_result
 from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_reference
 
@@ -266,6 +267,9 @@ def test_results_cover_every_shape_with_every_provider_and_name_their_commit(pat
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_our_calls_take_at_most_the_memory_of_their_inputs(path):
+    """The second call, which is the one measured, holds a second output: its first replay is compared with it."""
     for row in json.loads(path.read_text())["rows"]:
         if row["provider"].startswith("sage_hf") and "peak_extra_bytes" in row:
-            assert row["peak_extra_bytes"] <= Case.of_row(row).input_bytes, row
+            case = Case.of_row(row)
+            compared = case.output_bytes if case.output_bytes <= MOST_BYTES else 0
+            assert row["peak_extra_bytes"] <= case.input_bytes + compared, row

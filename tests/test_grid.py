@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import run
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sage_hf.app.cli import main
-from sage_hf.bench import cases, grid, grid_tables, measure_grid, measure_phases, plots, results, tables
+from sage_hf.bench import cases, grid, grid_tables, measure_grid, measure_phases, plots, providers, results, tables
 from sage_hf.bench.cases import Case, draw
 from sage_hf.bench.grid import CASES, MOST_OPERATIONS
 from sage_hf.bench.measure_grid import measure_case, sizes
@@ -23,6 +24,7 @@ from sage_hf.bench.providers import Prepared, Provider
 from sage_hf.bench.timing import Span, Timed
 from sage_hf.tune import tune
 from sage_hf.tune.tune import unseen_points
+from sage_kernels.dispatch.plan import KernelUnavailableError
 
 CPU = torch.device("cpu")
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
@@ -316,7 +318,8 @@ def test_unseen_calls_are_scored_for_each_table_of_costs(gpu, monkeypatch, tmp_p
     assert {(one["seed"], one["table"]) for one in result["rows"]} == {(5, "shipped"), (5, "tuned")}
     header, cells = grid_tables.unseen([result])
     assert [line[:2] for line in cells] == [["NVIDIA H200", "that ships"], ["NVIDIA H200", "of `sage-hf tune`"]]
-    assert [line[2:] for line in cells] == [["3", "3", "33%", "67%", "0.98", "0.50"]] * 2 and len(header) == 8
+    assert [line[2:] for line in cells] == [["3", "3", "33%", "67%", "33%, 67%", "0.98", "0.50"]] * 2
+    assert len(header) == 9
     assert "drawn by seed 5" in grid_tables.unseen_markdown([result])
 
 
@@ -378,3 +381,24 @@ def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
     assert "x, all: E: no" in tables.phases_text(result) and share in tables.phases_text(result)
     line = next(line for line in tables.phases_markdown(result).splitlines() if "operands of sage2" in line)
     assert line.startswith("| 1×2×100×64 | operands of sage2 | 0.0100 | 0.0200 | – | 0.0300 | ") and share in line
+
+
+def test_a_recipe_without_a_kernel_is_quantised_by_its_own_quantiser(monkeypatch):
+    """On Hopper a long call of `sage3` runs by `sage2`, whose quantiser knows no NVFP4."""
+
+    def select(request, fallback="native"):
+        if request.recipe == "sage3" and fallback == "error":
+            raise KernelUnavailableError("sage3")
+        return SimpleNamespace(quantizer="int8_quantize_hopper")
+
+    def quantizer(name):
+        return SimpleNamespace(quantize=lambda call: SimpleNamespace(codes=call.key.new_zeros(len(name))))
+
+    monkeypatch.setattr(providers, "select", select)
+    monkeypatch.setattr(providers, "_quantizer", quantizer)
+    inputs = draw(Case.square("small", (1, 2, 2, 100, 64)), CPU)
+    found = {
+        name: len(quantize().codes) for name, (quantize, _) in providers.quantizers(inputs, ("sage1", "sage3")).items()
+    }
+    names = {"operands of sage1, Hopper": "int8_quantize_hopper", "operands of sage3": "nvfp4_quantize"}
+    assert found == {what: len(name) for what, name in names.items()}

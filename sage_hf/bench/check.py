@@ -13,6 +13,7 @@ import torch
 
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda.registration import (
     CONSUMER_BLACKWELL,
     HOPPER,

@@ -21,7 +21,7 @@ from sage_hf.bench.cases import Case, Inputs
 from sage_hf.drop_in import STAND_INS
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.kernels import Quantizer
-from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.plan import KernelUnavailableError, Plan
 from sage_kernels.dispatch.registry import get_forward, get_quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.run import request_of
@@ -465,6 +465,7 @@ def quantizers(
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 
+    A recipe that has no kernel on this GPU is quantised by the portable quantiser.
     Quantisers named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means),
     and each operand is written once.
     """
@@ -473,13 +474,16 @@ def quantizers(
     calls: dict[str, Callable[[], Any]] = {}
     for recipe in recipes:
         call = _call(inputs, recipe)
-        preferred = select(request_of(call)).quantizer
-        if preferred == "int8_quantize_hopper":
-            calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(preferred).quantize, call)
+        try:
+            name = _plan(call).quantizer
+        except KernelUnavailableError:
+            name = QUANTIZERS[recipe]
+        if name == "int8_quantize_hopper":
+            calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(name).quantize, call)
             if recipe == "sage2":  # whose attention kernel may quantise Q
                 calls[f"K and V of {recipe}, Hopper"] = partial(hopper.quantize_operands, call, leaves_query=True)
         else:
-            calls[f"operands of {recipe}"] = partial(_quantizer(QUANTIZERS[recipe]).quantize, call)
+            calls[f"operands of {recipe}"] = partial(_quantizer(name).quantize, call)
     found: dict[str, tuple[Callable[[], object], int]] = {}
     query, key, value = inputs.tensors
     for name, quantize in calls.items():

@@ -1,6 +1,8 @@
 """The command `sage-hf check`: its table, file and exit code, and that a wrong kernel is passed over afterwards."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -63,3 +65,8 @@ def test_a_wrong_kernel_fails_and_is_passed_over_from_then_on(capsys, monkeypatc
 def test_calls_without_time_are_counted(capsys):
     assert main(["check", "--device", "cpu", "--seconds", "0"]) == 0
     assert "calls were left out" in capsys.readouterr().out
+
+
+def test_kernels_are_registered_where_nothing_else_was_imported():
+    code = "import sage_hf.bench.check; from sage_kernels.dispatch import head_kernels; head_kernels.plain_kernel()"
+    subprocess.run([sys.executable, "-c", code], check=True)
