@@ -7,7 +7,8 @@
 A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
 provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward:
 with random weights, and 8 of Llama-3-8B's 32 layers. Caches that grow run in eager mode; those of static shapes in the
-model that transformers compiles for decoding.
+model that transformers compiles for decoding. Transformers' own `QuantizedCache` runs with each backend that is
+installed, in 4 bits or FP8; its bytes are what it leaves allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from sage_hf import QuantizedKVCache
 from sage_hf.bench.results import facts
@@ -35,7 +36,9 @@ from sage_kernels.spec.kv_cache import KVCache, get_format
 
 SHAPES = [(batch, tokens) for batch in (1, 4, 16) for tokens in (4096, 32768, 131072) if batch * tokens <= 2**19]
 HEADS = [(32, 8, 128), (32, 8, 64), (32, 32, 128), (32, 16, 128), (64, 8, 128)]
-MODEL_SHAPES = [(batch, tokens) for batch in (1, 8) for tokens in (8192, 32768)]
+MODEL_SHAPES = [*((batch, tokens) for batch in (1, 8) for tokens in (8192, 32768)), (1, 131072)]
+BACKENDS = ("quanto", "hqq", "fp8")
+"""Of transformers' QuantizedCache."""
 MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "vocab_size": 128256}
 MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -186,13 +189,23 @@ def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
 def model_row(
     model: LlamaForCausalLM, batch: int, tokens: int, format: str, static: bool, steps: int
 ) -> dict[str, Any]:
-    """Measure the tokens of a model behind a prompt; format "bf16": transformers' own cache with its SDPA."""
+    """Measure the tokens of a model behind a prompt.
+
+    Args:
+        model: a model with random weights.
+        batch, tokens: of the prompt.
+        format: of our cache; "bf16": transformers' default cache; of BACKENDS: its QuantizedCache; these with its SDPA.
+        static: whether the cache has a static shape, which BACKENDS have not.
+        steps: tokens that are timed.
+    """
     device, config = model.device, model.config
     ids = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
     length = tokens + WARM_STEPS + steps
     cache: Cache
     if format == "bf16":
         cache, attention = StaticCache(config, length) if static else DynamicCache(config=config), "sdpa"
+    elif format in BACKENDS:
+        cache, attention = QuantizedCache(format, config), "sdpa"
     else:
         cache, attention = QuantizedKVCache(config, format, max_cache_len=length if static else None), "sage2"
     model.set_attn_implementation(attention)
@@ -207,12 +220,16 @@ def model_row(
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - start)
 
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     forward(ids)
+    held = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
     for _ in range(WARM_STEPS):
         forward(ids[:, :1])
     taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
     if isinstance(cache, QuantizedKVCache):
         size, provider = sum(cache.note.bytes.values()), f"sage_hf ({', '.join(cache.note.kernels)})"
+    elif format in BACKENDS:
+        size, provider = held, "transformers"
     else:
         size, provider = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), "transformers"
     row = {"batch": batch, "tokens": tokens, "format": format, "static": static, "provider": provider}
@@ -271,7 +288,8 @@ def measure_models(path: Path, written: dict[str, Any]) -> None:
     """Measure a model's tokens, of all shapes and formats."""
     model, rows = model_of(MODEL | MODEL_HEADS, "cuda"), []
     for batch, tokens in MODEL_SHAPES:
-        for format, static in itertools.product(("bf16", "int8", "int4"), (False, True)):
+        ours = itertools.product(("bf16", "int8", "int4"), (False, True))
+        for format, static in (*ours, *((backend, False) for backend in BACKENDS)):
             try:
                 rows.append(model_row(model, batch, tokens, format, static, 20))
                 path.write_text(json.dumps({**written, "models": rows}, indent=1) + "\n")

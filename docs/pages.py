@@ -444,12 +444,13 @@ def kv_models() -> str:
         "|---|---|---|---|---|",
     ]
     for (batch, tokens), rows in found.items():
-        for name in ("bf16", "int8", "int4"):
-            growing, static = rows[name, False], rows[name, True]
-            cells = [f"{batch} × {tokens:,}", "16 bits" if name == "bf16" else f"`{name}`"]
+        for name in dict.fromkeys(name for name, _ in rows):
+            ours = {"bf16": "16 bits", "int8": "`int8`", "int4": "`int4`"}
+            growing, static = rows[name, False], rows.get((name, True))
+            cells = [f"{batch} × {tokens:,}", ours.get(name, f"`QuantizedCache`, {name}")]
             cells += [
                 f"{growing['cache_bytes'] / 1e6:,.0f}",
-                *(f"{row['ms_per_token']:.1f}" for row in (growing, static)),
+                *("–" if row is None else f"{row['ms_per_token']:.1f}" for row in (growing, static)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", sources(KV_CACHE)])
