@@ -1,8 +1,7 @@
 """Measure append and decode of one layer from a low-bit KV cache, with exact attention of 16 bits in the same table.
 
-    python benchmarks/kv_cache.py            on a GPU; writes benchmarks/results/<gpu>-kv_cache.json
-    python benchmarks/kv_cache.py --model    a whole model instead, into the same file, with transformers' cache beside
-    python benchmarks/kv_cache.py --dry      one small shape on a CPU, to see that the program runs; writes nothing
+With --model a whole model instead, into the same file, with transformers' caches in the same table. With --dry one
+small shape on a CPU, to see that the program runs; it writes nothing.
 
 A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
 provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward:
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -29,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from sage_hf import QuantizedKVCache
-from sage_hf.bench.results import facts
+from sage_hf.bench import command, results
 from sage_hf.transformers.kv_cache import cache_keyword
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import KVCache, get_format
@@ -236,30 +234,35 @@ def model_row(
     return {**row, "layers": config.num_hidden_layers, "ms_per_token": taken, "cache_bytes": size}
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` to the parser."""
     parser.add_argument("--dry", action="store_true", help="run one small shape on a CPU")
     parser.add_argument("--model", action="store_true", help="measure a whole model")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+
+
+def execute(args: argparse.Namespace) -> None:
+    """Measure, and write <gpu>-kv_cache.json; the file's other table stays."""
     if args.dry:
-        steps = quantized_steps(Shape(1, 300, (4, 2, 64), "cpu"), "int4")
-        start = time.perf_counter()
-        print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
-        tiny = model_of(TINY_MODEL | TINY_HEADS, "cpu")
-        for format, static in itertools.product(("bf16", "int4"), (False, True)):
-            print(model_row(tiny, 1, 150, format, static, 1))
+        run_dry()
         return
-    found = facts(torch.device("cuda"))
-    name = found["gpu"].lower().replace(" ", "-")
-    name = next((f"nvidia-{short}" for short in ("h100", "h200") if short in name), name)
-    path = args.output / f"{name}-kv_cache.json"
-    written = json.loads(path.read_text()) if path.exists() else {}
+    facts = results.facts(command.gpu("cuda"))
+    path = results.path_of(args.output, facts, "kv_cache")
+    written = results.read(path) or {}
     if args.model:
-        measure_models(path, {**found, "rows": written.get("rows", [])})
+        measure_models(path, {**facts, "rows": written.get("rows", [])})
     else:
-        measure_layers(path, {**found, "models": written.get("models", [])})
+        measure_layers(path, {**facts, "models": written.get("models", [])})
+
+
+def run_dry() -> None:
+    """Print a step of one small shape, and of a tiny model."""
+    steps = quantized_steps(Shape(1, 300, (4, 2, 64), "cpu"), "int4")
+    start = time.perf_counter()
+    print(steps[0]()[1:], f"{time.perf_counter() - start:.3f} s")
+    tiny = model_of(TINY_MODEL | TINY_HEADS, "cpu")
+    for format, static in itertools.product(("bf16", "int4"), (False, True)):
+        print(model_row(tiny, 1, 150, format, static, 1))
 
 
 def measure_layers(path: Path, written: dict[str, Any]) -> None:
@@ -276,7 +279,7 @@ def measure_layers(path: Path, written: dict[str, Any]) -> None:
                     if provider == "sage_hf":
                         row["kernel"] = steps[0]()[1]
                     rows.append({**row, "ms": milliseconds(steps)})
-                    path.write_text(json.dumps({**written, "rows": rows}, indent=1) + "\n")
+                    results.write(path, {**written, "rows": rows})
                     print(rows[-1], flush=True)
                 except Exception as error:
                     print(f"left out: {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -292,7 +295,7 @@ def measure_models(path: Path, written: dict[str, Any]) -> None:
         for format, static in (*ours, *((backend, False) for backend in BACKENDS)):
             try:
                 rows.append(model_row(model, batch, tokens, format, static, 20))
-                path.write_text(json.dumps({**written, "models": rows}, indent=1) + "\n")
+                results.write(path, {**written, "models": rows})
                 print(rows[-1], flush=True)
             except Exception as error:
                 print(
@@ -300,7 +303,3 @@ def measure_models(path: Path, written: dict[str, Any]) -> None:
                     flush=True,
                 )
             torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

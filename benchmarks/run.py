@@ -6,6 +6,7 @@ python benchmarks/run.py --unseen 33 --output benchmarks/results   calls of the 
 python benchmarks/run.py qk-norm-rope --output benchmarks/results     norm and rotation of queries
 python benchmarks/run.py first-calls --output benchmarks/results   first calls, with empty caches and with full ones
 python benchmarks/run.py sparse --output benchmarks/results        attention over block lists
+python benchmarks/run.py kv-cache --output benchmarks/results      low-bit KV caches, of a layer; --model: of a model
 
 A benchmark writes <gpu>-<benchmark>.json; `python docs/pages.py` draws the pictures and fills in the tables.
 """
@@ -16,13 +17,14 @@ import argparse
 from collections.abc import Sequence
 
 import first_calls
+import kv_cache
 import qk_norm_rope
 import sparse
 
 from sage_hf.bench import command, grid_tables
 from sage_hf.tune.tune import table_in_use, unseen_points
 
-BENCHMARKS = {"qk-norm-rope": qk_norm_rope, "first-calls": first_calls, "sparse": sparse}
+BENCHMARKS = {"qk-norm-rope": qk_norm_rope, "first-calls": first_calls, "sparse": sparse, "kv-cache": kv_cache}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

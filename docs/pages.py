@@ -543,7 +543,8 @@ python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
-python {BENCHMARKS}/kv_cache.py
+python {BENCHMARKS}/run.py kv-cache --output {BENCHMARKS}/results
+python {BENCHMARKS}/run.py kv-cache --model --output {BENCHMARKS}/results
 torchrun --nproc-per-node 2 {BENCHMARKS}/parallel.py
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
