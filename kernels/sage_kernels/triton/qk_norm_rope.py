@@ -36,7 +36,18 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
     output = x.new_empty(x.shape)
     if x.numel():
         grid, arguments = _arguments(x, norm, rope, FORWARD_ELEMENTS)
-        launch(qk_norm_rope_forward, grid, x=x, output=output, enable_fp_fusion=False, **arguments)
+        launch(
+            qk_norm_rope_forward,
+            grid,
+            x=x,
+            output=output,
+            enable_fp_fusion=False,
+            bias=None if norm is None else norm.bias,
+            **arguments,
+            ROUNDS=norm is not None and norm.rounds,
+            ACROSS=norm is not None and norm.across_heads,
+            ROUNDS_PRODUCTS=rope is not None and rope.cosine.dtype == x.dtype,
+        )
     return output
 
 
@@ -112,7 +123,6 @@ def _arguments(
     arguments = {
         "num_warps": LARGE_TOKEN_WARPS if across and together * channels >= LARGE_TOKEN else WARPS,
         "weight": None if norm is None else norm.weight,
-        "bias": None if norm is None else norm.bias,
         "cosine": cosine,
         "sine": sine,
         "tokens": tokens,
@@ -127,12 +137,9 @@ def _arguments(
         "TOKENS": block,
         "HEADS": together,
         "NORM": "" if norm is None else norm.kind,
-        "ROUNDS": norm is not None and norm.rounds,
-        "ACROSS": across,
         "HALVES": rope is not None and rope.halves,
         "ANGLES_OF_HEADS": table_strides[2] != 0,
         "ANGLES_BY_PAIR": rope is not None and rope.cosine.shape[-1] != head_dim,
-        "ROUNDS_PRODUCTS": rope is not None and rope.cosine.dtype == x.dtype,
     }
     return (ceil_div(tokens, block), ceil_div(heads, together), batch), arguments
 
@@ -334,7 +341,6 @@ def qk_norm_rope_backward(
     weight_parts,
     bias_parts,
     weight,
-    bias,
     cosine,
     sine,
     tokens,
@@ -358,12 +364,9 @@ def qk_norm_rope_backward(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ACROSS: tl.constexpr,
     HALVES: tl.constexpr,
     ANGLES_OF_HEADS: tl.constexpr,
     ANGLES_BY_PAIR: tl.constexpr,
-    ROUNDS_PRODUCTS: tl.constexpr,
 ):
     """Write the gradients of blocks of tokens, and their sums for weight and bias."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -410,7 +413,7 @@ def qk_norm_rope_backward(
             at = batch * stride_batch + token.to(tl.int64)[:, None] * stride_token + head[None, :] * stride_head
             a, b = _load(x, at, inside, pair, 1, HEAD_DIM, PAIRS, HALVES, False)
             exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
-            a, b, inverse = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, ACROSS)
+            a, b, inverse = _normalize(a, b, exists, heads, eps, HEAD_DIM, NORM, False)
             if bias_parts is not None:
                 bias_sum_a += da
                 bias_sum_b += db
@@ -418,9 +421,9 @@ def qk_norm_rope_backward(
                 weight_sum_a += da * a
                 weight_sum_b += db * b
                 da, db = da * weight_a, db * weight_b
-            along = _mean(da * a, db * b, HEAD_DIM, ACROSS)
+            along = _mean(da * a, db * b, HEAD_DIM, False)
             if NORM == "layer":
-                mean = _mean(da, db, HEAD_DIM, ACROSS)
+                mean = _mean(da, db, HEAD_DIM, False)
                 da, db = da - mean, db - mean
             da, db = (da - a * along) * inverse, (db - b * along) * inverse
         to = ((batch * tokens + token.to(tl.int64)[:, None]) * heads + head[None, :]) * HEAD_DIM
