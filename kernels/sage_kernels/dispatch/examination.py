@@ -103,7 +103,7 @@ class Case:
             key,
             value,
             get_recipe(self.recipe),
-            self._mask(normal, device),
+            self._mask(normal),
             self.is_causal,
             self.causal_offset,
             softmax_scale(None, self.head_dim),
@@ -111,7 +111,7 @@ class Case:
             self.return_lse and not self.grad,  # what gradients need is saved
         )
 
-    def _mask(self, normal: Callable[..., torch.Tensor], device: torch.device) -> Mask:
+    def _mask(self, normal: Callable[..., torch.Tensor]) -> Mask:
         keys = normal(2, 1, 1, KV_LEN) < 1
         if self.mask in ("blocks", "block_keys"):
             rows, tiles = (ceil_div(size, block) for size, block in zip((Q_LEN, KV_LEN), self.list_sizes, strict=True))
