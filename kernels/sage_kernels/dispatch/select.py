@@ -24,8 +24,7 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
 }
 
 # Below these lengths launching costs more than arithmetic: fewer query rows than one matrix instruction takes
-# (decoding), fewer keys than one tile. A call with gradients is low-bit at any length, because training must not change
-# its numerics from one batch to the next.
+# (decoding), fewer keys than one tile. `exact_choice.choose_training` routes calls with gradients.
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
@@ -38,9 +37,9 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 def set_routing(enabled: bool) -> None:
-    """Set whether `select` takes exact attention where low bits would be slower; SAGE_KERNELS_ROUTING=0 starts without.
+    """Set whether costs decide between low bits and exact attention; SAGE_KERNELS_ROUTING=0 starts without.
 
-    Without routing a kernel runs whatever it supports, at any cost: to judge a recipe's quality, or to measure kernels.
+    Without routing a kernel runs at any cost, to be measured; calls that `_why_no_gain` names still run exactly.
     """
     global _routing
     _routing = enabled
@@ -48,7 +47,7 @@ def set_routing(enabled: bool) -> None:
 
 
 def routing() -> bool:
-    """Return whether `select` takes exact attention where low bits would be slower."""
+    """Return whether costs decide between low bits and exact attention."""
     return _routing
 
 
