@@ -108,13 +108,13 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
     return np.stack(frames)
 
 
-def _panel_size(video: np.ndarray, height: int = PANEL_HEIGHT) -> tuple[int, int]:
+def _panel_size(video: np.ndarray) -> tuple[int, int]:
     """Return (width, height) of a panel: small videos are enlarged by a whole factor, large ones reduced."""
-    video_height, video_width = video.shape[1:3]
-    if video_height <= height:
-        factor = height // video_height
-        return video_width * factor, video_height * factor
-    return max(1, round(video_width * height / video_height)), height
+    height, width = video.shape[1:3]
+    if height <= PANEL_HEIGHT:
+        factor = PANEL_HEIGHT // height
+        return width * factor, height * factor
+    return max(1, round(width * PANEL_HEIGHT / height)), PANEL_HEIGHT
 
 
 def _resize(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
