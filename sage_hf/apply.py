@@ -36,9 +36,8 @@ class Handle:
         config: the configuration that was applied.
     """
 
-    def __init__(self, config: SageConfig, targets: list[Target], changes: list[_Applied]) -> None:
+    def __init__(self, config: SageConfig, changes: list[_Applied]) -> None:
         self.config = config
-        self._targets = targets
         self._changes = changes
 
     def restore(self) -> None:
@@ -128,7 +127,7 @@ def apply(
         for change in made:
             change.undo()
         raise
-    return Handle(config, targets, made)
+    return Handle(config, made)
 
 
 def restore(pipe_or_model: object) -> None:

@@ -67,7 +67,6 @@ class LaunchPlan:
 
     Attributes:
         device: the GPU.
-        launches: how many kernels it runs.
         workspace_bytes: of the buffers that it allocates, outputs apart.
     """
 
@@ -121,7 +120,6 @@ class LaunchPlan:
                         self._patches[base].append((launch.words, place // ADDRESS.size, start + offset))
                 (self._side_launches if on_side else self._launches).append(launch)
                 self._steps.append(launch.launch)
-        self.launches = len(self._launches) + len(self._side_launches)
         self._lock = threading.Lock()
 
     def run(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
