@@ -92,6 +92,47 @@ def largest_errors_beside_sinks() -> str:
     )
 
 
+def gradient_errors_of(variant: str) -> dict[str, dict[str, float]]:
+    """Return the relative L1 errors of a variant's gradients, by tensors and gradient."""
+    (row,) = (row for row in pages.read_result("cpu-gradient_table")["rows"] if row["variant"] == variant)
+    tensors = ("Gaussian σ=1", "Gaussian σ=3", "Gaussian σ=10", "DiT-like", "tiny video", "tiny_llama")
+    return {name: {one: row[name][one]["rel_l1"] for one in ("dQ", "dK", "dV")} for name in tensors}
+
+
+def share_of_the_published_gradient_error() -> str:
+    ours, published = gradient_errors_of("`sage_bwd`"), gradient_errors_of("published")
+    names = "Gaussian σ=1", "tiny video"
+    ratios = [ours[name][one] / published[name][one] for name in names for one in ours[name]]
+    return f"At σ = 1 and on the video model it has {span(ratios, 2)} of the published recipe's error."
+
+
+def growth_by_an_8_bit_dp() -> str:
+    ours = gradient_errors_of("`sage_bwd`")
+
+    def growth(variant):
+        theirs = gradient_errors_of(variant)
+        return span([theirs[name]["dQ"] / ours[name]["dQ"] for name in ours], 1)
+
+    return (
+        f"In FP8, dQ's error is {growth('`sage_bwd`, dO·Vᵀ in FP8')} times as large. In INT8 with a scale per token, "
+        f"it is {growth('`sage_bwd`, dO·Vᵀ in INT8')} times as large."
+    )
+
+
+def gain_by_smoothing_k() -> str:
+    smooth, not_smooth = gradient_errors_of("`sage_bwd`"), gradient_errors_of("`sage_bwd`, no smooth K")
+    error, without = (errors["DiT-like"]["dQ"] for errors in (smooth, not_smooth))
+    return f"on DiT-like tensors dQ's error is {error:.3f} with it and {without:.3f} without."
+
+
+def distance_from_flash_attention_3_in_training() -> str:
+    shapes: dict[str, dict[str, float]] = {}
+    for row in pages.read_result("nvidia-h200-forward_backward")["rows"]:
+        shapes.setdefault(row["shape"], {})[row["provider"]] = row["ms"]
+    most = max(abs(ms["fa3"] / ms["sage_hf:sage_bwd"] - 1) for ms in shapes.values())
+    return f"`sage_bwd` is as fast, to within {most:.1%}".replace("%", " %")
+
+
 def sparse_quality_of(*runs: str) -> list[str]:
     """Return mean right clips and mean PSNR of ways to run the dense models, over seeds."""
     rows, found = pages.read_result("nvidia-h200-sparse_quality")["rows"], []
@@ -130,6 +171,10 @@ FIGURES: list[tuple[str, Callable[[], str]]] = [
     ("accuracy.md", share_on_gaussian_tensors),
     ("accuracy.md", cost_of_leaving_q_as_it_is),
     ("accuracy.md", largest_errors_beside_sinks),
+    ("training.md", share_of_the_published_gradient_error),
+    ("training.md", growth_by_an_8_bit_dp),
+    ("training.md", gain_by_smoothing_k),
+    ("training.md", distance_from_flash_attention_3_in_training),
     ("sparse.md", what_few_bits_cost_a_video_model),
     ("sparse.md", what_untrained_sparsity_costs),
     ("sparse.md", what_a_pooled_tail_mends),
