@@ -322,11 +322,12 @@ def sparse_table(rows: list[dict[str, Any]]) -> str:
 
 def first_calls() -> str:
     """Return a table of what first calls wait for."""
+    result = read_result(FIRST_CALLS)
     lines = ["| call | runs | empty caches, s | full caches, s | second call, ms |", "|---|---|---|---|---|"]
-    for row in read_result(FIRST_CALLS)["rows"]:
+    for row in result["rows"]:
         times = f"{row['first_s']:.2f} | {row['cached_s']:.2f} | {row['second_ms']:.1f}"
         lines.append(f"| {row['call']} | {row['recipe']} by {row['kernel']} | {times} |")
-    return "\n".join([*lines, "", sources(FIRST_CALLS)])
+    return "\n".join([*lines, "", f"On {result['gpu']}, {tables.versions(result)} {sources(FIRST_CALLS)}"])
 
 
 def qk_norm_rope() -> str:
