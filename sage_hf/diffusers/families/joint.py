@@ -38,6 +38,17 @@ def _project_streams(
     return sample, [] if encoder_hidden_states is None else _project_context(attn, encoder_hidden_states)
 
 
+def _project_streams_out(
+    attn: AttentionModule, sample: torch.Tensor, context: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply the output projections of the sample and of the context, where a block has them."""
+    if attn.to_out is not None:
+        sample = project_out(attn, sample)
+    if attn.to_add_out is not None:
+        context = attn.to_add_out(context)
+    return sample, context
+
+
 def attend_jointly(
     attend: Attend,
     attn: AttentionModule,
@@ -115,12 +126,7 @@ def easyanimate_attention(
             key[:, :, text_length:] = apply_rotary_emb(key[:, :, text_length:], image_rotary_emb)
 
     states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
-    encoder_hidden_states, hidden_states = states[:, :text_length], states[:, text_length:]
-    if attn.to_out is not None:
-        hidden_states = project_out(attn, hidden_states)
-    if attn.to_add_out is not None:
-        encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
-    return hidden_states, encoder_hidden_states
+    return _project_streams_out(attn, states[:, text_length:], states[:, :text_length])
 
 
 @computes("HunyuanVideoAttnProcessor2_0")
@@ -150,9 +156,4 @@ def hunyuan_video_attention(
     query, key, value = map(join_tokens, video, text)
 
     states = merge_heads(attend(query, key, value, attn_mask=attention_mask)).to(query.dtype)
-    hidden_states, encoder_hidden_states = states[:, :length], states[:, length:]
-    if attn.to_out is not None:
-        hidden_states = project_out(attn, hidden_states)
-    if attn.to_add_out is not None:
-        encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
-    return hidden_states, encoder_hidden_states
+    return _project_streams_out(attn, states[:, :length], states[:, length:])
