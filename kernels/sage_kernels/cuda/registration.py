@@ -192,7 +192,7 @@ class NVFP4Forward(CudaKernel):
 class HopperFusedBackward(CudaKernel):
     """The backward kernel of `cuda.int8_backward`, of P and dS in 16 bit, which multiplies each tile of scores once.
 
-    It serves calls for which the GPU's own table of costs, which `sage-hf tune` measures, says that it is faster than
+    It serves calls for which the table of costs, the one that ships for Hopper included, says that it is faster than
     the kernel that would run otherwise: Gluon's, or Triton's where Triton's version has no Gluon that we know.
     """
 
