@@ -298,7 +298,7 @@ def _costs_note(device: torch.device) -> str:
     from sage_kernels.dispatch.select import routing
 
     if not routing():
-        return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel can serve a call"
+        return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel takes calls of that size"
     return cost_model.description(torch.cuda.get_device_capability(device))
 
 
@@ -406,7 +406,7 @@ def _compare(args: argparse.Namespace) -> None:
         _generate(args)
         return
     if args.html is not None:
-        raise ValueError("--html is for renderings: leave it out beside --text")
+        raise ValueError("--html is for renderings: leave it out with --text")
     if args.prompt:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
     rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))

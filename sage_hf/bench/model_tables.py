@@ -119,7 +119,8 @@ def low_bit_gain(result: Result, most: int) -> str:
     header.append("what ran in its attention calls")
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
-    found = f"{slower} {'is' if slower == 1 else 'are'} slower" if slower else "none is slower"
+    found = f"{slower} {'is' if slower == 1 else 'are'}" if slower else "none is"
+    found += f" below {NOT_SLOWER:g}×"
     span = f"{min(others):.2f}× to {max(others):.2f}×" if others else ""
     rest = f"Of the {len(others)} other steps measured {found}: {span}. " if others else ""
     return f"{markdown_table(header, table)}\n\n{rest}{_models_caption(result)}"
