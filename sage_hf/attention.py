@@ -175,5 +175,5 @@ def attend(
     """
     output, lse = decide_and_run(query, key, value, attn_mask, blocks, options)
     if record.observers and not torch.compiler.is_compiling():
-        record.notify_observers(query, key, value, attn_mask, options, output)
+        record.notify_observers(query, key, value, attn_mask, blocks, options, output)
     return output, lse

@@ -23,6 +23,7 @@ from torch import nn
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.exact.sdpa import in_autocast_dtype
+from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.options import Options
 
 logger = logging.get_logger(__name__)
@@ -44,7 +45,7 @@ class AttentionCall:
     Attributes:
         layer: the module on whose behalf the call was made, or None.
         query, key, value: (batch, heads, tokens, channels), in autocast's dtype.
-        attn_mask, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
+        attn_mask, blocks, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: what ran.
     """
@@ -54,6 +55,7 @@ class AttentionCall:
     key: torch.Tensor
     value: torch.Tensor
     attn_mask: torch.Tensor | None
+    blocks: BlockList | None
     is_causal: bool
     causal_offset: int
     scale: float | None
@@ -183,6 +185,7 @@ def notify_observers(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
+    blocks: BlockList | None,
     options: Options,
     output: torch.Tensor,
 ) -> None:
@@ -196,7 +199,7 @@ def notify_observers(
     layer = _thread.layers[-1] if _thread.layers else None
     causality = options.is_causal, options.causal_offset
     call = AttentionCall(
-        layer, query, key, value, attn_mask, *causality, options.scale, options.enable_gqa, output, plan
+        layer, query, key, value, attn_mask, blocks, *causality, options.scale, options.enable_gqa, output, plan
     )
     for observer in tuple(observers):
         observer(call)

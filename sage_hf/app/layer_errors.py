@@ -222,17 +222,18 @@ def _has_outlier_handling(call: record.AttentionCall) -> bool:
 
 
 def _attend_without_outlier_handling(call: record.AttentionCall) -> torch.Tensor:
-    """Return the output of the call's recipe without its outlier handling, by the kernel that ran."""
+    """Return the output of the recipe without its outlier handling, over the same tiles, by the kernel that ran."""
     if not _has_outlier_handling(call):
         return call.output
-    mask = call.attn_mask
+    mask = None if call.attn_mask is None else call.attn_mask[(None,) * (4 - call.attn_mask.dim())]
+    kv_len = call.key.shape[2]
     return run.attend_by_plan(
         Call(
             call.query,
             call.key,
             call.value,
             without_outlier_handling(get_recipe(call.plan.recipe)),
-            mask=Mask.of(None if mask is None else mask[(None,) * (4 - mask.dim())], call.key.shape[2]),
+            mask=Mask.of(mask, kv_len) if call.blocks is None else Mask.of_blocks(call.blocks, mask, kv_len),
             is_causal=call.is_causal,
             causal_offset=call.causal_offset,
             scale=softmax_scale(call.scale, call.query.shape[-1]),

@@ -159,3 +159,15 @@ def test_errors_without_outlier_handling_can_be_left_out_and_need_it(handled):
     assert all(layer.errors_without_outlier_handling is None for layer in recorder.layers())
     header, rows = table(recorder.layers())
     assert "rel-L1 without outlier handling" not in header and {len(row) for row in rows} == {len(header)}
+
+
+def test_errors_of_sparse_calls_without_outlier_handling_are_over_the_same_tiles():
+    """Without the tiles they would be those of dense attention, far less than a sparse call's."""
+    model, inputs = tiny.transformer(), tiny.transformer_inputs()
+    inputs["hidden_states"] = torch.randn(1, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    config = sage_hf.SageConfig("sage2", sparse=sage_hf.Sparse(keep=0.3, from_tokens=0))
+    with sage_hf.apply(model, config), record_layer_errors(model) as recorder:
+        model(**inputs)
+    for layer in recorder.layers():
+        assert layer.errors.rel_l1 > 0.03
+        assert layer.errors_without_outlier_handling.rel_l1 == pytest.approx(layer.errors.rel_l1, rel=0.1)
