@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .attend import attend
-from .packed import attend_packed
+from .packed import attend_packed, check_packed
 from .spec.derivatives import wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options
@@ -115,17 +115,17 @@ def flash_attn_varlen_func(
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     aligned = not causal or cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k)
+    options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
     if tuple(window_size) == EVERYWHERE and aligned:
-        options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
         output, lse = attend_packed(q, k, v, lengths, options)
         return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(0, 1), s_aux)
     named = (dropout_p, softmax_scale, causal, window_size, s_aux)
-    return torch.cat(
-        [
-            flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *named)[0]
-            for queries, keys in sequence_slices(lengths)
-        ]
-    )
+    outputs, end = [], 0
+    for queries, keys in sequence_slices(check_packed(q, k, v, lengths, options)):
+        outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *named)[0])
+        end = queries.stop
+    outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens of no sequence
+    return torch.cat(outputs)
 
 
 def flash_attn_forward(

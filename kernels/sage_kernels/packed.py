@@ -37,16 +37,8 @@ def attend_packed(
     Raises:
         ValueError, TypeError, KernelUnavailableError: see `sage_hf.sage_attention`; also if lengths do not fit.
     """
-    checks.check_kinds(query, key, value, None, options)
-    lengths = lengths._replace(
-        cu_seqlens_q=lengths.cu_seqlens_q.int(),
-        cu_seqlens_k=lengths.cu_seqlens_k.int(),
-        max_seqlen_q=int(lengths.max_seqlen_q),
-        max_seqlen_k=int(lengths.max_seqlen_k),
-    )
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    checks.check_tensors(q, k, v, None, options.enable_gqa)
-    checks.check_lengths(q, k, lengths)
+    lengths = check_packed(query, key, value, lengths, options)
+    q, k, v = map(ops.as_one_sequence, (query, key, value))
     if not _is_served(q, k, v, options):
         return _attend_one_by_one(q, k, v, lengths, options)
     named: dict[str, Any] = lengths._asdict()
@@ -55,6 +47,23 @@ def attend_packed(
     if wants_gradient(query, key, value):
         return training.packed_attention(query, key, value, **named), None
     return ops.packed_attention(query, key, value, **named, return_lse=options.return_lse)
+
+
+def check_packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
+) -> Lengths:
+    """Return the lengths in int32; raise for what `attend_packed` refuses."""
+    checks.check_kinds(query, key, value, None, options)
+    lengths = lengths._replace(
+        cu_seqlens_q=lengths.cu_seqlens_q.int(),
+        cu_seqlens_k=lengths.cu_seqlens_k.int(),
+        max_seqlen_q=int(lengths.max_seqlen_q),
+        max_seqlen_k=int(lengths.max_seqlen_k),
+    )
+    query, key, value = map(ops.as_one_sequence, (query, key, value))
+    checks.check_tensors(query, key, value, None, options.enable_gqa)
+    checks.check_lengths(query, key, lengths)
+    return lengths
 
 
 def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> bool:

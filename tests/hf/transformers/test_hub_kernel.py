@@ -128,6 +128,21 @@ def test_packed_sequences_are_each_attended_to_alone(causal, window, lengths_k):
     torch.testing.assert_close(output, torch.cat(expected))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (7, 7)])
+def test_packed_sequences_whose_lengths_do_not_fit_are_refused_and_tokens_of_none_are_zero(window):
+    (x,) = draw((100, 2, 40))
+    for starts in ([0, 40, 120], [0, 60, 40], [10, 40, 100]):
+        with pytest.raises(ValueError, match="cu_seqlens_q"):
+            flash_attention.flash_attn_varlen_func(x, x, x, *[torch.tensor(starts)] * 2, 120, 120, window_size=window)
+    starts = torch.tensor([0, 40, 90])
+    with pytest.raises(ValueError, match="sequences"):
+        flash_attention.flash_attn_varlen_func(x, x, x, starts, starts[:2], 50, 50, window_size=window)
+    output = flash_attention.flash_attn_varlen_func(x, x, x, starts, starts, 50, 50, window_size=window)
+    assert output.shape == x.shape and not output[90:].any() and output[:90].any(-1).all()
+    none = flash_attention.flash_attn_varlen_func(*[x[:0]] * 3, *[starts[:1]] * 2, 0, 0, window_size=window)
+    assert none.shape == (0, 2, 40)
+
+
 def test_sinks_take_their_share_and_have_no_gradient():
     q, k, v = draw((2, 70, 4, 40), (2, 70, 2, 40), (2, 70, 2, 40))
     sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0])
