@@ -203,7 +203,7 @@ class SageConfig:
             layers.append(LayerRule(rule["pattern"], rule["recipe"]))
         for i, rule in enumerate(_list(data, "steps")):
             _check_keys(rule, f"steps[{i}]", required=("recipe",), optional=("start", "stop"))
-            if rule.get("start") is None and rule.get("stop") is None:
+            if "start" not in rule and "stop" not in rule:
                 raise ValueError(f"steps[{i}]: give start, stop or both (a Python slice of the denoising steps)")
             steps.append(StepRule(rule.get("start"), rule.get("stop"), rule["recipe"]))
         sparse = data.get("sparse")

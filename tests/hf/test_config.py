@@ -127,6 +127,12 @@ def test_inconsistent_file_is_refused_naming_file_and_key(tmp_path, data, messag
         SageConfig.from_file(path)
 
 
+def test_a_rule_for_all_steps_is_saved_and_read(tmp_path):
+    config = SageConfig("sage3", steps=(StepRule(None, None, "sage2"),))
+    config.save(tmp_path / "config.json")
+    assert SageConfig.from_file(tmp_path / "config.json") == config
+
+
 def test_unreadable_file_is_refused_naming_it(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(ValueError, match=re.escape(f"cannot read the configuration {path}")):
