@@ -80,7 +80,8 @@ def compare_text(
         progress: called with a line about each window.
 
     Raises:
-        ValueError: the model or the text cannot be read, or the text has no two tokens; or `sage_hf.apply` refuses.
+        ValueError: the model or the text cannot be read, or the text has no two tokens, with a KV cache no three; or
+            `sage_hf.apply` refuses.
     """
     model, tokenizer = load_language_model(folder_or_name(pretrained), dtype, device)
     windows = read_windows(path, model, tokenizer)
@@ -107,6 +108,8 @@ def compare_text(
         divergence += (exact.exp() * (exact - low)).sum().item()
         same += int((exact.argmax(-1) == low.argmax(-1)).sum())
         tokens += len(targets)
+    if not tokens:
+        raise ValueError(f"--text: {path} has no three tokens to predict one through a KV cache")
     return TextComparison(
         label,
         tokens,

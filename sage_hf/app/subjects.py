@@ -100,12 +100,15 @@ def relative_square(exact: Tensor, other: Tensor) -> float:
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence in nats of predictions from exact ones, logits (tokens, words)."""
+    """Return the mean Kullback-Leibler divergence in nats of predictions from exact ones, logits (tokens, words).
+
+    Without predictions it is 0.
+    """
     total = 0.0
     for start in range(0, len(exact), ROWS):
         p, q = (logits[start : start + ROWS].double().log_softmax(-1) for logits in (exact, other))
         total += (p.exp() * (p - q)).sum().item()
-    return total / len(exact)
+    return total / max(1, len(exact))
 
 
 def only(layer: str, recipe: str) -> SageConfig:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaForCausalLM
 
 import sage_hf
 from sage_hf.app import calibrate as module
@@ -361,3 +362,13 @@ def test_a_text_calibrates_a_language_model(tmp_path, capsys):
     assert main(["calibrate", *map(str, arguments), "--device", "cpu"]) == 0
     assert SageConfig.from_file(tmp_path / "c.json").architecture == "LlamaForCausalLM (2 layers)"
     assert "KL divergence" in capsys.readouterr().out
+
+
+def test_a_last_window_without_a_token_to_predict_through_a_kv_cache_adds_no_loss():
+    config = tiny.llama().config
+    config.head_dim = 64
+    model = LlamaForCausalLM(config).eval()
+    windows = [torch.randint(32, (40,)), torch.tensor([1, 2])]
+    calibration = sage_hf.calibrate(model, windows, budget=10.0, recipes=("sage2",), kv_caches=("int8",))
+    assert calibration.config.kv_cache == "int8"
+    assert calibration.errors[0] > 0 and calibration.errors[1] == 0
