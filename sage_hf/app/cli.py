@@ -409,10 +409,7 @@ def _compare(args: argparse.Namespace) -> None:
         raise ValueError("--html is for renderings: leave it out with --text")
     if args.prompt:
         raise ValueError("--text compares a language model's predictions, --prompt renderings: give one of them")
-    rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
-    rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1}
-    if given := [name for name, default in rendering.items() if getattr(args, name) != default]:
-        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
+    _refuse_settings_of_renderings(args, output=Path("output"))
     if args.pretrained is None:
         raise ValueError("--text needs --pretrained: the folder of a causal language model, or its name on the Hub")
     from sage_hf.app.generate import torch_dtype
@@ -430,6 +427,14 @@ def _compare(args: argparse.Namespace) -> None:
         progress=lambda line: print(line, file=sys.stderr),
     )
     print(result)
+
+
+def _refuse_settings_of_renderings(args: argparse.Namespace, **more: object) -> None:
+    """Raise ValueError for an argument that means nothing beside --text; `more` are others, with their defaults."""
+    rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
+    rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1, **more}
+    if given := [name for name, default in rendering.items() if getattr(args, name, default) != default]:
+        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -497,6 +502,7 @@ def _language_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
     from sage_hf.app.language import load_language_model, read_windows
     from sage_hf.app.pipelines import folder_or_name, pick_device
 
+    _refuse_settings_of_renderings(args)
     device = pick_device(args.device)
     pretrained = folder_or_name(args.pretrained)
     model, tokenizer = load_language_model(pretrained, torch_dtype(args.dtype, device), device)

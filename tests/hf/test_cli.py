@@ -195,6 +195,8 @@ def test_compare_predicts_the_second_half_of_each_window_through_a_configuration
         assert f"KV cache: {format} in 2 layers" in printed and "208 tokens predicted" in printed
         found[format] = abs(float(printed.splitlines()[3].split()[2].rstrip("%")))
     assert 0 < found["int8"] < found["int4"]
+    text.write_text("a red")
+    assert "no three tokens" in refused(capsys, "compare", *arguments, "--device", "cpu")
 
 
 @pytest.mark.parametrize("config", [[], {"model_type": "llama", "hidden_size": "wide"}], ids=["a list", "a wrong type"])
@@ -215,6 +217,10 @@ def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model,
     assert "--steps is for renderings" in refused(capsys, "compare", "--text", text, "--steps", "2")
     assert "--frames is for renderings" in refused(capsys, "compare", "--text", text, "--frames", "0")
     assert "--ulysses is for renderings" in refused(capsys, "compare", "--text", text, "--ulysses", "2")
+    assert "--output is for renderings" in refused(capsys, "compare", "--text", text, "--output", tmp_path)
+    calibrate = "calibrate", "--pretrained", language_model, "--text", text
+    for given in (["--steps", "2"], ["--seed", "1"], ["--cpu-offload"], ["--guidance-scale", "3"]):
+        assert f"{given[0]} is for renderings" in refused(capsys, *calibrate, *given)
     assert "give one of them" in refused(capsys, "compare", "--text", text, "--prompt", "a")
     message = refused(capsys, "compare", "--pretrained", language_model, "--prompt", "a", "--output", tmp_path)
     assert "sage-hf compare --text FILE" in message
