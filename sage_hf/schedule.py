@@ -166,6 +166,7 @@ class Generation:
         self.step = 0
         self.num_steps: int | None = None
         self._places: list[float] = []
+        self._steps: list[int] = []  # of the places
         self._units: list[Unit] = []
         self._told = True  # whether all timesteps that were told so far are among the scheduler's
         self._place = 0
@@ -177,14 +178,22 @@ class Generation:
         """Return a generation with the scheduler's timesteps; `first` is the first timestep the denoiser is given."""
         generation = cls()
         generation.timesteps = scheduler.timesteps
-        generation._places = list(dict.fromkeys(scheduler.timesteps.tolist()))  # second-order schedulers repeat some
+        timesteps = scheduler.timesteps.tolist()
+        generation._places = list(dict.fromkeys(timesteps))  # second-order schedulers repeat some
         generation._units = units(getattr(scheduler, "config", {}).get("num_train_timesteps", 1000))
         found = generation._find(first)
         # 1.0 may be the first timestep in one unit and the last in another: prefer the unit where it comes earlier.
         generation._units = sorted(found, key=found.__getitem__)
-        generation.num_steps = len(generation._places)
-        if getattr(scheduler, "order", 1) > 1:
-            generation.num_steps = min(generation.num_steps, scheduler.num_inference_steps)
+        places = len(generation._places)
+        generation.num_steps = steps = places
+        if (order := getattr(scheduler, "order", 1)) > 1:
+            generation.num_steps = steps = min(places, scheduler.num_inference_steps)
+        generation._steps = [place * steps // places for place in range(places)]
+        if order > 1 and len(begun := timesteps[::order]) == scheduler.num_inference_steps:
+            # What lies between two steps may be equal to the next one (KDPM2 with ancestral sampling).
+            of_begun = {timestep: step for step, timestep in enumerate(begun)}
+            generation._steps = [of_begun.get(one, timesteps.index(one) // order) for one in generation._places]
+            generation.num_steps = len(begun)
         return generation
 
     def advance(self, value: float, told: float | None = None) -> None:
@@ -198,9 +207,9 @@ class Generation:
             self._units = list(found)
             if found:
                 self._place = found[self._units[0]]
-        self.step = self._place
-        if self.num_steps is not None:
-            self.step = self._place * self.num_steps // len(self._places)
+        # A place that was counted may lie behind the scheduler's last one.
+        behind = self._place - len(self._steps)
+        self.step = self._steps[self._place] if behind < 0 else (self.num_steps or 0) + behind
 
     def _find(self, value: float) -> dict[Unit, int]:
         """Return the place of `value` among the scheduler's timesteps, for each unit in which it is one of them."""

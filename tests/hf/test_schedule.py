@@ -11,6 +11,7 @@ from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
     KDPM2DiscreteScheduler,
     ModularPipeline,
     PNDMScheduler,
@@ -118,6 +119,20 @@ def test_timesteps_that_a_second_order_scheduler_puts_between_steps_belong_to_th
     recipes = recipes_of_generation(Pipe(KDPM2DiscreteScheduler()), FIRST_AND_LAST, steps, UNITS[unit])
     steps_of_calls = [call // 2 for call in range(2 * steps - 1)]
     assert recipes == [FIRST_AND_LAST.resolve("layer", step, steps) for step in steps_of_calls]
+
+
+@pytest.mark.parametrize("karras", [False, True])
+@pytest.mark.parametrize("steps", [6, 10, 20])
+def test_timesteps_between_steps_that_equal_the_next_step_shift_no_other(steps, karras):
+    pipe = Pipe(KDPM2AncestralDiscreteScheduler(use_karras_sigmas=karras))
+    names = ["sage1", "sage2", "sage3", "exact"]
+    config = SageConfig("sage3", steps=tuple(StepRule(step, step + 1, names[step % 4]) for step in range(steps)))
+    recipes = recipes_of_generation(pipe, config, steps)
+    timesteps = pipe.scheduler.timesteps.tolist()
+    assert len(set(timesteps)) < len(timesteps) == 2 * steps - 1
+    begun = timesteps[::2]
+    expected = [begun.index(t) if t in begun else call // 2 for call, t in enumerate(timesteps)]
+    assert recipes == [names[step % 4] for step in expected]
 
 
 def test_every_timestep_is_a_step_where_a_scheduler_has_more_than_it_was_asked_for():
