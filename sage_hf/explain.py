@@ -14,6 +14,7 @@ from torch import nn
 from sage_hf import kv_notes, record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.bridge import backend_of
+from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.layers import fixed_backend
 from sage_hf.diffusers.processor import layer_of, sage_of
 from sage_hf.diffusers.vsa import VSAProcessor
@@ -250,6 +251,10 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
     if reason := fixed_backend(processor):
         return "", f"{reason}: it stays as it is"
+    try:
+        layer_of(layer)
+    except UnsupportedAttentionError:
+        return "", f"{type(processor).__name__} is not supported"
     return "", f"{type(processor).__name__} of the model was not replaced: sage_hf.apply does that"
 
 

@@ -1,11 +1,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import sage_hf
 from sage_hf import record
 from sage_hf.config import LayerRule, SageConfig
+from sage_hf.diffusers import UnsupportedAttentionError
 from sage_hf.explain import Explanation, LayerRow
 from sage_kernels.dispatch import cost_model, registry
 from sage_kernels.dispatch.plan import exact_plan
@@ -26,6 +28,14 @@ def test_a_model_left_alone_is_said_to_run_its_own_attention():
     assert facts(model)[0] == ("transformer_blocks.0.attn1", "", "", "", "", 0)
     text = str(sage_hf.explain(model))
     assert "its own" in text and "CogVideoXAttnProcessor2_0" in text and "sage_hf.apply" in text
+
+
+def test_processors_that_apply_refuses_are_said_to_be_unsupported():
+    unet = tiny.image_pipeline().unet
+    unet.set_attention_slice("max")
+    with pytest.raises(UnsupportedAttentionError):
+        sage_hf.apply(unet, "sage2")
+    assert {row.reason for row in sage_hf.explain(unet).rows} == {"SlicedAttnProcessor is not supported"}
 
 
 def test_before_any_run_it_says_so():
