@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from sage_hf import record
+from sage_hf import kv_notes, record
 from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.changes import Change, Undo, changes_of, inner
 from sage_hf.config import SageConfig
@@ -150,10 +150,11 @@ def restore(pipe_or_model: object) -> None:
 
 
 def _forget_plans(target: Target, undo: Undo) -> None:
-    """Forget what the layers ran, now and when the change is undone."""
+    """Forget what the layers ran, and with which KV caches, now and when the change is undone."""
     for layer in target.layers.values():
-        record.forget(layer)
-        undo.append(partial(record.forget, layer))
+        for notes in (record, kv_notes):
+            notes.forget(layer)
+            undo.append(partial(notes.forget, layer))
 
 
 def _check_architecture(config: SageConfig, targets: list[Target]) -> None:

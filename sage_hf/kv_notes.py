@@ -41,3 +41,8 @@ class KVNote:
 
 notes: WeakKeyDictionary[nn.Module, KVNote] = WeakKeyDictionary()
 """The cache with which an attention layer ran last."""
+
+
+def forget(layer: nn.Module) -> None:
+    """Forget the cache with which a layer ran last."""
+    notes.pop(layer, None)

@@ -398,6 +398,20 @@ def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
     assert type(model.generate(**kwargs)[NAME]) is transformers.DynamicCache
 
 
+def test_a_cache_of_an_earlier_switch_is_not_explained():
+    model = build("eager")
+    handle = sage_hf.apply(model, "sage2", kv_cache="int8")
+    model.generate(**prompt(), max_new_tokens=3)
+    assert "KV cache: int8" in str(sage_hf.explain(model))
+    handle.restore()
+    assert "KV cache" not in str(sage_hf.explain(model))
+    with sage_hf.apply(model, "sage2", kv_cache="int4"):
+        model.generate(**prompt(), max_new_tokens=3)
+        sage_hf.apply(model, "sage2")
+        model.generate(**prompt(), max_new_tokens=3)
+        assert "KV cache" not in str(sage_hf.explain(model))
+
+
 @pytest.mark.parametrize("where", ["call", "given config", "model's config"])
 @pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "dynamic", "quantized"])
 def test_a_cache_implementation_is_refused_where_generate_makes_a_quantised_cache(name, where):
