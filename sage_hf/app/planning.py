@@ -15,7 +15,7 @@ from sage_hf.app.pipelines import LOADING_ERRORS, folder_or_name
 from sage_hf.apply import apply
 from sage_hf.attention import default_fallback
 from sage_hf.config import LayerRule, SageConfig
-from sage_hf.explain import Explanation, LayerRow
+from sage_hf.explain import Explanation, LayerRow, explain
 from sage_hf.nominal import NOMINAL_HEAD_DIM, NOMINAL_HEADS, nominal_request
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse.modelopt import settings_for
@@ -40,13 +40,18 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     if config.steps:
         for target in find_targets(model):
             timestep_argument(target.model)
-    apply(model, replace(config, steps=())).restore()
+    with apply(model, replace(config, steps=())):
+        left = {row.layer: row for row in explain(model).rows if not row.asked}
     rules = {target.name: config.of_model(target.name, target.layers) for target in find_targets(model)}
     rows = [
         row
         for target in find_targets(model)
         for name, layer in target.layers.items()
-        for row in _layer_rows(target.label(name), layer, config, rules[target.name].layer_rule(name), device)
+        for row in (
+            [left[target.label(name)]]
+            if target.label(name) in left
+            else _layer_rows(target.label(name), layer, config, rules[target.name].layer_rule(name), device)
+        )
     ]
     sparse = [
         (target.label("self-attention"), settings.describe())

@@ -12,6 +12,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import nn
 
 import sage_hf
+from sage_hf.app.planning import plan
+from sage_hf.config import SageConfig
 from sage_hf.diffusers import SageAttnProcessor, attention_layers
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
@@ -118,6 +120,18 @@ def test_layers_that_need_flex_attention_keep_it_and_explain_says_so(door, sage_
     if handle is not None:
         handle.restore()
         assert all(model.attn_processors[name] is processor for name, processor in before.items())
+
+
+def test_a_plan_says_which_layers_will_stay_as_they_are(tmp_path):
+    model, _ = any_flow()
+    model.save_pretrained(tmp_path)
+    planned = plan(tmp_path, SageConfig("sage2"), torch.device("cpu"))
+    with sage_hf.apply(model, "sage2"):
+        applied = sage_hf.explain(model)
+    assert [(row.layer, row.asked) for row in planned.rows] == [(row.layer, row.asked) for row in applied.rows]
+    kept, run_by_us = planned.rows
+    assert kept.asked == kept.recipe == "" and "alone" in kept.reason and run_by_us.recipe == "sage2"
+    assert "its own" in str(planned)
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
