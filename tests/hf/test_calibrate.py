@@ -372,3 +372,11 @@ def test_a_last_window_without_a_token_to_predict_through_a_kv_cache_adds_no_los
     calibration = sage_hf.calibrate(model, windows, budget=10.0, recipes=("sage2",), kv_caches=("int8",))
     assert calibration.config.kv_cache == "int8"
     assert calibration.errors[0] > 0 and calibration.errors[1] == 0
+
+
+def test_weights_that_differ_anywhere_in_a_layer_are_told_apart():
+    layer = torch.nn.Linear(100, 100, bias=False)
+    before = subjects.fingerprint(layer)
+    with torch.no_grad():
+        layer.weight[60:] += 1.0
+    assert subjects.fingerprint(layer) != before
