@@ -25,7 +25,7 @@ from sage_hf.text import text_table, to_ascii
 from sage_kernels.spec.recipe import get_recipe
 
 ATTEMPTS = 6
-"""Configurations that are tried before the model stays exact."""
+"""Configurations that are tried, before the model stays exact or for a faster one than the first within the limit."""
 HEADROOM = 0.9
 """Share of the limit that a tightened mix aims at."""
 EXTRA_SHARE = 0.5
@@ -342,7 +342,9 @@ def _choose_mix(
     extra: SageConfig,
     spent: float,
 ) -> tuple[Mix, SageConfig, list[float]]:
-    """Return the fastest mix that keeps the `bound` of measured losses within the limit.
+    """Return the fastest mix found that keeps the `bound` of measured losses within the limit.
+
+    It aims lower until one does, then between the last that did and the last that did not.
 
     Args:
         subject, prompts, recipes, done, measured: what is calibrated, and what was measured of it.
@@ -364,12 +366,20 @@ def _choose_mix(
     fixed = [exact if row in kept else None for row in range(len(measured.layers))]
     highest = bound(measured.alone)
     target = (limit - spent) * (fmean(measured.alone) / highest if highest > 0 else 1.0)
+    found, failed = None, math.inf
     for _ in range(ATTEMPTS):
         mix, config, losses = run(fastest_mix(measured.losses, measured.costs, target, fixed))
         if (highest := bound(losses)) <= limit:
-            return mix, config, losses
-        target = HEADROOM * (mix.total(measured.losses) + spent) * limit / highest - spent
-    return run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
+            found, passed = (mix, config, losses), target
+            if failed == math.inf:
+                break
+        else:
+            failed = target
+        if found is None:
+            target = HEADROOM * (mix.total(measured.losses) + spent) * limit / highest - spent
+        else:
+            target = (passed + failed) / 2
+    return found or run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
 
 
 def _in_range(span: StepRange, recipe: str) -> SageConfig:

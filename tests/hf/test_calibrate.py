@@ -380,3 +380,25 @@ def test_weights_that_differ_anywhere_in_a_layer_are_told_apart():
     with torch.no_grad():
         layer.weight[60:] += 1.0
     assert subjects.fingerprint(layer) != before
+
+
+def test_between_a_mix_that_is_too_fast_and_one_that_is_not_a_faster_one_is_sought():
+    weights = np.arange(1.0, 9.0)
+    names = tuple(f"layer{row}" for row in range(len(weights)))
+
+    class Stepwise:
+        """Loses thrice what single layers say as soon as they lose more than 8 together."""
+
+        def loss(self, prompt, config):
+            total = sum(w for w, name in zip(weights, names, strict=True) if config.resolve(name) == "sage3")
+            return (3 if total > 8 else 1) * total
+
+    losses = np.stack([weights, 0 * weights], -1)[:, None]
+    costs = np.broadcast_to([1.0, 2.0], losses.shape)
+    measured = module._Measured(names, (None,), losses, costs, False, (weights.sum(),))
+    chosen, config, found = module._choose_mix(
+        Stepwise(), ["text"], ("sage3", "exact"), Measurements({}, None), measured, 12.0, 0, SageConfig("exact"), 0.0
+    )
+    # It aims at 12, then at 3.6, then between them.
+    assert found == [6.0] and [config.resolve(name) for name in names].count("sage3") == 3
+    assert chosen.total(losses) == 6.0
