@@ -16,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sage_hf.bench import grid_tables, measure_host, model_tables, models, plots, tables
@@ -153,7 +154,9 @@ def clip_scores() -> str:
     attributes = ("colour", "shape", "direction")
     rows = [f"| attention | clips | {' | '.join(attributes)} |", "|---|---|---|---|---|"]
     for recipe, score in scores.items():
-        rows.append(f"| `{recipe}` | {score['prompts']} | {' | '.join(str(score[name]) for name in attributes)} |")
+        for what, found in (("one object", score), ("two objects", score["pairs"])):
+            counts = " | ".join(str(found[name]) for name in attributes)
+            rows.append(f"| `{recipe}` | {score['prompts']} of {what} | {counts} |")
     return "\n".join(rows)
 
 
@@ -163,11 +166,11 @@ def calibration() -> str:
     rows = ["| clip | PSNR, dB | SSIM |", "|---|---|---|"]
     rows += [f"| {row['prompt']} | {row['psnr']:.1f} | {row['ssim']:.3f} |" for row in result["clips"]]
     shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
-    errors, held_out = (list(result[name].values()) for name in ("errors", "held_out"))
+    errors, held_out, alone = (list(result[name].values()) for name in ("errors", "held_out", "alone"))
     measured = (
-        f"Layers × steps: {shares}. With a budget of {result['budget']:g}, the latents' error is at most "
-        f"{max(errors):.4f} on {len(errors)} prompts, and at most {max(held_out):.4f} on {len(held_out)} others. "
-        f"With `sage3` everywhere it is up to {result['alone']:.4f}."
+        f"Layers × steps: {shares}. With a budget of {result['budget']:g}, the latents' error is {fmean(errors):.3f} "
+        f"on average of {len(errors)} prompts and at most {max(errors):.3f}, and on {len(held_out)} other prompts at "
+        f"most {max(held_out):.3f}. With `sage3` everywhere it is {fmean(alone):.3f} on average."
     )
     source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
     return "\n\n".join(("\n".join(rows), measured, source))

@@ -89,7 +89,7 @@ class Task:
         self.latents = encode(pipe.vae, size, [scenes[i] for i in self.scene_numbers.tolist()], 0, backwards=True)
         with torch.no_grad():
             # (scenes + 1, templates, tokens, channels); the last scene is the empty caption.
-            ids = caption_ids(pipe.tokenizer, PROMPT_LENGTH).to(device)
+            ids = caption_ids(pipe.tokenizer, scenes, PROMPT_LENGTH).to(device)
             self.captions = pipe.text_encoder(ids.flatten(0, 1))[0].unflatten(0, ids.shape[:2])
             held_out = [scene.caption() for scene in held_out_scenes()]
             ids = pipe.tokenizer(held_out, padding="max_length", max_length=PROMPT_LENGTH, return_tensors="pt")

@@ -1,15 +1,22 @@
-"""Procedural clips of one coloured shape moving in one direction, their captions, and a scorer that recognises them.
+"""Procedural clips of one or two moving coloured shapes, their captions, and a scorer that recognises them.
 
 The grid has 8 colours x 4 shapes x 4 directions = 128 scenes. 48 of them are held out of all training
-(:func:`held_out_scenes`), chosen so that every pair of attributes still occurs in training: a model that draws a
-held-out scene must have composed it and cannot have copied it.
+(:func:`held_out_scenes`), chosen so that every two attributes still occur together in training: a model that draws a
+held-out scene must have composed it and cannot have copied it. Two scenes of different colours and directions make a
+:class:`Pair`, a clip of two shapes whose paths cross near its middle. A pair with a held-out scene is held out.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> clips = draw_clips([Scene("red", "circle", "left")], generator=generator)   # (1, 17, 3, 128, 128) in [0, 1]
     >>> read_clips(clips)[0]
     Scene(colour='red', shape='circle', direction='left')
+    >>> pair = Pair(Scene("red", "circle", "left"), Scene("blue", "square", "right"))
+    >>> pair.caption()
+    'a red circle moving left and a blue square moving right'
+    >>> read_pairs(draw_clips([pair], generator=generator))[0] == pair
+    True
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -50,6 +57,16 @@ class Scene(NamedTuple):
         return template.format(**self._asdict()).replace("a orange", "an orange")
 
 
+class Pair(NamedTuple):
+    """Two scenes that one clip shows: their shapes cross, and the second covers the first."""
+
+    first: Scene
+    second: Scene
+
+    def caption(self, template: str = CAPTION_TEMPLATES[0]) -> str:
+        return f"{self.first.caption(template)} and {self.second.caption(template)}"
+
+
 def all_scenes() -> list[Scene]:
     """Return the whole grid of 128 scenes, in a fixed order."""
     return [Scene(c, s, d) for c in COLOURS for s in SHAPES for d in DIRECTIONS]
@@ -69,6 +86,26 @@ def held_out_scenes() -> list[Scene]:
 def train_scenes() -> list[Scene]:
     """Return the 80 scenes that training clips show."""
     return [scene for scene in all_scenes() if not is_held_out(scene)]
+
+
+def can_cross(first: Scene, second: Scene) -> bool:
+    """Check whether two scenes make a pair: their colours tell them apart, and their paths are not parallel in time."""
+    return first.colour != second.colour and first.direction != second.direction
+
+
+def train_pairs() -> list[Pair]:
+    """Return every pair of two training scenes, in both orders."""
+    return [Pair(*scenes) for scenes in itertools.permutations(train_scenes(), 2) if can_cross(*scenes)]
+
+
+def held_out_pairs() -> list[Pair]:
+    """Return 48 pairs of held-out scenes; each scene is the first of one pair."""
+    scenes = held_out_scenes()
+    partners = scenes[len(scenes) // 2 :] + 2 * scenes
+    return [
+        Pair(scene, next(partner for partner in partners[number:] if can_cross(scene, partner)))
+        for number, scene in enumerate(scenes)
+    ]
 
 
 def signed_distance(shape: str, x: Tensor, y: Tensor) -> Tensor:
@@ -97,17 +134,19 @@ def _pixel_centres(size: int, device: torch.device | str | None) -> tuple[Tensor
 
 
 def draw_clips(
-    scenes: Sequence[Scene],
+    scenes: Sequence[Scene | Pair],
     *,
     generator: torch.Generator,
     num_frames: int = 17,
     size: int = 128,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Draw one clip for each scene, with random size, speed, path, shade and background.
+    """Draw one clip for each scene or pair, with random sizes, speeds, paths, shades and background.
+
+    The shapes of a pair are a little smaller, start apart and meet near the middle of the frame and of the clip.
 
     Args:
-        scenes: B scenes.
+        scenes: B scenes or pairs.
         generator: a CPU generator; the same seed draws the same clips on every device.
         num_frames: frames of each clip.
         size: height and width in pixels.
@@ -116,18 +155,27 @@ def draw_clips(
     Returns:
         (B, num_frames, 3, size, size) float32 in [0, 1].
     """
+    clips_of_pairs = [i for i, scene in enumerate(scenes) if isinstance(scene, Pair)]
+    firsts = [scene.first if isinstance(scene, Pair) else scene for scene in scenes]
+    # One row for each shape: the first of every clip, then the second of every pair.
+    objects = firsts + [scene.second for scene in scenes if isinstance(scene, Pair)]
     batch = len(scenes)
+    in_pair = torch.tensor([isinstance(scene, Pair) for scene in scenes] + [True] * len(clips_of_pairs))
 
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(batch, *shape, generator=generator)
+    def uniform(rows: int, low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(rows, *shape, generator=generator)
 
-    radius = uniform(0.10, 0.16)
-    travel = uniform(0.32, 0.48)
+    radius = uniform(len(objects), 0.10, 0.16)
+    travel = uniform(len(objects), 0.32, 0.48)
+    radius = torch.where(in_pair, (radius + 0.10) / 2, radius)
+    travel = torch.where(in_pair, (travel + 0.52) / 2, travel)
     # A triangle reaches 1.56 radii from its centroid: with this margin every path stays inside the frame.
     margin = 1.56 * radius
-    along = margin + (1 - 2 * margin - travel) * uniform(0, 1)
-    across = margin + (1 - 2 * margin) * uniform(0, 1)
-    heading = torch.tensor([DIRECTIONS[scene.direction] for scene in scenes], dtype=torch.float32)
+    place_along, place_across = uniform(len(objects), 0, 1), uniform(len(objects), 0, 1)
+    near_middle = 0.46 - travel / 2 + 0.08 * place_along
+    along = torch.where(in_pair, near_middle, margin + (1 - 2 * margin - travel) * place_along)
+    across = torch.where(in_pair, 0.46 + 0.08 * place_across, margin + (1 - 2 * margin) * place_across)
+    heading = torch.tensor([DIRECTIONS[scene.direction] for scene in objects], dtype=torch.float32)
     path = along[:, None] + travel[:, None] * torch.linspace(0, 1, num_frames)
     sign = heading.sum(-1, keepdim=True)
     path = torch.where(sign > 0, path, 1 - path)
@@ -135,16 +183,16 @@ def draw_clips(
     centre_x = torch.where(horizontal, path, across[:, None])
     centre_y = torch.where(horizontal, across[:, None], path)
 
-    colour = torch.tensor([COLOURS[scene.colour] for scene in scenes]) * uniform(0.85, 1.0, 1)
-    backdrop = uniform(0.02, 0.12, 1) + uniform(-0.02, 0.02, 3)
-    slope = uniform(-0.04, 0.04, 2)
+    colour = torch.tensor([COLOURS[scene.colour] for scene in objects]) * uniform(len(objects), 0.85, 1.0, 1)
+    backdrop = uniform(batch, 0.02, 0.12, 1) + uniform(batch, -0.02, 0.02, 3)
+    slope = uniform(batch, -0.04, 0.04, 2)
 
     radius, centre_x, centre_y = (t.to(device) for t in (radius, centre_x, centre_y))
     colour, backdrop, slope = (t.to(device) for t in (colour, backdrop, slope))
     x, y = _pixel_centres(size, device)
-    coverage = torch.empty(batch, num_frames, size, size, device=device)
+    coverage = torch.empty(len(objects), num_frames, size, size, device=device)
     for shape in SHAPES:
-        rows = [i for i, scene in enumerate(scenes) if scene.shape == shape]
+        rows = [i for i, scene in enumerate(objects) if scene.shape == shape]
         if rows:
             scale = radius[rows, None, None, None]
             dx = (x - centre_x[rows, :, None, None]) / scale
@@ -153,7 +201,10 @@ def draw_clips(
 
     shading = slope[:, :1, None] * (x - 0.5) + slope[:, 1:, None] * (y - 0.5)
     background = (backdrop[:, :, None, None] + shading[:, None]).clamp(0, 1)[:, None]
-    return torch.lerp(background, colour[:, None, :, None, None], coverage[:, :, None])
+    colour, coverage = colour[:, None, :, None, None], coverage[:, :, None]
+    clips = torch.lerp(background, colour[:batch], coverage[:batch])
+    clips[clips_of_pairs] = torch.lerp(clips[clips_of_pairs], colour[batch:], coverage[batch:])
+    return clips
 
 
 def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,14 +220,19 @@ def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
     return mask, (peak > 0.2) & (share > 0.005) & (share < 0.3)
 
 
+def _nearest_colours(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each pixel's (N, 3) nearest palette entry at any brightness, and whether that is near."""
+    palette = torch.tensor(list(COLOURS.values()), device=pixels.device)
+    distance = torch.cdist(pixels / pixels.amax(1, keepdim=True), palette / palette.amax(1, keepdim=True))
+    nearest = distance.min(1)
+    return nearest.indices, nearest.values < 0.35
+
+
 def _read_colour(clip: Tensor, mask: Tensor) -> str | None:
-    """Return the palette entry nearest to the median foreground colour at any brightness; None if none is near."""
+    """Return the palette entry nearest to the median foreground colour; None if none is near."""
     pixels = clip.permute(0, 2, 3, 1)[mask > 0]
-    colour = pixels.median(0).values
-    names, palette = list(COLOURS), torch.tensor(list(COLOURS.values()), device=clip.device)
-    distance = (colour / colour.max() - palette / palette.amax(1, keepdim=True)).norm(dim=1)
-    nearest = int(distance.argmin())
-    return names[nearest] if distance[nearest] < 0.35 else None
+    nearest, near = _nearest_colours(pixels.median(0).values[None])
+    return list(COLOURS)[int(nearest)] if near else None
 
 
 def _read_shape(mask: Tensor, area: Tensor, centre_x: Tensor, centre_y: Tensor) -> str | None:
@@ -208,8 +264,22 @@ def _read_direction(frames: Tensor, centre_x: Tensor, centre_y: Tensor) -> str |
     return list(DIRECTIONS)[int((headings @ travel).argmax())]
 
 
+def _checked(clips: Tensor) -> Tensor:
+    """Return clips in float32; raise ValueError if they have another layout than the readers'."""
+    if clips.ndim != 5 or clips.shape[2] != 3 or clips.shape[3] != clips.shape[4]:
+        raise ValueError(f"clips must be (batch, frames, 3, size, size) in [0, 1], got {tuple(clips.shape)}")
+    return clips.float()
+
+
+def _track(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return area, centre_x and centre_y (F,) of a mask (F, H, W), in units of the frame."""
+    x, y = _pixel_centres(mask.shape[-1], mask.device)
+    total = mask.sum((-2, -1))
+    return total / mask[0].numel(), (mask * x).sum((-2, -1)) / total, (mask * y).sum((-2, -1)) / total
+
+
 def read_clips(clips: Tensor) -> list[Scene]:
-    """Recognise colour, shape and direction from pixels alone.
+    """Recognise colour, shape and direction of one object from pixels alone.
 
     Args:
         clips: (B, F, 3, H, W) in [0, 1], H == W, any floating dtype.
@@ -217,20 +287,15 @@ def read_clips(clips: Tensor) -> list[Scene]:
     Returns:
         One :class:`Scene` for each clip; all attributes are None if fewer than 3/4 of the frames show an object.
     """
-    if clips.ndim != 5 or clips.shape[2] != 3 or clips.shape[3] != clips.shape[4]:
-        raise ValueError(f"clips must be (batch, frames, 3, size, size) in [0, 1], got {tuple(clips.shape)}")
-    clips = clips.float()
+    clips = _checked(clips)
     masks, seen = _masks(clips)
-    x, y = _pixel_centres(clips.shape[-1], clips.device)
     readings = []
     for clip, mask, visible in zip(clips, masks, seen, strict=True):
         if visible.float().mean() < 0.75:
             readings.append(Scene(None, None, None))
             continue
         frames, clip, mask = visible.nonzero()[:, 0].float(), clip[visible], mask[visible]
-        total = mask.sum((-2, -1))
-        centre_x, centre_y = (mask * x).sum((-2, -1)) / total, (mask * y).sum((-2, -1)) / total
-        area = total / mask[0].numel()
+        area, centre_x, centre_y = _track(mask)
         readings.append(
             Scene(
                 _read_colour(clip, mask),
@@ -241,9 +306,61 @@ def read_clips(clips: Tensor) -> list[Scene]:
     return readings
 
 
-def attribute_matches(readings: Sequence[Scene], scenes: Sequence[Scene]) -> dict[str, list[bool]]:
-    """Return, for each attribute and for colour and direction together, which clips show what was asked for."""
-    pairs = list(zip(readings, scenes, strict=True))
-    matches = {name: [getattr(r, name) == getattr(s, name) for r, s in pairs] for name in Scene._fields}
+def _read_part(colour: str, mask: Tensor) -> Scene:
+    """Read the object that a mask (F, H, W) of one colour shows, also if another covers it in some frames.
+
+    Its shape is read in the frames that show nearly all of it, its direction in those and in frames that show half.
+    """
+    area = mask.mean((-2, -1))
+    usual = area.quantile(0.75)
+    visible = area > usual / 2
+    if usual < 0.005 or visible.float().mean() < 0.5:
+        return Scene(None, None, None)
+    frames, mask, whole = visible.nonzero()[:, 0].float(), mask[visible], (area > 0.9 * usual)[visible]
+    area, centre_x, centre_y = _track(mask)
+    shape = _read_shape(mask[whole], area[whole], centre_x[whole], centre_y[whole])
+    return Scene(colour, shape, _read_direction(frames, centre_x, centre_y))
+
+
+def read_pairs(clips: Tensor) -> list[Pair]:
+    """Recognise the two objects of each clip from pixels alone: the two commonest colours, each tracked by itself.
+
+    Args:
+        clips: (B, F, 3, H, W) in [0, 1], H == W, any floating dtype.
+
+    Returns:
+        One :class:`Pair` for each clip, the commonest colour first; all attributes of an object that is not seen are
+        None.
+    """
+    clips = _checked(clips)
+    masks, _ = _masks(clips)
+    readings = []
+    for clip, mask in zip(clips, masks, strict=True):
+        nearest, near = _nearest_colours(clip.permute(0, 2, 3, 1).reshape(-1, 3))
+        index = torch.where(near & (mask.flatten() > 0), nearest, len(COLOURS)).view(mask.shape)
+        commonest = index.flatten().bincount(minlength=len(COLOURS) + 1)[:-1].topk(2).indices.tolist()
+        readings.append(Pair(*(_read_part(list(COLOURS)[i], (index == i).float()) for i in commonest)))
+    return readings
+
+
+def _objects(reading: Scene | Pair, scene: Scene | Pair) -> list[tuple[Scene, Scene]]:
+    """Return each scene that was asked for, behind its reading; the colour says which object of a pair is which."""
+    if isinstance(scene, Scene):
+        return [(reading, scene)]
+    found = {part.colour: part for part in reading}
+    return [(found.get(part.colour, Scene(None, None, None)), part) for part in scene]
+
+
+def attribute_matches(
+    readings: Sequence[Scene] | Sequence[Pair], scenes: Sequence[Scene] | Sequence[Pair]
+) -> dict[str, list[bool]]:
+    """Return, for each attribute and for colour and direction together, which clips show what was asked for.
+
+    A pair must show it in both objects: a shape or direction counts only in the colour that it was asked for.
+    """
+    clips = [_objects(reading, scene) for reading, scene in zip(readings, scenes, strict=True)]
+    matches = {
+        name: [all(getattr(r, name) == getattr(s, name) for r, s in clip) for clip in clips] for name in Scene._fields
+    }
     matches["colour and direction"] = [c and d for c, d in zip(matches["colour"], matches["direction"], strict=True)]
     return matches

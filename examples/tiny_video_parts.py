@@ -1,15 +1,15 @@
 """The parts of the tiny CogVideoX pipeline: real diffusers and transformers classes, small sizes, random weights."""
 
-import itertools
 from dataclasses import dataclass
 
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
-from shapes import CAPTION_TEMPLATES, COLOURS, DIRECTIONS, SHAPES, Scene
+from shapes import CAPTION_TEMPLATES, Pair, all_scenes
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+# The longest caption of a pair, with its end.
 PROMPT_LENGTH = 16
 # CogVideoXPipeline pads prompts to this many tokens unless told otherwise.
 PIPELINE_PROMPT_LENGTH = 226
@@ -27,6 +27,7 @@ class TinySize:
     num_layers: int = 6
     time_embed_dim: int = 96
     text_dim: int = 64
+    text_layers: int = 4
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
@@ -76,8 +77,9 @@ def rotary_embedding(size: TinySize) -> tuple[Tensor, Tensor]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a word-level tokenizer over the words of the captions; other words become <unk>."""
-    scenes = itertools.product(CAPTION_TEMPLATES, COLOURS, SHAPES, DIRECTIONS)
-    words = sorted({word for template, *scene in scenes for word in Scene(*scene).caption(template).split()})
+    # Scenes repeat themselves here: such a pair has the words of every other.
+    pairs = ((template, Pair(scene, scene)) for template in CAPTION_TEMPLATES for scene in all_scenes())
+    words = sorted({word for template, pair in pairs for word in pair.caption(template).split()})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -100,7 +102,7 @@ def build_text_encoder(size: TinySize, vocab_size: int) -> T5EncoderModel:
         d_model=size.text_dim,
         d_kv=16,
         d_ff=2 * size.text_dim,
-        num_layers=2,
+        num_layers=size.text_layers,
         num_heads=size.text_dim // 16,
         dropout_rate=0.0,
         feed_forward_proj="gated-gelu",

@@ -1,15 +1,17 @@
 """The training script learns, resumes exactly, and leaves a folder that CogVideoXPipeline loads and runs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import train_tiny_video
 from diffusers import CogVideoXPipeline
-from shapes import read_clips, train_scenes
+from shapes import Pair, Scene, draw_clips, is_held_out, train_pairs, train_scenes
 from tiny_video_parts import (
     PIPELINE_PROMPT_LENGTH,
+    PROMPT_LENGTH,
     build_scheduler,
     build_text_encoder,
     build_tokenizer,
@@ -17,7 +19,7 @@ from tiny_video_parts import (
     build_vae,
     rotary_embedding,
 )
-from tiny_video_score import demo_scenes, generate, score
+from tiny_video_score import demo_scenes, generate, recognise, score
 
 from tests.helpers.tiny_video import SIZE
 
@@ -73,14 +75,47 @@ def test_the_folder_loads_in_float32_and_generates(trained):
     assert video.isfinite().all()
 
 
-def test_scoring_counts_and_records_every_held_out_prompt(trained):
-    entry = score(trained[0], "exact", guidance_scale=1.0, save=True)
+def test_scoring_counts_and_records_every_held_out_scene_and_pair(trained, tmp_path):
+    entry = score(trained[0], "exact", guidance_scale=1.0, save=True, samples=tmp_path / "samples")
     recorded = json.loads((trained[0] / "scores.json").read_text())["exact"]
-    assert recorded == entry
+    assert recorded == json.loads(json.dumps(entry))
     assert entry["prompts"] == 48
-    # A prompt is either read right in everything or listed with what was read.
-    fully_right = 48 - len(entry["misread"])
-    assert all(fully_right <= entry[name] <= 48 for name in ("colour", "shape", "direction", "colour and direction"))
+    for found in (entry, entry["pairs"]):
+        # A prompt is either read right in everything or listed with what was read.
+        fully_right = 48 - len(found["misread"])
+        assert all(fully_right <= found[name] <= 48 for name in ("colour", "shape", "direction"))
+        assert fully_right <= found["colour and direction"] <= 48
+    assert len(list((tmp_path / "samples").glob("exact_pairs_*.gif"))) == 6
+
+
+def test_what_is_drawn_is_recognised_and_the_rest_is_listed():
+    asked = [Pair(Scene("red", "circle", "left"), Scene("blue", "square", "right")), train_pairs()[0]]
+    clips = draw_clips([asked[0], asked[0]], generator=torch.Generator().manual_seed(0))
+    found = recognise(clips, asked)
+    assert found["colour"] == found["colour and direction"] == 1
+    assert list(found["misread"]) == [asked[1].caption()]
+    assert set(found["misread"][asked[1].caption()]) == set(asked[0])
+
+
+def test_a_share_of_the_training_clips_is_pairs():
+    numbers = train_tiny_video.pick_subjects(1000, 0.25, torch.Generator().manual_seed(0)).tolist()
+    subjects = train_tiny_video.train_subjects()
+    assert sum(isinstance(subjects[i], Pair) for i in numbers) == 250
+    assert len({subjects[i] for i in numbers}) > 250
+
+
+def test_minutes_end_a_training_whose_learning_rate_has_then_fallen(trained, tmp_path, monkeypatch):
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *a, **k: rates.append(self.param_groups[0]["lr"]) or step(self, *a, **k)
+    )
+    copy = shutil.copytree(trained[0], tmp_path / "pipeline")
+    train("transformer", copy, tmp_path / "runs", "--pool", "160", "--minutes", "0.05", steps=10**6)
+    recorded = json.loads((copy / "training.json").read_text())["transformer"]
+    assert recorded["settings"]["steps"] == recorded["losses"][-1]["step"] == len(rates) > 2
+    assert recorded["minutes"] < 0.5
+    assert rates[-1] < 0.1 * max(rates)
 
 
 def test_training_passes_the_rotary_embedding_that_the_pipeline_passes():
@@ -101,12 +136,20 @@ def test_training_passes_the_rotary_embedding_that_the_pipeline_passes():
 
 def test_every_caption_is_made_of_known_words_and_fits_the_prompt():
     tokenizer = build_tokenizer()
-    for length in (16, PIPELINE_PROMPT_LENGTH):
-        ids = train_tiny_video.caption_ids(tokenizer, length)
-        assert ids.shape == (len(train_scenes()) + 1, 4, length)
+    subjects = [*train_scenes(), *train_pairs()[::10]]
+    for length in (PROMPT_LENGTH, PIPELINE_PROMPT_LENGTH):
+        ids = train_tiny_video.caption_ids(tokenizer, subjects, length)
+        assert ids.shape == (len(subjects) + 1, 4, length)
         assert (ids != tokenizer.unk_token_id).all()
         assert (ids == tokenizer.eos_token_id).sum(-1).eq(1).all()
     assert tokenizer("a purple circle").input_ids[1] == tokenizer.unk_token_id
+
+
+def test_the_prompts_of_the_demo_are_held_out_and_begin_with_one_object_then_two():
+    scenes = demo_scenes()
+    assert isinstance(scenes[0], Scene) and isinstance(scenes[1], Pair)
+    for scene in scenes:
+        assert any(is_held_out(part) for part in ([scene] if isinstance(scene, Scene) else scene))
 
 
 @pytest.mark.audit
@@ -123,8 +166,9 @@ def test_the_committed_pipeline_is_small_and_draws_what_it_is_asked_for():
         num_inference_steps=defaults["num_inference_steps"],
     )
     assert clips.shape == (2, defaults["num_frames"], 3, defaults["height"], defaults["width"])
-    readings = read_clips(clips)
-    assert [(r.colour, r.direction) for r in readings] == [(s.colour, s.direction) for s in scenes[:2]]
+    # The first shows one object, the second two.
+    for clip, scene in zip(clips, scenes[:2], strict=True):
+        assert recognise(clip[None], [scene])["colour and direction"] == 1
 
 
 def test_the_committed_scores_meet_the_target():
