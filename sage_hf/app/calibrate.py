@@ -312,9 +312,10 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
     """
     ranges = np.array(parts)
     total, columns = ranges.sum(), layers[..., 0].sum(axis=0)
-    shares = np.divide(ranges, total, out=np.zeros_like(ranges), where=total > 0)
-    gains = np.divide(alone * shares, columns, out=np.zeros_like(columns), where=columns > 0)
-    return layers * gains[:, None]
+    with np.errstate(invalid="ignore"):  # an infinite loss cannot be divided
+        shares = np.divide(ranges, total, out=np.zeros_like(ranges), where=total > 0)
+        gains = np.divide(alone * shares, columns, out=np.zeros_like(columns), where=columns > 0)
+        return layers * gains[:, None]
 
 
 def _choose_extra(
@@ -365,7 +366,7 @@ def _choose_mix(
     kept = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
     fixed = [exact if row in kept else None for row in range(len(measured.layers))]
     highest = bound(measured.alone)
-    target = (limit - spent) * (fmean(measured.alone) / highest if highest > 0 else 1.0)
+    target = (limit - spent) * (fmean(measured.alone) / highest if 0 < highest < math.inf else 1.0)
     found, failed = None, math.inf
     for _ in range(ATTEMPTS):
         mix, config, losses = run(fastest_mix(measured.losses, measured.costs, target, fixed))
@@ -388,8 +389,10 @@ def _in_range(span: StepRange, recipe: str) -> SageConfig:
 
 
 def _loss(subject: Subject, prompt: Any, config: SageConfig, done: Measurements) -> float:
+    """Return a configuration's loss on a prompt; infinity if its output is not finite."""
     name = json.dumps(config.to_dict(), sort_keys=True)
-    return done.of(f"{text_of(prompt)} | {name}", lambda: subject.loss(prompt, config))
+    loss = done.of(f"{text_of(prompt)} | {name}", lambda: subject.loss(prompt, config))
+    return loss if math.isfinite(loss) else math.inf
 
 
 def bound(losses: Sequence[float]) -> float:
@@ -399,7 +402,7 @@ def bound(losses: Sequence[float]) -> float:
     prediction interval of a log-normal loss, whose logarithms have the mean m and the standard deviation s.
     """
     highest = max(losses)
-    if len(losses) < FEWEST_FOR_BOUND or min(losses) <= 0:
+    if len(losses) < FEWEST_FOR_BOUND or min(losses) <= 0 or highest == math.inf:
         return highest
     logarithms = [math.log(loss) for loss in losses]
     spread = stdev(logarithms) * math.sqrt(1 + 1 / len(losses))

@@ -174,6 +174,23 @@ def test_an_impossible_budget_leaves_the_model_exact():
     assert found.shares["exact"] == 1 and found.errors == (0.0,)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_mix_is_chosen_whose_output_is_not_finite_on_a_prompt(monkeypatch, count):
+    model = tiny.llama()
+    tokens = [torch.arange(32).roll(i).repeat(3) for i in range(count)]
+    loss = subjects.LanguageSubject.loss
+
+    def overflow(self, prompt, config):
+        low = config.recipe != "exact" and prompt is tokens[-1]
+        return math.nan if low else loss(self, prompt, config)
+
+    monkeypatch.setattr(subjects.LanguageSubject, "loss", overflow)
+    found = calibrate(model, tokens, 1.0)
+    assert found.config.recipe == "exact" and found.errors[-1] < 1.0 and found.alone == math.inf
+    held_out = calibrate(model, tokens[:-1], 1.0, held_out=tokens)
+    assert held_out.config.recipe == "sage3" and max(held_out.held_out) == math.inf
+
+
 def test_senseless_arguments_are_refused():
     model, tokens = tiny.llama(), [torch.arange(32)]
     for arguments, message in (
