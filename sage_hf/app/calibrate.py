@@ -161,8 +161,8 @@ def calibrate(
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a causal language model.
         ValueError: prompts, budget or recipes make no sense; `sparse` is given for a language model, or `kv_caches` for
-            a pipeline; attention is switched already; or the file `measurements` is of another architecture, or of
-            other prompts or settings.
+            a pipeline; attention is switched already; or the file `measurements` is of another model or scheduler, or
+            of other settings.
 
     Example:
         >>> calibration = sage_hf.calibrate(pipe, ["a red circle moving left"], budget=0.02, num_inference_steps=20)

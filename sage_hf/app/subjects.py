@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -139,6 +140,13 @@ def _describe(targets: Sequence[Target]) -> dict[str, Any]:
     }
 
 
+def _text_of_scheduler(scheduler: Any) -> str:
+    """Return a scheduler's class and settings, without the version of diffusers that wrote them."""
+    config = getattr(scheduler, "config", {})
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
+    return f"{type(scheduler).__name__} {json.dumps(settings, sort_keys=True, default=str)}"
+
+
 class _Prober:
     """Runs of single layers of a model on given inputs."""
 
@@ -203,9 +211,15 @@ class PipelineSubject:
     def describe(self) -> dict[str, Any]:
         """Return the facts, as plain data, on which measurements depend."""
         settings = {name: str(value) for name, value in self._settings.items()}
+        switched = [inner(target.model) for target in self.targets]
+        parts = {name: part for name, part in self._pipe.components.items() if isinstance(part, nn.Module)}
         return {
             **_describe(self.targets),
             "pipeline": type(self._pipe).__name__,
+            "scheduler": _text_of_scheduler(self._pipe.scheduler),
+            "weights of other parts": {
+                name: fingerprint(part) for name, part in parts.items() if not any(inner(part) is x for x in switched)
+            },
             "settings": settings,
             "seed": self._seed,
             "ranges": self._count,

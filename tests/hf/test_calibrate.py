@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from transformers import LlamaForCausalLM
 
@@ -83,7 +84,9 @@ def test_what_was_measured_is_not_measured_again(measured, monkeypatch):
     assert again.config == calibration.config and again.errors == calibration.errors
 
 
-@pytest.mark.parametrize("change", ["architecture", "seed", "settings", "weights"])
+@pytest.mark.parametrize(
+    "change", ["architecture", "scheduler", "seed", "settings", "weights", "weights of other parts"]
+)
 def test_measurements_of_another_model_or_of_other_settings_are_refused(measured, change):
     pipe, _, path = measured
     settings, options = dict(SETTINGS), {}
@@ -93,6 +96,13 @@ def test_measurements_of_another_model_or_of_other_settings_are_refused(measured
         pipe = tiny.cogvideox(num_layers=2)
         with torch.no_grad():
             next(pipe.transformer.parameters()).mul_(2)
+    elif change == "weights of other parts":
+        pipe = tiny.cogvideox(num_layers=2)
+        with torch.no_grad():
+            next(pipe.text_encoder.parameters()).mul_(2)
+    elif change == "scheduler":
+        pipe = tiny.cogvideox(num_layers=2)
+        pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
     elif change == "seed":
         options["seed"] = 1
     else:
