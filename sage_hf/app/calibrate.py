@@ -171,6 +171,8 @@ def calibrate(
         >>> handle = sage_hf.apply(pipe, "calibrated.json")
     """
     names = (*recipes, "exact")
+    if isinstance(prompts, str) or isinstance(held_out, str):
+        raise ValueError("expected sequences of prompts, got one text: put it into a list")
     if len(prompts) < 1 or not budget > 0 or keep_sensitive < 0:
         raise ValueError(
             f"expected a prompt or more, a budget above 0 and keep_sensitive of 0 or more, got {len(prompts)} prompts, "
@@ -181,6 +183,8 @@ def calibrate(
     for name in names:
         get_recipe(name)
     subject = subject_of(pipe_or_model, settings, seed, RANGES)
+    for prompt in (*prompts, *held_out):
+        subject.check(prompt)
     extras = [SageConfig(recipes[-1], sparse=one) for one in sparse]
     extras += [SageConfig(recipes[-1], kv_cache=one) for one in kv_caches]
     done = Measurements({**subject.describe(), "recipes": list(names)}, measurements)

@@ -48,6 +48,9 @@ class Subject(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return the facts, as plain data, on which measurements depend."""
 
+    def check(self, prompt: Any) -> None:
+        """Raise ValueError if that is no prompt of this model."""
+
     def ranges(self, prompt: Any) -> tuple[StepRange | None, ...]:
         """Return the ranges of steps of a run on a prompt; of a model without steps one None."""
 
@@ -225,6 +228,11 @@ class PipelineSubject:
             "ranges": self._count,
         }
 
+    def check(self, prompt: Any) -> None:
+        """Raise ValueError if the prompt is no text."""
+        if not isinstance(prompt, str):
+            raise ValueError(f"a pipeline's prompts are texts, got {type(prompt).__name__}")
+
     def ranges(self, prompt: Any) -> tuple[StepRange, ...]:
         """Return the ranges of steps of a run on a prompt."""
         self.exact(prompt)
@@ -311,6 +319,15 @@ class LanguageSubject:
     def describe(self) -> dict[str, Any]:
         """Return the facts, as plain data, on which measurements depend."""
         return _describe(self.targets)
+
+    def check(self, prompt: Any) -> None:
+        """Raise ValueError if the prompt is no sequence of tokens that predicts one."""
+        fact = f"a tensor {tuple(prompt.shape)} {prompt.dtype}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        integers = isinstance(prompt, Tensor) and not (prompt.is_floating_point() or prompt.dtype == torch.bool)
+        if not integers or prompt.ndim != 1 or len(prompt) < 2:
+            raise ValueError(
+                f"a language model's prompts are int64 tensors (tokens,) of two tokens or more, got {fact}"
+            )
 
     def ranges(self, prompt: Any) -> tuple[None, ...]:
         """Return one None, for there are no steps."""

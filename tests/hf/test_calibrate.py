@@ -209,9 +209,17 @@ def test_senseless_arguments_are_refused():
         ({"recipes": ()}, "different low-bit recipes"),
         ({"recipes": ("sage2", "exact")}, "different low-bit recipes"),
         ({"recipes": ("sage9",)}, "sage9"),
+        ({"prompts": "a red ball"}, "one text"),
+        ({"held_out": "a red ball"}, "one text"),
+        ({"prompts": [tokens[0][None]]}, r"a tensor \(1, 32\) torch.int64"),
+        ({"held_out": [tokens[0][:1]]}, "two tokens or more"),
+        ({"prompts": [tokens[0].tolist()]}, "got list"),
+        ({"prompts": [tokens[0].float()]}, "float32"),
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(model, **{"prompts": tokens, **arguments})
+    with pytest.raises(ValueError, match="prompts are texts, got list"):
+        calibrate(tiny.cogvideox(num_layers=1), [["a", "b"]], **SETTINGS)
     with pytest.raises(TypeError, match="of a denoiser pass the pipeline"):
         calibrate(tiny.transformer(), ["a"])
     with sage_hf.apply(model, "sage2"), pytest.raises(ValueError, match="switched already"):
