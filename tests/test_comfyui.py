@@ -157,8 +157,9 @@ def test_steps_and_kept_blocks_run_comfyuis_attention_and_the_original_stays_as_
     assert "a kept block, in 4 calls" in report(pack, kept)
     assert all(map(torch.equal, original.sample(x), plain))
     assert original.model_options == {"transformer_options": {}}
-    with pytest.raises(ValueError, match="'first' is no block"):
-        patch(pack, kept_blocks="first")
+    for text in ("first", "5-2", "3-"):
+        with pytest.raises(ValueError, match=f"kept_blocks: '{text}' is no block number"):
+            patch(pack, kept_blocks=text)
 
 
 def test_an_override_that_was_there_is_called_around_it(pack):

@@ -60,15 +60,18 @@ def read_blocks(text: str) -> frozenset[int]:
     """Return the numbers in a text such as "0-1, 29".
 
     Raises:
-        ValueError: a part is neither a number nor a range.
+        ValueError: a part is neither a number nor a range, or a range that holds no number.
     """
     numbers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        first, _, last = part.partition("-")
+        first, dash, last = part.partition("-")
         try:
-            numbers.update(range(int(first), int(last or first) + 1))
+            found = range(int(first), int(last if dash else first) + 1)
         except ValueError:
-            raise ValueError(f"kept_blocks: {part!r} is no block number or range, as in '0-1, 29'") from None
+            found = range(0)
+        if not found:
+            raise ValueError(f"kept_blocks: {part!r} is no block number or range, as in '0-1, 29'")
+        numbers.update(found)
     return frozenset(numbers)
 
 
