@@ -219,7 +219,7 @@ class PipelineSubject:
         return {
             **_describe(self.targets),
             "pipeline": type(self._pipe).__name__,
-            "scheduler": _text_of_scheduler(self._pipe.scheduler),
+            "scheduler": _text_of_scheduler(getattr(self._pipe, "scheduler", None)),
             "weights of other parts": {
                 name: fingerprint(part) for name, part in parts.items() if not any(inner(part) is x for x in switched)
             },
