@@ -104,6 +104,7 @@ def test_a_share_of_the_training_clips_is_pairs():
     assert len({subjects[i] for i in numbers}) > 250
 
 
+@pytest.mark.audit
 def test_minutes_end_a_training_whose_learning_rate_has_then_fallen(trained, tmp_path, monkeypatch):
     rates = []
     step = torch.optim.AdamW.step
