@@ -36,7 +36,7 @@ SHAPES = [(batch, tokens) for batch in (1, 4, 16) for tokens in (4096, 32768, 13
 HEADS = [(32, 8, 128), (32, 8, 64), (32, 32, 128), (32, 16, 128), (64, 8, 128)]
 MODEL_SHAPES = [*((batch, tokens) for batch in (1, 8) for tokens in (8192, 32768)), (1, 131072)]
 BACKENDS = ("quanto", "hqq", "fp8")
-"""Of transformers' QuantizedCache."""
+"""Backends of transformers' QuantizedCache."""
 MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "vocab_size": 128256}
 MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -218,9 +218,9 @@ def model_row(
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - start)
 
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    before = torch.cuda.memory_allocated()
     forward(ids)
-    held = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
+    held = torch.cuda.memory_allocated() - before
     for _ in range(WARM_STEPS):
         forward(ids[:, :1])
     taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
