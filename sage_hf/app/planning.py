@@ -42,17 +42,12 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
             timestep_argument(target.model)
     with apply(model, replace(config, steps=())):
         left = {row.layer: row for row in explain(model).rows if not row.asked}
-    rules = {target.name: config.of_model(target.name, target.layers) for target in find_targets(model)}
-    rows = [
-        row
-        for target in find_targets(model)
-        for name, layer in target.layers.items()
-        for row in (
-            [left[target.label(name)]]
-            if target.label(name) in left
-            else _layer_rows(target.label(name), layer, config, rules[target.name].layer_rule(name), device)
-        )
-    ]
+    rows: list[LayerRow] = []
+    for target in find_targets(model):
+        rules = config.of_model(target.name, target.layers)
+        for name, layer in target.layers.items():
+            label, rule = target.label(name), rules.layer_rule(name)
+            rows += [left[label]] if label in left else _layer_rows(label, layer, config, rule, device)
     sparse = [
         (target.label("self-attention"), settings.describe())
         for target in find_targets(model)
