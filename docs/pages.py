@@ -35,7 +35,7 @@ SPARSE_TOKENS = 32768
 """Length at which the page shows what comes before sparse attention."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
 """Name of the result with the quality of sparse attention in a trained model."""
-TRAINED = "nvidia-h100-80gb-hbm3-trained_models"
+TRAINED = "nvidia-h200-trained_models"
 """Name of the result with what low bits change in trained language models."""
 GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
@@ -102,11 +102,9 @@ def gain() -> str:
 
 
 def cost() -> str:
-    """Return a table of what low bits cost trained language models: ours on a CPU, FlashAttention 3 on a GPU."""
-    rows = read_result("cpu-trained_models")["rows"]
-    rows += [row for row in read_result(TRAINED)["rows"] if row["recipe"] == "fa3_fp8"]
-    recipes = ("sage1", "sage2", "sage3", "fa3_fp8", "sage3_paper")
-    return trained_models_table.cost_markdown(rows, recipes)
+    """Return a table of what low bits cost trained language models on one GPU."""
+    recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
+    return trained_models_table.cost_markdown(read_result(TRAINED)["rows"], recipes)
 
 
 def model_gain() -> str:
@@ -439,10 +437,11 @@ def kv_models() -> str:
         found.setdefault((row["batch"], row["tokens"]), {})[row["format"], row["static"]] = row
     layers = {row["layers"] for row in result["models"]}
     assert len(layers) == 1
-    versions = f"transformers {result['packages']['transformers']}, commit {result['commit'][:7]}"
+    commits = dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["models"])
+    versions = f"transformers {result['packages']['transformers']}, commits {' and '.join(commits)}"
     lines = [
         f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with "
-        "static caches, decoding is compiled by transformers:",
+        "static caches, decoding is compiled by transformers. Each size is from one run:",
         "",
         "| batch × tokens | cache | MB | growing | static |",
         "|---|---|---|---|---|",
