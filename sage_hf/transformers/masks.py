@@ -41,8 +41,12 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     if _is_traced() and (padding := _padding_of_causality(kwargs)) is not None:
         return padding
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
-    mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
-    if mask is not None and not _is_traced() and not mask.is_inference():
+    if _is_traced():
+        traced: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
+        return traced
+    with torch.inference_mode(False), torch.no_grad():  # else there is no version that tells of changes
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
+    if mask is not None and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:
             setattr(mask, CAUSALITY, (causality, mask._version))
