@@ -10,7 +10,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    EncoderDecoderModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaForCausalLM,
+)
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
@@ -218,6 +226,33 @@ def test_a_language_model_applied_twice_is_restored_without_a_handle():
     sage_hf.restore(model)
     assert model.config._attn_implementation == implementation
     assert attributes(model) == names
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_layers_that_read_another_config_than_their_model_are_switched(implementation):
+    """An EncoderDecoderModel gives its encoder a new config; transformers switches that, and not the layers' own."""
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+    configs = GPT2Config(**sizes), GPT2Config(**sizes, is_decoder=True, add_cross_attention=True)
+    encoder, decoder = (
+        kind._from_config(config, attn_implementation=implementation)
+        for kind, config in zip((GPT2Model, GPT2LMHeadModel), configs, strict=True)
+    )
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    tokens = torch.arange(160).reshape(2, 80) % 97
+    inputs = {"attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens}
+    inputs["attention_mask"][0, 20:] = 0
+    torch.nn.init.normal_(model.encoder.h[0].attn.c_attn.weight, std=0.2)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, **inputs).logits
+
+    before = run()
+    with sage_hf.apply(model, "exact"):
+        torch.testing.assert_close(run(), before)
+        assert {row.recipe for row in sage_hf.explain(model).rows} == {"exact"}
+    assert torch.equal(run(), before)
+    assert {row.asked for row in sage_hf.explain(model).rows} == {""}
 
 
 def test_two_models_of_one_config_are_not_switched_at_once():
