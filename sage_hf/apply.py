@@ -259,13 +259,11 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         if generate is not None:
             generate.before = vars(model).get("generate")
             _set_attribute(model, "generate", generate, undo)
-        reached = configs_of(model)
         read = [getattr(layer, "config", layer) for layer in target.layers.values() if implementation_of(layer)]
-        own = [one for one in {id(one): one for one in read}.values() if all(one is not other for other in reached)]
-        for model_config in [*reached, *own]:
+        for model_config in {id(one): one for one in [*configs_of(model), *read]}.values():
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
-        for layer_config in own:
+        for layer_config in read:  # transformers skips classes whose source it cannot read, as those of a notebook
             set_implementation(layer_config, implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, RECIPE, _recipe(config, name), undo)

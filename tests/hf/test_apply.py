@@ -18,14 +18,32 @@ from transformers import (
     GPT2LMHeadModel,
     GPT2Model,
     LlamaForCausalLM,
+    LlamaModel,
 )
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse import Sparse
+from sage_hf.transformers.layers import refusal
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
+
+
+class PoolingAttention(nn.Module):
+    """By such a class transformers takes this file for one that does not use its attention interface."""
+
+
+class OwnModel(LlamaModel):
+    pass
+
+
+class OwnLanguageModel(LlamaForCausalLM):
+    pass
+
+
+class OwnBloom(BloomForCausalLM):
+    _supports_sdpa = True
 
 
 def processors(model: nn.Module) -> list:
@@ -253,6 +271,17 @@ def test_layers_that_read_another_config_than_their_model_are_switched(implement
         assert {row.recipe for row in sage_hf.explain(model).rows} == {"exact"}
     assert torch.equal(run(), before)
     assert {row.asked for row in sage_hf.explain(model).rows} == {""}
+
+
+@pytest.mark.parametrize("model_class", [OwnModel, OwnLanguageModel])
+def test_a_class_of_your_own_is_switched_as_the_model_that_it_is_derived_from(model_class):
+    model = model_class(copy.deepcopy(tiny.llama().config)).eval()
+    implementation = model.config._attn_implementation
+    with sage_hf.apply(model, "sage2"), torch.no_grad():
+        model(torch.arange(80)[None] % 32)
+        assert {row.recipe for row in sage_hf.explain(model).rows} == {"sage2"}
+    assert model.config._attn_implementation == implementation
+    assert "modeling_bloom does not use transformers' attention interface" in str(refusal(OwnBloom))
 
 
 def test_two_models_of_one_config_are_not_switched_at_once():
