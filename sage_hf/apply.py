@@ -20,7 +20,12 @@ from sage_hf.schedule import StepSchedule, timestep_argument
 from sage_hf.sparse.layer import SparseLayer, SparseModel
 from sage_hf.sparse.modelopt import settings_for
 from sage_hf.targets import Target, architecture_of, find_targets
-from sage_hf.transformers.bridge import configs_of, implementation_of, keep_implementation
+from sage_hf.transformers.bridge import (
+    configs_of,
+    implementation_of,
+    keep_implementation,
+    set_implementation,
+)
 from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
@@ -254,9 +259,12 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         if generate is not None:
             generate.before = vars(model).get("generate")
             _set_attribute(model, "generate", generate, undo)
-        for model_config in configs_of(model):
+        read = [getattr(layer, "config", layer) for layer in target.layers.values() if implementation_of(layer)]
+        for model_config in {id(one): one for one in [*configs_of(model), *read]}.values():
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
+        for layer_config in read:  # transformers skips classes whose source it cannot read, as those of a notebook
+            set_implementation(layer_config, implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, RECIPE, _recipe(config, name), undo)
             _set_attribute(layer, TRAINING, config.training_recipe(name), undo)

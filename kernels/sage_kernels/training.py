@@ -275,8 +275,9 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
 
 def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
     raise NotImplementedError(
-        "low-bit attention has no second derivative: use exact attention where a gradient is differentiated again "
-        '(recipe="exact", attn_implementation="sage_exact" or "sdpa")'
+        'low-bit attention has no second derivative: use recipe="exact" (attn_implementation="sage_exact") within '
+        'torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or attn_implementation="eager", where a gradient is '
+        "differentiated again"
     )
 
 

@@ -58,13 +58,20 @@ def implementation_of_config(config: Any) -> str | None:
 
 def keep_implementation(config: Any) -> Callable[[], None]:
     """Return a function that gives a config the `attn_implementation` that it has now, without a check of the name."""
+    return partial(set_implementation, config, implementation_of_config(config))
+
+
+def set_implementation(config: Any, implementation: str | None) -> None:
+    """Give a config, but none of those nested in it, an `attn_implementation`, without a check of the name."""
     names = "_attn_implementation_internal", "_attn_implementation"
-    name = next(name for name in names if hasattr(config, name))
-    return partial(setattr, config, name, getattr(config, name))
+    setattr(config, next(name for name in names if hasattr(config, name)), implementation)
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
-    """Return the configs of a model and of the models inside it, with the configs nested in them."""
+    """Return the configs of a model and of the models inside it, with the configs nested in them.
+
+    Layers may read another one: an EncoderDecoderModel gives its encoder a new config, and its layers keep theirs.
+    """
     found: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
     while pending:

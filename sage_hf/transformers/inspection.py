@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
 
-from sage_hf.transformers.bridge import EVERY_MODEL, INTERFACE, asks_for_implementation
+from sage_hf.transformers.bridge import EVERY_MODEL, INTERFACE, asks_for_implementation, runs_other_attention
 
 Result = TypeVar("Result")
 
@@ -65,6 +65,7 @@ def built_classes(module_class: type) -> frozenset[type]:
 def models_of(config_class: type) -> list[Any]:
     """Return the imported model classes whose config is of the class, or else of its closest base that has any.
 
+    Classes that run no attention but their own are left out: no mask of ours is made for them, only for models inside.
     `registration` has this forgotten when a model is built, whose class may be new.
     """
     from transformers import PreTrainedModel
@@ -74,6 +75,7 @@ def models_of(config_class: type) -> list[Any]:
     while waiting:
         waiting = {subclass for one in waiting for subclass in one.__subclasses__()}
         models |= waiting
+    models = {model for model in models if runs_other_attention(model)}
     for base in config_class.__mro__:
         if found := [model for model in models if model.config_class is base]:
             return found

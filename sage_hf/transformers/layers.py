@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from sage_hf.transformers.bridge import is_pretrained_model, runs_other_attention
+from sage_hf.transformers.bridge import EVERY_MODEL, is_pretrained_model, runs_other_attention
 from sage_hf.transformers.inspection import built_classes, calls_interface, is_module_class, once_per_class
 from sage_hf.transformers.keywords import unknown_keywords
 
@@ -45,7 +45,7 @@ def refusal(model_class: type) -> str | None:
     look the name up would compute attention by its own code with masks meant for ours, and lose causality and padding
     (Bloom), or fail because it has no class for the name (GPT-Neo). A model whose layers let the attention function
     pick the keys, except with "eager" and "sdpa", would attend to all keys (DeepSeek V3.2). A model that only combines
-    other models is accepted: those are checked themselves.
+    other models is accepted: those are checked themselves. A class of your own attends as the model it is derived from.
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}
@@ -53,7 +53,12 @@ def refusal(model_class: type) -> str | None:
     attention = [value for name, value in own.items() if "Attention" in name and is_module_class(value)]
     if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in own.items()):
         return f"{file} chooses among attention classes of its own"
-    if attention and not any(calls_interface(value) for value in own.values() if is_module_class(value)):
+    calls = any(calls_interface(value) for value in own.values() if is_module_class(value))
+    base = _model_of_another_file(model_class)
+    if base is not None and not calls and (reason := refusal(base)):
+        return reason
+    inherits = base is not None and any(map(calls_interface, built_classes(base)))
+    if attention and not (calls or inherits):
         return f"{file} does not use transformers' attention interface"
     if not runs_other_attention(model_class):
         return f"{model_class.__name__} supports no attention implementation but its own"
@@ -62,6 +67,12 @@ def refusal(model_class: type) -> str | None:
             keywords = ", ".join(f"{name}=" for name in sorted(unknown))
             return f"{layer.__name__} hands {keywords} to its attention function, which sage_hf does not know"
     return None
+
+
+def _model_of_another_file(model_class: type) -> type | None:
+    """Return the closest class of models that a class is derived from and that another file defines; None: none is."""
+    others = (base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL))
+    return next((base for base in others if is_module_class(base) and hasattr(base, "set_attn_implementation")), None)
 
 
 def _find_enclosing(name: str, values: dict[str, bool]) -> bool:

@@ -41,8 +41,12 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     if _is_traced() and (padding := _padding_of_causality(kwargs)) is not None:
         return padding
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
-    mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
-    if mask is not None and not _is_traced() and not mask.is_inference():
+    if _is_traced():
+        traced: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
+        return traced
+    with torch.inference_mode(False), torch.no_grad():  # else there is no version that tells of changes
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
+    if mask is not None and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:
             setattr(mask, CAUSALITY, (causality, mask._version))
@@ -111,9 +115,11 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)
-    if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start:
+    # Causality hides the keys behind the last query, such as those of a static cache that are not written yet, of which
+    # padding need not tell. A step of one query keeps the cache's length, so that all steps are alike.
+    told = first + q_len if q_len > 1 else start + kwargs["kv_length"]
+    if padding.dim() != 2 or padding.shape[1] < told:
         return None
-    # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
     seen = padding[:, start : first + q_len]
     if bool(seen.all()):
         return Causality(offset)

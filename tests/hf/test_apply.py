@@ -10,14 +10,40 @@ import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    EncoderDecoderModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 import sage_hf
 from sage_hf.config import LayerRule, SageConfig, StepRule
 from sage_hf.schedule import timestep_argument
 from sage_hf.sparse import Sparse
+from sage_hf.transformers.layers import refusal
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from tests.helpers import tiny_pipelines as tiny
+
+
+class PoolingAttention(nn.Module):
+    """By such a class transformers takes this file for one that does not use its attention interface."""
+
+
+class OwnModel(LlamaModel):
+    pass
+
+
+class OwnLanguageModel(LlamaForCausalLM):
+    pass
+
+
+class OwnBloom(BloomForCausalLM):
+    _supports_sdpa = True
 
 
 def processors(model: nn.Module) -> list:
@@ -218,6 +244,44 @@ def test_a_language_model_applied_twice_is_restored_without_a_handle():
     sage_hf.restore(model)
     assert model.config._attn_implementation == implementation
     assert attributes(model) == names
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_layers_that_read_another_config_than_their_model_are_switched(implementation):
+    """An EncoderDecoderModel gives its encoder a new config; transformers switches that, and not the layers' own."""
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+    configs = GPT2Config(**sizes), GPT2Config(**sizes, is_decoder=True, add_cross_attention=True)
+    encoder, decoder = (
+        kind._from_config(config, attn_implementation=implementation)
+        for kind, config in zip((GPT2Model, GPT2LMHeadModel), configs, strict=True)
+    )
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    tokens = torch.arange(160).reshape(2, 80) % 97
+    inputs = {"attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens}
+    inputs["attention_mask"][0, 20:] = 0
+    torch.nn.init.normal_(model.encoder.h[0].attn.c_attn.weight, std=0.2)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, **inputs).logits
+
+    before = run()
+    with sage_hf.apply(model, "exact"):
+        torch.testing.assert_close(run(), before)
+        assert {row.recipe for row in sage_hf.explain(model).rows} == {"exact"}
+    assert torch.equal(run(), before)
+    assert {row.asked for row in sage_hf.explain(model).rows} == {""}
+
+
+@pytest.mark.parametrize("model_class", [OwnModel, OwnLanguageModel])
+def test_a_class_of_your_own_is_switched_as_the_model_that_it_is_derived_from(model_class):
+    model = model_class(copy.deepcopy(tiny.llama().config)).eval()
+    implementation = model.config._attn_implementation
+    with sage_hf.apply(model, "sage2"), torch.no_grad():
+        model(torch.arange(80)[None] % 32)
+        assert {row.recipe for row in sage_hf.explain(model).rows} == {"sage2"}
+    assert model.config._attn_implementation == implementation
+    assert "modeling_bloom does not use transformers' attention interface" in str(refusal(OwnBloom))
 
 
 def test_two_models_of_one_config_are_not_switched_at_once():

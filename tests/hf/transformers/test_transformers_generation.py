@@ -167,8 +167,12 @@ def test_queries_behind_a_cache_attend_causally_without_a_mask(static: bool) -> 
     assert (logits - exact).abs().max() <= 2 * (masked - exact).abs().max()
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(padding: str) -> None:
+def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(
+    padding: str, mode: type, static: bool
+) -> None:
     """So the latest keys of a row are in 16 bits in padded batches too."""
     tiny = MODELS["llama"]
     inputs = tiny.inputs(padding)
@@ -177,7 +181,11 @@ def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(paddin
     model = tiny.build("sage3_emulate")
     outputs = []
     for mask, request in ((inputs["attention_mask"], ("keys", True)), (one_mask, ("bool", False))):
-        outputs.append(run(model, **inputs | {"attention_mask": mask})[exists])
+        cache = {"past_key_values": StaticCache(config=model.config, max_cache_len=TOKENS + 20)} if static else {}
+        if static and request[0] == "bool":
+            mask = torch.nn.functional.pad(mask, (0, 20))
+        with mode():
+            outputs.append(model(**inputs | cache | {"attention_mask": mask}).logits[exists])
         plans = [record.last_plans(layer)[-1] for layer in attention_layers(model).values()]
         assert {(plan.request.mask, plan.request.is_causal) for plan in plans} == {request}
     exact = run(tiny.build("sage_exact"), **inputs)[exists]

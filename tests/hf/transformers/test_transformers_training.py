@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface, StaticCache, masking_utils
+from transformers import AttentionMaskInterface, LlamaConfig, PreTrainedModel, StaticCache, masking_utils
 
 import sage_hf
 from sage_hf import SageConfig, record
 from sage_hf.config import LayerRule
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
+from sage_hf.transformers.inspection import models_of
 from sage_hf.transformers.masks import sage_mask, sage_training_mask
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.tiny_transformers import (
@@ -166,6 +167,15 @@ def test_padding_comes_alone_only_where_it_is_all_that_a_mask_would_say(asked_fo
         assert torch.equal(mask, sage_mask(**asked_for_a_mask | change))
     nothing_padded = {"attention_mask": torch.ones_like(padding)}
     assert sage_training_mask(**asked_for_a_mask | nothing_padded) is None
+
+
+def test_padding_comes_alone_beside_a_class_that_only_holds_the_model(asked_for_a_mask: dict) -> None:
+    class RewardModel(PreTrainedModel):
+        config_class = type(asked_for_a_mask["config"])
+
+    models_of.cache_clear()
+    assert RewardModel.config_class is LlamaConfig
+    assert sage_training_mask(**asked_for_a_mask) is asked_for_a_mask["attention_mask"]
 
 
 CASES = [
