@@ -4,7 +4,7 @@ python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/resu
 
 The task is arithmetic in a few sentences: each text holds as many solved problems as fit in TOKENS tokens, and only the
 answers count in the loss. An answer behind the first UNSCORED tokens is right if each of its tokens is the most likely
-one. The same seed draws the same problems for every training; those of the test are others.
+one. The same seed draws the same problems for every training; the test has others.
 
 The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written when it
 is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share, "loss" the

@@ -33,7 +33,7 @@ RESULTS = ("O", "dQ", "dK", "dV")
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve those of the recipes.
+    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve the recipes'.
 
     Attributes:
         p: of P and dO in dV = Pᵀ·dO: "16bit", "int8" or "fp8".

@@ -33,7 +33,7 @@ def attend(
 ) -> Result:
     """Compute attention by a recipe, or exactly; differentiable.
 
-    The arguments are those of `sage_hf.sage_attention`, which documents shapes, dtypes and errors, but mask and
+    The arguments are as in `sage_hf.sage_attention`, which documents shapes, dtypes and errors, but mask and
     causality may come together: a query then attends to what both allow.
 
     Returns:

@@ -37,7 +37,7 @@ def vsa_attention(
 
     With q̄, k̄, v̄ the means of a tile's tokens: o_coarse = softmax(q̄·k̄ᵀ·scale)·v̄, the same for all tokens of a tile;
     o_fine is attention to the tokens of those tiles whose coarse scores are largest; the result is o_coarse ∘ gate +
-    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are those of `sage_attention` over a
+    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are from `sage_attention` over a
     list. With the recipe "exact" both passes cost what the kept tiles do.
 
     Args:

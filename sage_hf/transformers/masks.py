@@ -113,7 +113,7 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
         return Causality(offset)
     if padding.dim() != 2 or padding.shape[1] < kwargs["kv_length"] + start:
         return None
-    # Causality hides the keys behind the last query, such as those of a static cache that are not written yet.
+    # Causality hides the keys behind the last query, such as places of a static cache that are not written yet.
     seen = padding[:, start : first + q_len]
     if bool(seen.all()):
         return Causality(offset)

@@ -253,7 +253,7 @@ def repeated(
     """Return a function of (query, key, value), laid out as these, that does as `sdpa` without mask and gradients.
 
     It is PyTorch's function, or `by`, with options; None where `sdpa` hands on other tensors than it is given. The
-    arguments are those of `sdpa`.
+    arguments are as in `sdpa`.
     """
     if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
         return None
@@ -279,7 +279,7 @@ def without_cudnn(
     """Call the operator that PyTorch's function would choose if there were no cuDNN, and touch no switch of PyTorch.
 
     PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set another order of them,
-    and where the backends that the caller allows do not serve the call. Arguments are those of PyTorch's function, with
+    and where the backends that the caller allows do not serve the call. Arguments are as in PyTorch's function, with
     16-bit rows aligned as `sdpa` aligns them.
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
