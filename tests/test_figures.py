@@ -57,14 +57,14 @@ def errors_of_variants() -> dict[str, dict[str, float]]:
 
 def share_on_gaussian_tensors() -> str:
     errors = errors_of_variants()
-    sage3, published = errors["+ balance (`sage3`)"], errors["smooth Q, K (`sage3_paper`)"]
+    sage3, published = errors["+ equalising (`sage3`)"], errors["smooth Q, K (`sage3_paper`)"]
     ratio = mean(sage3[name] / published[name] for name in sage3 if name.startswith("Gaussian"))
     return f"On Gaussian tensors `sage3` has {ratio:.2f} of the published error"
 
 
 def cost_of_leaving_q_as_it_is() -> str:
     errors = errors_of_variants()
-    sage3, without = errors["+ balance (`sage3`)"], errors["`sage3` without smooth Q"]
+    sage3, without = errors["+ equalising (`sage3`)"], errors["`sage3` without smooth Q"]
     more = [without[name] / sage3[name] - 1 for name in sage3 if not name.startswith("Gaussian")]
     return f"Without it there is {span(more, 0, 100)} % more error on correlated tokens and on the trained models."
 

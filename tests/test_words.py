@@ -31,7 +31,7 @@ BANNED = {
     r"(?:^|[.:;] )(What|Those|Others|One that|That which) (?!a )[a-z]+": "open with the noun",
 }
 BANNED_IN_CODE = re.compile(
-    r"(\b|_)(besides?|as it comes|masks? of (keys|scores)|remed(y|ies)|hangs on)(\b|_)|"
+    r"(\b|_)(besides?|as it comes|masks? of (keys|scores)|balanced?|remed(y|ies)|hangs on)(\b|_)|"
     r"\b(split_forward|scattered_forward|exact_forward|delta_scores)\b",
     re.IGNORECASE,
 )
