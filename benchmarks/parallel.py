@@ -169,8 +169,7 @@ class Bench:
         start = time.perf_counter()
         for _ in range(count):
             step()
-        synchronize(self.device)
-        return time.perf_counter() - start
+        return synchronize(self.device) - start
 
 
 def print_kinds(step: Callable[[], object], device: torch.device) -> None:
@@ -181,8 +180,7 @@ def print_kinds(step: Callable[[], object], device: torch.device) -> None:
         start = time.perf_counter()
         step()
         launched = time.perf_counter() - start
-        synchronize(device)
-        wall = time.perf_counter() - start
+        wall = synchronize(device) - start
     times: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     for event in profiler.key_averages():

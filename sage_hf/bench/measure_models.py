@@ -202,11 +202,9 @@ class _Measurement:
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Return (seconds of a step, what it returned)."""
-        synchronize(self._device)
-        start = time.perf_counter()
+        start = synchronize(self._device)
         output = step()
-        synchronize(self._device)
-        seconds = time.perf_counter() - start
+        seconds = synchronize(self._device) - start
         self._loaded.reset()
         return seconds, output
 
