@@ -11,7 +11,7 @@ from sage_hf import record
 from sage_hf.attention import sage_attention
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
-from sage_kernels.exact import sdpa
+from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.block_list import BlockList
 
 from .gathered import attend_to_tiles
@@ -64,7 +64,7 @@ def vsa_attention(
         )
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
-    query, key, value = sdpa.in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     order = grid if isinstance(grid, TileOrder) else TileOrder.of(grid, query.device)
     query, key, value = order.pad(query), order.pad(key), order.pad(value)

@@ -11,6 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend
 
 from ..runtime import dynamo, torch_private
+from ..spec.autocast import autocast_dtype
 from ..spec.derivatives import wants_gradient
 from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
 from .gradient_layout import with_gradient_like_output
@@ -161,23 +162,6 @@ def _score_chunks(
         chunk = slice(start, start + rows)
         scores = query[:, :, chunk].to(dtype) @ transposed_key * scale
         yield chunk, apply_mask(scores, mask, is_causal, start, 0, causal_offset)
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which PyTorch's attention would have x under autocast; None without autocast."""
-    device_type = x.device.type
-    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
-def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as PyTorch's attention has them under autocast, all on the device of the first."""
-    dtype = autocast_dtype(tensors[0])
-    if dtype is None:
-        return tensors
-    eligible = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
 
 
 def sdpa(
