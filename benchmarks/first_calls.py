@@ -71,7 +71,7 @@ def measure_call(
         def run(attend: Any, **options: Any) -> None:
             with torch.set_grad_enabled(grad):
                 output = attend(*inputs, attn_mask, is_causal=is_causal, **options)
-            if grad:  # as it comes from a linear layer
+            if grad:  # as a linear layer hands it back
                 output.transpose(1, 2).flatten(2).backward(gradient)
                 for x in inputs:
                     x.grad = None

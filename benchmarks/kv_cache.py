@@ -28,6 +28,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 
 from sage_hf import QuantizedKVCache
 from sage_hf.bench import command, results
+from sage_hf.bench.timing import synchronize
 from sage_hf.transformers.kv_cache import cache_keyword
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import KVCache, get_format
@@ -214,9 +215,7 @@ def model_row(
     def forward(ids: torch.Tensor) -> float:
         start = time.perf_counter()
         (decode if ids.shape[1] == 1 else model)(ids, **{name: cache}, logits_to_keep=1)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start)
+        return 1000 * (synchronize(device) - start)
 
     before = torch.cuda.memory_allocated()
     forward(ids)

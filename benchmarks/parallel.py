@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     on CPUs, to see that the program runs
 
 Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
-<gpu>x<processes>-parallel.json has model, layers, provider ("default": the model as it comes), gpus, mode, p2p, ms (the
-median step, host time included), peak_bytes of the fullest GPU, and rel_l1: how far the output is from that of the
-model as it comes on one GPU. A row that cannot be measured says why. Rows that are in the file from the same commit and
+<gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model), gpus, mode, p2p, ms (the
+median step, host time included), peak_bytes of the fullest GPU, and rel_l1: how far the output is from the unmodified
+model's on one GPU. A row that cannot be measured says why. Rows that are in the file from the same commit and
 versions are not measured again, so a run that is cut goes on where it was.
 """
 
@@ -169,8 +169,7 @@ class Bench:
         start = time.perf_counter()
         for _ in range(count):
             step()
-        synchronize(self.device)
-        return time.perf_counter() - start
+        return synchronize(self.device) - start
 
 
 def print_kinds(step: Callable[[], object], device: torch.device) -> None:
@@ -181,8 +180,7 @@ def print_kinds(step: Callable[[], object], device: torch.device) -> None:
         start = time.perf_counter()
         step()
         launched = time.perf_counter() - start
-        synchronize(device)
-        wall = time.perf_counter() - start
+        wall = synchronize(device) - start
     times: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     for event in profiler.key_averages():

@@ -26,7 +26,7 @@ from sage_hf.bench.results import Row, reason
 from sage_hf.bench.timing import MIN_CALLS, first_calls, median_ms
 from sage_hf.metrics import tensor_errors
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
-from sage_hf.sparse.layer import order_beside_text, permute_tokens
+from sage_hf.sparse.layer import order_with_text, permute_tokens
 from sage_kernels import ops, training
 from sage_kernels.exact import sdpa
 from sage_kernels.exact.gradients import Gradients, exact_gradients
@@ -211,7 +211,7 @@ def routing_calls(tokens: int, grid: tuple[int, int, int], device: torch.device)
     """Return the calls that `measure_routing` times, for one grid of tokens."""
     query, key, value = cases.draw(cases.Case.square("routing", (1, HEADS, HEADS, tokens, 128)), device).tensors
     states, angles = value.transpose(1, 2).flatten(2), torch.rand(2, tokens, 128, device=device)
-    order = order_beside_text(grid, tokens, "last", device)
+    order = order_with_text(grid, tokens, "last", device)
     around = ((states, order.tokens), (angles, order.tokens), (states, order.places))
     return {
         "mean": lambda: MeanRouter(0.25).route(query, key),

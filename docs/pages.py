@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from sage_hf.bench import grid_tables, measure_host, model_tables, models, plots, tables
+from sage_hf.text import markdown_table
 from sage_kernels.spec.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,12 +125,12 @@ def all_models() -> str:
 
 def folders() -> str:
     """Return a table of the folders of the packages: what each holds, and what it imports."""
-    rows = ["| folder | holds | imports |", "|---|---|---|"]
+    rows = []
     for folder, others in imports.arrows().items():
         package, _, rest = folder.partition("/")
         about = first_sentence(imports.FOLDERS[package] / rest / "__init__.py")
-        rows.append(f"| `{folder}` | {about} | {', '.join(f'`{other}`' for other in others) or 'none'} |")
-    return "\n".join(rows)
+        rows.append([f"`{folder}`", about, ", ".join(f"`{other}`" for other in others) or "none"])
+    return markdown_table(["folder", "holds", "imports"], rows)
 
 
 def first_sentence(path: Path) -> str:
@@ -140,29 +141,27 @@ def first_sentence(path: Path) -> str:
 
 def source_tests() -> str:
     """Return a table of the tests that hold each folder of the packages."""
-    rows = ["| source | tests |", "|---|---|"]
-    for folder, tests in imports.tests_of_folders().items():
-        rows.append(f"| `{folder}` | {', '.join(f'`{test}`' for test in tests)} |")
-    return "\n".join(rows)
+    held = imports.tests_of_folders().items()
+    rows = [[f"`{folder}`", ", ".join(f"`{test}`" for test in tests)] for folder, tests in held]
+    return markdown_table(["source", "tests"], rows)
 
 
 def clip_scores() -> str:
     """Return a table of the tiny model's clips of held-out captions in which each attribute is as written."""
     scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text(encoding="utf-8"))
     attributes = ("colour", "shape", "direction")
-    rows = [f"| attention | clips | {' | '.join(attributes)} |", "|---|---|---|---|---|"]
-    for recipe, score in scores.items():
-        for what, found in (("one object", score), ("two objects", score["pairs"])):
-            counts = " | ".join(str(found[name]) for name in attributes)
-            rows.append(f"| `{recipe}` | {score['prompts']} of {what} | {counts} |")
-    return "\n".join(rows)
+    rows = [
+        [f"`{recipe}`", f"{score['prompts']} of {what}", *(str(found[name]) for name in attributes)]
+        for recipe, score in scores.items()
+        for what, found in (("one object", score), ("two objects", score["pairs"]))
+    ]
+    return markdown_table(["attention", "clips", *attributes], rows)
 
 
 def calibration() -> str:
     """Return a table of clips of the tiny model in its calibrated mix, and sentences that say how it was chosen."""
     result = json.loads((ROOT / "examples/tiny_video/calibration.json").read_text(encoding="utf-8"))
-    rows = ["| clip | PSNR, dB | SSIM |", "|---|---|---|"]
-    rows += [f"| {row['prompt']} | {row['psnr']:.1f} | {row['ssim']:.3f} |" for row in result["clips"]]
+    rows = [[row["prompt"], f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"] for row in result["clips"]]
     shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
     errors, held_out, alone = (list(result[name].values()) for name in ("errors", "held_out", "alone"))
     measured = (
@@ -171,7 +170,7 @@ def calibration() -> str:
         f"most {max(held_out):.3f}. With `sage3` everywhere it is {fmean(alone):.3f} on average."
     )
     source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
-    return "\n\n".join(("\n".join(rows), measured, source))
+    return "\n\n".join((markdown_table(["clip", "PSNR, dB", "SSIM"], rows), measured, source))
 
 
 def measured_models() -> str:
@@ -265,7 +264,7 @@ def training_routes() -> str:
         "padded": lambda row: row["mask"] == "lengths",
         "neither": lambda row: row["mask"] == "none",
     }
-    lines = ["| attention of the model | trains by `sage_bwd` | against the fastest other |", "|---|---|---|"]
+    lines = []
     for (kind, is_kind), head_dim in itertools.product(kinds.items(), (64, 128)):
         found = [row for row in rows if is_kind(row) and row["head_dim"] == head_dim]
         low_bit = [row for row in found if row["recipe"] != "exact"]
@@ -275,10 +274,12 @@ def training_routes() -> str:
         gain = f"{min(ratios):.2f} to {max(ratios):.2f} ×" if ratios else "–"
         calls = f"{len(low_bit)} of {len(found)} calls"
         calls += f", of {min(row['q_len'] for row in low_bit):,} tokens and more" if low_bit else ""
-        lines.append(f"| {kind}, head_dim {head_dim} | {calls} | {gain} |")
+        lines.append([f"{kind}, head_dim {head_dim}", calls, gain])
     others = [row for row in rows if row["head_dim"] not in (64, 128)]
-    lines.append(f"| other head_dims | {sum(row['recipe'] != 'exact' for row in others)} of {len(others)} calls | – |")
-    return "\n".join([*lines, "", f"On {result['gpu']}, {tables.versions(result)} {sources(GRID)}"])
+    calls = f"{sum(row['recipe'] != 'exact' for row in others)} of {len(others)} calls"
+    header = ["attention of the model", "trains by `sage_bwd`", "against the fastest other"]
+    table = markdown_table(header, [*lines, ["other head_dims", calls, "–"]])
+    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)} {sources(GRID)}"
 
 
 def sparse_quality() -> str:
@@ -299,53 +300,53 @@ def sparse_speed() -> str:
         for name in ("rows", "training")
     ]
     before = "What comes before attention: each router at a quarter of the tiles, and putting tokens into 4×4×4 order:"
-    parts = ["| tokens | part | ms | of the dense `sage2` call |", "|---|---|---|---|"]
-    for row in result["routing"]:
-        if row["q_len"] == SPARSE_TOKENS and row["part"] != "dense":
-            parts.append(f"| {row['q_len']:,} | {row['part']} | {row['ms']:.3f} | {row['share_of_dense']:.1%} |")
-    tables = (head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, "\n".join(parts))
+    parts = [
+        [f"{row['q_len']:,}", row["part"], f"{row['ms']:.3f}", f"{row['share_of_dense']:.1%}"]
+        for row in result["routing"]
+        if row["q_len"] == SPARSE_TOKENS and row["part"] != "dense"
+    ]
+    routing = markdown_table(["tokens", "part", "ms", "of the dense `sage2` call"], parts)
+    tables = (head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, routing)
     return "\n\n".join((*tables, sources(SPARSE)))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
     """Return a table of providers over block lists."""
-    columns = ("tokens", "head_dim", "list of", "provider", "ms", "TFLOP/s on kept tiles", "error")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = []
     for row in rows:
-        tiles = f"{row['block_m']}×{row['block_n']}"
-        sizes = (f"{row['q_len']:,}", row["head_dim"], tiles)
+        sizes = (f"{row['q_len']:,}", str(row["head_dim"]), f"{row['block_m']}×{row['block_n']}")
         speed = (f"{row['ms']:.2f}", f"{row['kept_tflops']:.0f}") if "ms" in row else ("–", "–")
         errors = " / ".join(f"{row[name]:.4f}" for name in row if name.startswith("rel_l1"))
-        cells = (*sizes, f"`{row['provider']}`", *speed, errors or "–")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append([*sizes, f"`{row['provider']}`", *speed, errors or "–"])
+    header = ["tokens", "head_dim", "list of", "provider", "ms", "TFLOP/s on kept tiles", "error"]
+    return markdown_table(header, lines)
 
 
 def first_calls() -> str:
     """Return a table of what first calls wait for."""
     result = read_result(FIRST_CALLS)
-    lines = ["| call | runs | empty caches, s | full caches, s | second call, ms |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        times = f"{row['first_s']:.2f} | {row['cached_s']:.2f} | {row['second_ms']:.1f}"
-        lines.append(f"| {row['call']} | {row['recipe']} by {row['kernel']} | {times} |")
-    return "\n".join([*lines, "", f"On {result['gpu']}, {tables.versions(result)} {sources(FIRST_CALLS)}"])
+    rows = [
+        [row["call"], f"{row['recipe']} by {row['kernel']}"]
+        + [f"{row[name]:.{digits}f}" for name, digits in (("first_s", 2), ("cached_s", 2), ("second_ms", 1))]
+        for row in result["rows"]
+    ]
+    table = markdown_table(["call", "runs", "empty caches, s", "full caches, s", "second call, ms"], rows)
+    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)} {sources(FIRST_CALLS)}"
 
 
 def qk_norm_rope() -> str:
     """Return a table of the times of norm and rotation of queries."""
     result = read_result(NORM_ROPE)
-    lines = [
-        "| queries | batch × tokens × heads × head_dim | operators, ms | compiled, ms | ours, ms | a copy, ms |",
-        "|---|---|---|---|---|---|",
+    header = ["queries", "batch × tokens × heads × head_dim", "operators, ms", "compiled, ms", "ours, ms", "a copy, ms"]
+    rows = [
+        [row["model"], f"{row['batch']}×{row['tokens']}×{row['heads']}×{row['head_dim']}"]
+        + [f"{row[f'{name}_ms']:.3f}" for name in ("operators", "compiled", "ours", "copy")]
+        for row in result["rows"]
     ]
-    for row in result["rows"]:
-        sizes = f"{row['batch']}×{row['tokens']}×{row['heads']}×{row['head_dim']}"
-        times = " | ".join(f"{row[f'{name}_ms']:.3f}" for name in ("operators", "compiled", "ours", "copy"))
-        lines.append(f"| {row['model']} | {sizes} | {times} |")
     caption = (
         f"{result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}; training with its backward pass."
     )
-    return "\n".join([*lines, "", caption, "", sources(NORM_ROPE)])
+    return "\n\n".join((markdown_table(header, rows), caption, sources(NORM_ROPE)))
 
 
 def training_speed() -> str:
@@ -414,19 +415,17 @@ def kv_speed() -> str:
     for row in result["rows"]:
         sizes = tuple(row[name] for name in ("q_heads", "kv_heads", "head_dim", "batch", "tokens"))
         shapes.setdefault(sizes, {})[row["provider"], row["format"]] = 1000 * row["ms"]
-    lines = [
-        f"µs of a layer's step on one {result['gpu']}, commit {result['commit'][:7]}; in brackets × FlashAttention 3:",
-        "",
-        "| heads × head_dim | batch × tokens | FlashAttention 3 | cuDNN | `int8` | `int4` |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        f"µs of a layer's step on one {result['gpu']}, commit {result['commit'][:7]}; in brackets × FlashAttention 3:"
+    )
+    lines = []
     for (q_heads, kv_heads, head_dim, batch, tokens), us in shapes.items():
         exact = us["fa3", "bf16"]
         ours = [f"{us['sage_hf', name]:.1f} ({exact / us['sage_hf', name]:.2f})" for name in ("int8", "int4")]
         cells = [f"{q_heads}/{kv_heads} × {head_dim}", f"{batch} × {tokens:,}", f"{exact:.1f}"]
-        cells += [f"{us['cudnn', 'bf16']:.1f}", *ours]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", sources(KV_CACHE)])
+        lines.append([*cells, f"{us['cudnn', 'bf16']:.1f}", *ours])
+    header = ["heads × head_dim", "batch × tokens", "FlashAttention 3", "cuDNN", "`int8`", "`int4`"]
+    return "\n\n".join((head, markdown_table(header, lines), sources(KV_CACHE)))
 
 
 def kv_models() -> str:
@@ -439,13 +438,11 @@ def kv_models() -> str:
     assert len(layers) == 1
     commits = dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["models"])
     versions = f"transformers {result['packages']['transformers']}, commits {' and '.join(commits)}"
-    lines = [
+    head = (
         f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with "
-        "static caches, decoding is compiled by transformers. Each size is from one run:",
-        "",
-        "| batch × tokens | cache | MB | growing | static |",
-        "|---|---|---|---|---|",
-    ]
+        "static caches, decoding is compiled by transformers. Each size is from one run:"
+    )
+    lines = []
     for (batch, tokens), rows in found.items():
         for name in dict.fromkeys(name for name, _ in rows):
             ours = {"bf16": "16 bits", "int8": "`int8`", "int4": "`int4`"}
@@ -455,8 +452,9 @@ def kv_models() -> str:
                 f"{growing['cache_bytes'] / 1e6:,.0f}",
                 *("–" if row is None else f"{row['ms_per_token']:.1f}" for row in (growing, static)),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", sources(KV_CACHE)])
+            lines.append(cells)
+    table = markdown_table(["batch × tokens", "cache", "MB", "growing", "static"], lines)
+    return "\n\n".join((head, table, sources(KV_CACHE)))
 
 
 def parallel_speed() -> str:
@@ -471,13 +469,11 @@ def parallel_table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         if "ms" in row:
             ms.setdefault(row["model"], {})[row["provider"], row["gpus"], row["mode"], row["p2p"]] = row["ms"]
-    lines = [
+    head = (
         f"ms of a step on {result['gpu']}s, commit {result['commit'][:7]}; in brackets × the same recipe on one GPU. A "
-        "dash: diffusers has no plan, or it was not measured.",
-        "",
-        "| model | default | default, Ulysses | `exact`, Ulysses | `sage2`, one | `sage2`, Ulysses | `sage2`, ring |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "dash: diffusers has no plan, or it was not measured."
+    )
+    lines = []
     for model, times in ms.items():
         cells = [model]
         for provider, mode in (
@@ -489,8 +485,10 @@ def parallel_table(result: dict[str, Any]) -> str:
                 cells.append(f"{one:.0f}")
             else:
                 cells.append("–" if one is None or found is None else f"{found:.0f} ({one / found:.2f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    header = ["model", "default", "default, Ulysses", "`exact`, Ulysses"]
+    header += ["`sage2`, one", "`sage2`, Ulysses", "`sage2`, ring"]
+    return f"{head}\n\n{markdown_table(header, lines)}"
 
 
 def gradient_errors() -> str:
@@ -507,10 +505,9 @@ def trained_models() -> str:
 
 def recipes() -> str:
     """Return a table of every recipe's formats and transforms."""
-    rows = [
-        "| recipe | Q·Kᵀ | P·V | mean subtracted of | Q and K | keys in 16 bit | backward: P·dO, dS·K, dO·Vᵀ |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["recipe", "Q·Kᵀ", "P·V", "mean subtracted of", "Q and K", "keys in 16 bit"]
+    header += ["backward: P·dO, dS·K, dO·Vᵀ"]
+    rows = []
     for recipe in RECIPES.values():
         smoothed = [name for name in "qkv" if getattr(recipe, f"smooth_{name}")]
         backward = recipe.backward
@@ -519,8 +516,8 @@ def recipes() -> str:
         rotated = "equalised, rotated" if recipe.equalize else "rotated" if recipe.rotate else "as they are"
         heavy = f"{recipe.heavy_keys} heavy ones" if recipe.heavy_keys else "none"
         heavy += f", at least the latest {recipe.recent_keys} of causal rows" if recipe.recent_keys else ""
-        rows.append(f"| {' | '.join([*cells, rotated, heavy, gradients])} |")
-    return "\n".join(rows)
+        rows.append([*cells, rotated, heavy, gradients])
+    return markdown_table(header, rows)
 
 
 def picture(name: str, message: str) -> str:

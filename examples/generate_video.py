@@ -1,4 +1,4 @@
-"""Render prompts with low-bit attention, beside exact attention if asked, and report what ran and how fast.
+"""Render prompts with low-bit attention, and with exact attention too if asked, and report what ran and how fast.
 
     python examples/generate_video.py --compare --prompt "a red circle moving left"
 

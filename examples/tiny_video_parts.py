@@ -17,7 +17,7 @@ PIPELINE_PROMPT_LENGTH = 226
 
 @dataclass(frozen=True)
 class TinySize:
-    """Sizes of every part of the pipeline. The defaults are those of the committed model; tests train a smaller one."""
+    """Sizes of every part of the pipeline. The defaults are the committed model's; tests train a smaller one."""
 
     num_frames: int = 17
     clip_size: int = 128

@@ -89,7 +89,7 @@ def score(
     Args:
         folder: a pipeline's folder, with generation.json.
         recipe: "exact" (diffusers' own attention) or a recipe of sage_hf, emulated if it does not run natively.
-        guidance_scale: default: that of generation.json.
+        guidance_scale: default: in generation.json.
         save: also write the result into ``<folder>/scores.json``.
         samples: a folder for the clips, eight to a gif.
 

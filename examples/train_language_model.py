@@ -131,7 +131,7 @@ def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Ten
 def train(
     accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, plan: TrainingPlan
 ) -> dict[str, Any]:
-    """Train a model in place on windows that depend on the seed alone; the result is that of `fit`."""
+    """Train a model in place on windows that depend on the seed alone; the result is as of `fit`."""
     model = accelerator.prepare(model)
     training = text.training.to(accelerator.device)
     windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)

@@ -70,7 +70,7 @@ def final_losses(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float
 
 
 def compare(final_losses: Mapping[str, Mapping[int, float | None]]) -> dict[str, dict[str, Any]]:
-    """Compare the final losses of every recipe with those of exact attention.
+    """Compare the final losses of every recipe with exact attention's.
 
     Args:
         final_losses: recipe → seed → loss, None if the run diverged. Runs of one seed saw the same data in the same

@@ -275,7 +275,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
 
 
 def _check_config_is_its_own(model: nn.Module) -> None:
-    """Raise ValueError if a config of the model, which names its attention, is also that of a switched model."""
+    """Raise ValueError if a config of the model, which names its attention, is also a switched model's."""
     own = set(map(id, configs_of(model)))
     for other in list(_transformers_models):
         if other is not model and changes_of(other) and not own.isdisjoint(map(id, configs_of(other))):
@@ -306,6 +306,6 @@ def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> N
 
 
 def _put_back(module: nn.Module, name: str, own: dict[str, object]) -> None:
-    """Give a module the attribute that was its own, or that of its class, whatever it has now."""
+    """Give a module the attribute that was its own, or its class's, whatever it has now."""
     vars(module).pop(name, None)
     vars(module).update(own)

@@ -114,7 +114,7 @@ def psnr(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float
 def ssim(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float:
     """Return the structural similarity of two videos (frames, height, width, channels), averaged over all windows.
 
-    The definition is that of Wang et al. 2004: Gaussian windows of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03, only
+    The definition is by Wang et al. 2004: Gaussian windows of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03, only
     windows that lie inside the frame.
 
     Raises:

@@ -17,7 +17,7 @@ NOMINAL_HEAD_DIM = 64
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
     """Return the request of a long call without a mask, by `recipe` on `device`, with gradients if the recipe has any.
 
-    `facts` are fields of the request that replace these; `heads` and `head_dim` set those of Q, K and V at once.
+    `facts` are fields of the request that replace these; `heads` and `head_dim` are set for Q, K and V at once.
     """
     cuda = device.type == "cuda"
     heads = facts.pop("heads", NOMINAL_HEADS)

@@ -22,7 +22,7 @@ from torch import nn
 
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.plan import Outcome, Plan
-from sage_kernels.exact.sdpa import in_autocast_dtype
+from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.options import Options
 

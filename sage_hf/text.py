@@ -44,5 +44,6 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return the same table for a Markdown page."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
+    """Return the same table for a Markdown page; a cell may hold any text of one line."""
+    lines = ((cell.replace("|", "\\|") for cell in line) for line in (header, ["---"] * len(header), *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -4,7 +4,7 @@ python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/resu
 
 The task is arithmetic in a few sentences: each text holds as many solved problems as fit in TOKENS tokens, and only the
 answers count in the loss. An answer behind the first UNSCORED tokens is right if each of its tokens is the most likely
-one. The same seed draws the same problems for every training; those of the test are others.
+one. The same seed draws the same problems for every training; the test has others.
 
 The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written when it
 is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share, "loss" the
@@ -31,6 +31,7 @@ from language_models import check_recipe, read_model, use_recipe
 from torch import Tensor
 
 from sage_hf.bench import results
+from sage_hf.bench.timing import synchronize
 from sage_kernels.dispatch.select import set_routing
 
 TRAINING = ("exact", "sage_bwd", fp8_training.NAME)
@@ -132,7 +133,7 @@ def train(
     batches = [texts(tokenizer, draw, batch) for _ in range(steps)]
     for step, drawn in enumerate(batches):
         if step == steps // 2:
-            start = finished(device)
+            start = synchronize(device)
         ids, labels = (x.to(device) for x in drawn)
         with autocast(device):
             logits = model(ids, use_cache=False).logits[:, :-1]
@@ -143,18 +144,11 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    seconds = finished(device) - start
+    seconds = synchronize(device) - start
     if training != fp8_training.NAME:
         check_recipe(model, training)
     loss = torch.stack(losses[-max(steps // 10, 1) :]).mean().item()
     return {"loss": loss, "tokens_per_second": (steps - steps // 2) * batch * TOKENS / seconds}
-
-
-def finished(device: torch.device) -> float:
-    """Wait for a device, and return the time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Round x to e4m3 with a scale; its gradient is that of x."""
+    """Round x to e4m3 with a scale; its gradient is x's."""
     low = (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
     return x + (low - x).detach()
 

@@ -33,7 +33,7 @@ RESULTS = ("O", "dQ", "dK", "dV")
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve those of the recipes.
+    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve the recipes'.
 
     Attributes:
         p: of P and dO in dV = Pᵀ·dO: "16bit", "int8" or "fp8".
@@ -87,8 +87,8 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, consistent δ": Variant(BWD, Formats(delta="consistent")),
     "`sage_bwd`, P·V in FP8": Variant(replace(BWD, pv="fp8", smooth_v=True)),
     "`sage_bwd`, P·V in INT8": Variant(replace(BWD, pv="int8", smooth_v=True)),
-    "`sage_bwd`, no balance": Variant(replace(BWD, equalize=False)),
-    "`sage_bwd`, no balance, not rotated": Variant(replace(BWD, equalize=False, rotate=False)),
+    "`sage_bwd`, no equalising": Variant(replace(BWD, equalize=False)),
+    "`sage_bwd`, no equalising, not rotated": Variant(replace(BWD, equalize=False, rotate=False)),
     "`sage_bwd`, no smooth K": Variant(replace(BWD, smooth_k=False)),
     "`sage_bwd`, Q a scale per 64 tokens": Variant(BWD, query_tokens=64),
     "`sage_bwd`, K a scale per 64 tokens": Variant(BWD, key_tokens=64),
@@ -100,7 +100,7 @@ VARIANTS: dict[str, Variant] = {
     "`sage_bwd`, dS in INT8": Variant(BWD, Formats(ds="int8")),
     "`sage_bwd_int8`": Variant(BWD_INT8, INT8),
     "`sage_bwd_int8`, consistent δ": Variant(BWD_INT8, replace(INT8, delta="consistent")),
-    "`sage_bwd_int8`, no balance, not rotated": Variant(replace(BWD_INT8, equalize=False, rotate=False), INT8),
+    "`sage_bwd_int8`, no equalising, not rotated": Variant(replace(BWD_INT8, equalize=False, rotate=False), INT8),
     "`sage_bwd_int8`, P·V in FP16": Variant(replace(BWD_INT8, pv="fp16", smooth_v=False), INT8),
     "`sage_bwd_int8`, a scale per tile": Variant(BWD_INT8, replace(INT8, scales="tile")),
     "`sage_bwd_int8` in FP8": Variant(BWD_INT8, Formats(p="fp8", ds="fp8")),

@@ -3,7 +3,7 @@
 python studies/kv_cache_perplexity.py MODEL TEXT... --tokens 2048 --output benchmarks/results
 
 MODEL is a folder of safetensors or a GGUF file. The first 512 tokens are a prompt; the others come behind it, 16 at a
-time, each of which sees the earlier ones as the cache holds them. Beside our formats stand the 4-bit caches of QServe
+time, each of which sees the earlier ones as the cache holds them. Ours is compared with the 4-bit caches of QServe
 (arXiv 2405.04532, sections 4.2 and 5.3) and Atom (arXiv 2310.19102, section 4.4), whose K and V are rounded as these
 describe and kept in floating point: both have a scale and a zero point for each token and head, and no token in 16
 bits; QServe divides K's channels by their largest elements before (SmoothAttention).

@@ -38,7 +38,7 @@ VARIANTS: dict[str, Recipe] = {
     "+ denominators from quantised P": replace(SAGE3, equalize=False, heavy_keys=0),
     "+ heavy keys, the first 64": replace(SAGE3, equalize=False, heavy_choice="first"),
     "+ heavy keys, the heaviest 64": replace(SAGE3, equalize=False),
-    "+ balance (`sage3`)": SAGE3,
+    "+ equalising (`sage3`)": SAGE3,
     "`sage3` without smooth Q": replace(SAGE3, smooth_q=False),
     "`sage3` with two scales, amax to 6 or 4": replace(SAGE3, scale_steps=(4,), key_scale_steps=(4,)),
     "INT8·FP8, no smooth V": replace(SAGE2, smooth_v=False),

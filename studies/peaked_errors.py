@@ -5,7 +5,7 @@ python studies/peaked_errors.py --device cpu --output benchmarks/results     # t
 
 Errors are relative L1 errors of the output against exact attention in float64, on the tensors of `peaked_tensors`. The
 JSON is <device>-peaked.json, written whenever a tensor is done; a row has "tensor", "provider" (a recipe or another
-provider), "rel_l1" and, for recipes, "remedies" (whether outliers are handled) and "kernel".
+provider), "rel_l1" and, for recipes, "outlier_handling" (whether outliers are handled) and "kernel".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, A
     for handled, recipe in variants(name).items():
         output, kernel = attend(inputs, recipe)
         error = tensor_errors(truth, output).rel_l1
-        rows.append({"provider": name, "remedies": handled, "kernel": kernel, "rel_l1": error})
+        rows.append({"provider": name, "outlier_handling": handled, "kernel": kernel, "rel_l1": error})
     return rows
 
 
@@ -141,7 +141,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     errors: dict[tuple[str, str], dict[bool | None, float]] = defaultdict(dict)
     for row in rows:
         if "rel_l1" in row:
-            errors[row["tensor"], row["provider"]][row.get("remedies")] = row["rel_l1"]
+            errors[row["tensor"], row["provider"]][row.get("outlier_handling")] = row["rel_l1"]
     found = {provider for _, provider in errors}
     columns = [name for name in (*LABELS, *OURS) if name in found]
     lines = [

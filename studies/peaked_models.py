@@ -89,7 +89,7 @@ def head_peaks(layer: Inputs) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def errors(layers: Sequence[Inputs]) -> list[dict[str, Any]]:
-    """Return rows of "provider", "remedies" and "rel_l1" over all layers."""
+    """Return rows of "provider", "outlier_handling" and "rel_l1" over all layers."""
     truths = [sdpa.attention(*layer[:3], **layer.options)[0] for layer in layers]
     rows = []
     for name in OURS:
@@ -97,7 +97,7 @@ def errors(layers: Sequence[Inputs]) -> list[dict[str, Any]]:
             sums = ErrorSums()
             for layer, truth in zip(layers, truths, strict=True):
                 sums.add(truth, reference.attention(*layer[:3], recipe, **layer.options)[0])
-            rows.append({"provider": name, "remedies": handled, "rel_l1": sums.errors().rel_l1})
+            rows.append({"provider": name, "outlier_handling": handled, "rel_l1": sums.errors().rel_l1})
     return rows
 
 
@@ -140,14 +140,14 @@ def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recip
 
 
 def perplexities(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]:
-    """Return rows of "provider", "remedies", "perplexity" a byte, and how it differs from exact attention's."""
+    """Return rows of "provider", "outlier_handling", "perplexity" a byte, and how it differs from exact attention's."""
     model.set_attn_implementation("sdpa")
     truth = log_probabilities(model, tokens)
     best = losses_of(truth, tokens).mean().exp().item()
     rows: list[dict[str, Any]] = [{"provider": "exact", "perplexity": best, "change": 0.0}]
     for name in OURS:
         for handled, recipe in variants(name).items():
-            rows.append({"provider": name, "remedies": handled, **measure(model, tokens, truth, recipe)})
+            rows.append({"provider": name, "outlier_handling": handled, **measure(model, tokens, truth, recipe)})
             print(perplexity_markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 

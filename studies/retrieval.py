@@ -26,7 +26,7 @@ FACTS = (
 )
 """(beginning, last word): the last words are no likely ends, so that only the text tells them."""
 ORDER = 5
-"""Step in which facts are asked for, so that the order of the questions is not that of the facts."""
+"""Step in which facts are asked for, so that the questions come in another order than the facts."""
 
 
 @dataclass(frozen=True)

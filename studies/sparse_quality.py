@@ -277,7 +277,7 @@ def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterat
 
 
 def distances(reference: Tensor, clips: Tensor) -> dict[str, float]:
-    """Return how clips (B, F, 3, H, W) differ from those of exact attention.
+    """Return how clips (B, F, 3, H, W) differ from exact attention's.
 
     `psnr` and `ssim` are means over clips. `flicker` is the mean absolute difference of successive frames, over all
     clips, divided by exact attention's: above 1, clips change more from frame to frame.

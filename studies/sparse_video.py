@@ -345,7 +345,7 @@ def shown_scenes() -> list[Scene]:
 
 
 def score(clips: Tensor, scenes: Sequence[Scene]) -> dict[str, int]:
-    """Return in how many clips colour, shape, direction, and all three are those of the prompt."""
+    """Return in how many clips colour, shape, direction, and all three are the prompt's."""
     matches = attribute_matches(read_clips(clips), scenes)
     found = {name: sum(matches[name]) for name in Scene._fields}
     return found | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}

@@ -26,8 +26,8 @@ def span(values, digits=0, scale=1.0) -> str:
 def errors_of_trained_models() -> str:
     rows = [row for row in pages.read_result("cpu-peaked_models")["rows"] if row["rel_l1"] > 1e-4]  # where bits are few
 
-    def of(recipe, digits, remedies=True):
-        found = (row["rel_l1"] for row in rows if (row["provider"], row["remedies"]) == (recipe, remedies))
+    def of(recipe, digits, handled=True):
+        found = (row["rel_l1"] for row in rows if (row["provider"], row["outlier_handling"]) == (recipe, handled))
         return f"of {span(found, digits, 100)} %"
 
     return (
@@ -38,7 +38,7 @@ def errors_of_trained_models() -> str:
 
 def growth_of_perplexity() -> str:
     rows = pages.read_result("cpu-peaked_models")["perplexity"]
-    more = {(row["provider"], row.get("remedies")): f"{row['change']:.2%}".replace("%", " %") for row in rows}
+    more = {(row["provider"], row.get("outlier_handling")): f"{row['change']:.2%}".replace("%", " %") for row in rows}
     return (
         f"perplexity grows by {more['sage1', True]} with `sage1`, {more['sage2', True]} with `sage2`, and "
         f"{more['sage3_paper', False]} with the published recipe."
@@ -57,28 +57,28 @@ def errors_of_variants() -> dict[str, dict[str, float]]:
 
 def share_on_gaussian_tensors() -> str:
     errors = errors_of_variants()
-    sage3, published = errors["+ balance (`sage3`)"], errors["smooth Q, K (`sage3_paper`)"]
+    sage3, published = errors["+ equalising (`sage3`)"], errors["smooth Q, K (`sage3_paper`)"]
     ratio = mean(sage3[name] / published[name] for name in sage3 if name.startswith("Gaussian"))
     return f"On Gaussian tensors `sage3` has {ratio:.2f} of the published error"
 
 
 def cost_of_leaving_q_as_it_is() -> str:
     errors = errors_of_variants()
-    sage3, without = errors["+ balance (`sage3`)"], errors["`sage3` without smooth Q"]
+    sage3, without = errors["+ equalising (`sage3`)"], errors["`sage3` without smooth Q"]
     more = [without[name] / sage3[name] - 1 for name in sage3 if not name.startswith("Gaussian")]
     return f"Without it there is {span(more, 0, 100)} % more error on correlated tokens and on the trained models."
 
 
-def largest_errors_beside_sinks() -> str:
+def largest_errors_with_sinks() -> str:
     rows = pages.read_result("nvidia-h200-peaked")["rows"]
     sinks = {row["tensor"] for row in rows if "sink" in row["tensor"]}
     causal = {tensor for tensor in sinks if "causal" in tensor}
     middle = {tensor for tensor in causal if "in the middle" in tensor and "last queries" not in tensor}
 
     def largest(tensors):
-        remedied = [row for row in rows if row["tensor"] in tensors and row.get("remedies")]
+        with_handling = [row for row in rows if row["tensor"] in tensors and row.get("outlier_handling")]
         return [
-            f"{max(row['rel_l1'] for row in remedied if row['provider'] == recipe):.4f}"
+            f"{max(row['rel_l1'] for row in with_handling if row['provider'] == recipe):.4f}"
             for recipe in ("sage1", "sage2", "sage3")
         ]
 
@@ -170,7 +170,7 @@ FIGURES: list[tuple[str, Callable[[], str]]] = [
     ("accuracy.md", share_of_the_published_error),
     ("accuracy.md", share_on_gaussian_tensors),
     ("accuracy.md", cost_of_leaving_q_as_it_is),
-    ("accuracy.md", largest_errors_beside_sinks),
+    ("accuracy.md", largest_errors_with_sinks),
     ("training.md", share_of_the_published_gradient_error),
     ("training.md", growth_by_an_8_bit_dp),
     ("training.md", gain_by_smoothing_k),

@@ -1,4 +1,4 @@
-"""The grid of calls, its timing beside others, what is made of its rows; and the phases of our calls."""
+"""The grid of calls, its timing together with others, what is made of its rows; and the phases of our calls."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a user installs: a wheel, an editable install and a plain one; each imports and none shadows other packages."""
+"""A user installs a wheel, an editable checkout or a plain one; each imports and none shadows other packages."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def environment(tmp_path: Path) -> Path:
 
 
 def imports_from(python: Path, cwd: Path) -> str:
-    """Where sage_hf comes from in that environment; everything is imported, a shipped config is read."""
+    """Import everything and read a shipped config; return where sage_hf comes from in that environment."""
     return run(python, "-c", USE, cwd=cwd, PYTHONPATH="").strip()
 
 

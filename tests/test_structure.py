@@ -7,7 +7,7 @@ import pytest
 from imports import MODULES, arrows, imported_modules, imported_names
 
 BACKENDS = ("triton", "gluon", "cuda", "reference")
-# Folders beside the floor, and those of them that each may import.
+# Folders above the floor, and which of these folders each may import.
 MAY_IMPORT = {
     "reference": set(),
     "cuda": set(),
@@ -24,7 +24,7 @@ def kernel_modules() -> list[str]:
 
 
 def backend_of(module: str) -> str:
-    """The folder of sage_kernels beside the floor that holds a module; "" of the floor's."""
+    """Return the folder of sage_kernels above the floor that holds a module; "" of the floor's."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
 

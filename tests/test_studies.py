@@ -98,7 +98,7 @@ def test_loud_channels_are_loud_and_scores_are_not():
     assert spread["×10"] == pytest.approx(spread["Gaussian"], rel=0.1)
 
 
-def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_its_remedies():
+def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_outlier_handling():
     case = Sinks(0.8, 512, causal=True)
     inputs = case.draw()
     options = {"is_causal": True, "causal_offset": 512 - peaked_tensors.QUERIES}
@@ -118,31 +118,31 @@ def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_its_reme
     for row in rows:
         recipe = RECIPES[row["provider"]]
         output, _ = reference.attention(
-            *inputs[:3], recipe if row["remedies"] else without_outlier_handling(recipe), **options
+            *inputs[:3], recipe if row["outlier_handling"] else without_outlier_handling(recipe), **options
         )
         assert row["rel_l1"] == pytest.approx(((output - truth).abs().sum() / truth.abs().sum()).item(), rel=1e-6)
     assert not any("without" in name for name in RECIPES)
 
 
-def test_a_table_of_peaked_errors_shows_them_without_and_with_remedies():
+def test_a_table_of_peaked_errors_shows_them_without_and_with_outlier_handling():
     rows = [
         {"tensor": "a", "provider": "fa3_fp8", "rel_l1": 0.5},
-        {"tensor": "a", "provider": "sage2", "remedies": False, "rel_l1": 0.25},
-        {"tensor": "a", "provider": "sage2", "remedies": True, "rel_l1": 0.125},
+        {"tensor": "a", "provider": "sage2", "outlier_handling": False, "rel_l1": 0.25},
+        {"tensor": "a", "provider": "sage2", "outlier_handling": True, "rel_l1": 0.125},
         {"tensor": "b", "provider": "fa3_fp8", "unavailable": "no"},
-        {"tensor": "b", "provider": "sage2", "remedies": False, "rel_l1": 0.0625},
+        {"tensor": "b", "provider": "sage2", "outlier_handling": False, "rel_l1": 0.0625},
     ]
     assert peaked_errors.markdown(rows).splitlines()[2:] == ["| a | 0.5000 | 0.2500 → 0.1250 |", "| b | – | 0.0625 |"]
 
 
-def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_remedies(monkeypatch):
+def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_outlier_handling(monkeypatch):
     recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2",))
     layer = tensors.Inputs(*torch.randn(3, 1, 2, 70, 32, generator=torch.Generator().manual_seed(0)))
     truth, _ = sdpa.attention(*layer[:3])
     rows = peaked_models.errors([layer])
-    assert [row["remedies"] for row in rows] == [False, True]
+    assert [row["outlier_handling"] for row in rows] == [False, True]
     for row, tried in zip(rows, (without_outlier_handling(recipe), recipe), strict=True):
         error = (reference.attention(*layer[:3], tried)[0] - truth).abs().sum() / truth.abs().sum()
         assert row["rel_l1"] == pytest.approx(error.item(), rel=1e-6)

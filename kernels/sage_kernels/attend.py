@@ -9,10 +9,10 @@ import torch
 from . import ops, training
 from .dispatch import exact_choice, run
 from .dispatch.plan import KernelUnavailableError
-from .exact import sdpa
 from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
+from .spec.autocast import autocast_dtype, in_autocast_dtype
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Mask
 from .spec.derivatives import has_tangent, wants_gradient
@@ -33,7 +33,7 @@ def attend(
 ) -> Result:
     """Compute attention by a recipe, or exactly; differentiable.
 
-    The arguments are those of `sage_hf.sage_attention`, which documents shapes, dtypes and errors, but mask and
+    The arguments are as in `sage_hf.sage_attention`, which documents shapes, dtypes and errors, but mask and
     causality may come together: a query then attends to what both allow.
 
     Returns:
@@ -46,9 +46,9 @@ def attend(
     check_fallback(options.fallback)
     get_recipe(options.recipe)
     checks.check_kinds(query, key, value, mask, options)
-    if sdpa.autocast_dtype(query) is not None:
+    if autocast_dtype(query) is not None:
         checks.check_memory(query, key, value)
-        query, key, value = sdpa.in_autocast_dtype(query, key, value)
+        query, key, value = in_autocast_dtype(query, key, value)
     own_dims = options.recipe == "exact" and blocks is None  # by which PyTorch chooses among its kernels
     if mask is not None and mask.dim() < (least := 2 if own_dims else 4):
         mask = mask[(None,) * (least - mask.dim())]

@@ -61,7 +61,7 @@ def attention(
             query; q_heads a multiple of kv_heads.
         valid: bool (batch or 1, kv_len), False where a key does not exist; None: all do.
         blocks: the tiles of keys that each block of rows attends to; None: all. Gradients skip what it does not list.
-        is_causal: row i attends to those of the keys 0…i + causal_offset that exist and are listed.
+        is_causal: row i attends to the keys 0…i + causal_offset, as far as they exist and are listed.
         causal_offset: see `ops.attention`.
         scale: finite factor of the scores; default head_dim ** -0.5.
         recipe: name of a recipe with gradients.

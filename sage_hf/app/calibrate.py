@@ -149,7 +149,7 @@ def calibrate(
         keep_sensitive: number of layers, those that add most loss, that run exact attention in any case.
         sparse: settings of sparse attention to choose from, in order of preference; of a pipeline.
         kv_caches: formats of the KV cache to choose from, in order of preference; of a language model. The first half
-            of a prompt is then what the cache begins with, and the loss is that of the other half.
+            of a prompt then fills the cache, and the loss is the other half's.
         seed: seed of every prompt.
         measurements: JSON file of finished measurements, written after each one; if it exists, calibration goes on
             from there.
@@ -325,7 +325,7 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
 def _choose_extra(
     subject: Subject, prompts: Sequence[Any], extras: Sequence[SageConfig], done: Measurements, limit: float
 ) -> tuple[SageConfig, float]:
-    """Choose the first configuration that may be used beside a mix; return it and the `bound` of its losses.
+    """Choose the first configuration that may be used with a mix; return it and the `bound` of its losses.
 
     If there is none, return one with neither sparse attention nor a low-bit KV cache, and 0.
     """

@@ -90,7 +90,7 @@ def generate_main(
     """Run a generating script: parse arguments, render and print the results; return the exit code.
 
     Args:
-        argv: the arguments, without the program's name; None: those of the command line.
+        argv: the arguments, without the program's name; None: the command line's.
         description: text for --help.
         config: default recipe, or name or path of the default configuration.
         own_config: path of the default configuration of the default `pretrained` alone.
@@ -430,7 +430,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _refuse_settings_of_renderings(args: argparse.Namespace, **more: object) -> None:
-    """Raise ValueError for an argument that means nothing beside --text; `more` are others, with their defaults."""
+    """Raise ValueError for an argument that means nothing with --text; `more` are others, with their defaults."""
     rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
     rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1, **more}
     if given := [name for name, default in rendering.items() if getattr(args, name, default) != default]:

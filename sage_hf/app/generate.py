@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +29,7 @@ from sage_hf.app.processes import Processes
 from sage_hf.app.report import Report, VideoReport, device_name
 from sage_hf.app.video import side_by_side, write_video
 from sage_hf.apply import apply
+from sage_hf.bench.timing import synchronize
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation, explain
 from sage_hf.files import check_folder, writable_folder
@@ -261,9 +261,9 @@ class _Job:
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
         """Render the prompt with the present attention; `label` and `count` describe it in the progress bar."""
         with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
-            start = _synchronized_time(self.device)
+            start = synchronize(self.device)
             output = self.call(f"{label}: {count}", prompt, output_type="np")
-            seconds = _synchronized_time(self.device) - start
+            seconds = synchronize(self.device) - start
         frames = np.asarray(_pictures(output), dtype=np.float32)
         if nan := float(np.isnan(frames).mean()):
             logger.warning(f"{label}: {nan:.2%} of {prompt!r} is NaN, shown black")
@@ -367,10 +367,10 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
     started: list[float] = []
     hooks = []
     for target in find_targets(pipe):
-        hooks.append(target.model.register_forward_pre_hook(lambda *_: started.append(_synchronized_time(device))))
+        hooks.append(target.model.register_forward_pre_hook(lambda *_: started.append(synchronize(device))))
         hooks.append(
             target.model.register_forward_hook(
-                lambda *_: seconds.append(_synchronized_time(device) - started.pop()),
+                lambda *_: seconds.append(synchronize(device) - started.pop()),
             )
         )
     try:
@@ -378,13 +378,6 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _synchronized_time(device: torch.device) -> float:
-    """Return the time in seconds at which the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:

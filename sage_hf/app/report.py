@@ -17,7 +17,7 @@ from sage_hf.app.layer_errors import table as layer_table
 from sage_hf.config import SageConfig
 from sage_hf.explain import Explanation
 from sage_hf.files import replacing
-from sage_hf.text import text_table
+from sage_hf.text import markdown_table, text_table
 
 PACKAGES = ("sage-hf", "triton", "diffusers", "transformers", "accelerate")
 
@@ -158,7 +158,7 @@ class Report:
             ]
             quality = [_number(video.psnr, ".2f"), _number(video.ssim, ".4f")]
             rows.append([f"{_one_line(video.prompt)} (seed {video.seed})", files, *times, *quality])
-        lines += [_markdown_table(header, rows), "", "PSNR and SSIM: against exact attention with the same seed.", ""]
+        lines += [markdown_table(header, rows), "", "PSNR and SSIM: against exact attention with the same seed.", ""]
         for warning in self.warnings():
             lines += [f"**{warning}**", ""]
         lines += ["## Which kernel ran", "", "```", str(self.explanation), "```", ""]
@@ -171,7 +171,7 @@ class Report:
                 "",
             ]
             header, rows = layer_table(self.layer_errors)
-            lines += [_markdown_table(header, rows), ""]
+            lines += [markdown_table(header, rows), ""]
         return "\n".join(lines)
 
     def _labels(self) -> list[str]:
@@ -198,11 +198,6 @@ def device_name(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
-
-
-def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _one_line(text: str) -> str:

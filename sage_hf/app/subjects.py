@@ -336,7 +336,7 @@ class LanguageSubject:
     def loss(self, prompt: Any, config: SageConfig) -> float:
         """Run a configuration on a prompt, int64 (tokens,), and return its divergence from exact attention.
 
-        With a KV cache, it is that of the prompt's second half, which comes MAX_QUERIES tokens at a time.
+        With a KV cache, it is the loss of the prompt's second half, which comes MAX_QUERIES tokens at a time.
         """
         exact = self._predict(prompt)
         with apply(self._model, config, fallback="emulate"):

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grid",
         action="store_true",
         help=f"time {len(CASES)} calls of every kind against the fastest other attention, instead of the shapes; with "
-        "--training only those of training, with --shapes only some kinds",
+        "--training only calls of training, with --shapes only some kinds",
     )
     what.add_argument(
         "--phases", action="store_true", help="time statistics, quantising and attention of our calls apart"

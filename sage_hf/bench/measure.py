@@ -34,7 +34,7 @@ def run(
     Args:
         device: a CUDA device.
         cases: all forward, or all of training.
-        providers: those of `PROVIDERS`, or of `TRAINING_PROVIDERS`.
+        providers: of `PROVIDERS`, or of `TRAINING_PROVIDERS`.
         progress: called with a text for each case before it is measured.
 
     Returns:

@@ -1,7 +1,7 @@
 """Timing of ours and of the fastest other attention at every call of the grid, on one GPU.
 
-Two times are taken apart: that of the GPU with a full queue, as a CUDA graph of several calls replays it, with every
-pass that a call needs; and that of the host, which is the wall time until a call returns when nothing is queued.
+Two times are taken apart: the GPU's with a full queue, as a CUDA graph of several calls replays it, with every
+pass that a call needs; and the host's, which is the wall time until a call returns when nothing is queued.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(
 
     Args:
         device: a CUDA device.
-        cases: those of the grid to measure; what they need is compiled in several processes first.
+        cases: calls of the grid to measure; their kernels are compiled in several processes first.
         progress: called with a text for each call after it is measured.
         write: called with the result so far every WRITE_SECONDS.
 

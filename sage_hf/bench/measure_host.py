@@ -44,7 +44,7 @@ def run(
 
     Args:
         device: a CUDA device.
-        routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": with a mask of keys; "exact":
+        routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": with a key-padding mask; "exact":
             recipe sage2 where exact attention takes over; "forward_backward": recipe sage_bwd;
             "exact_forward_backward": exact attention in its place, as where it trains faster; "compiled": plain, inside
             a graph of torch.compile.

@@ -53,7 +53,7 @@ def run(
     Args:
         device: where to; times of a CPU mean little.
         models: what to measure.
-        providers: those of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
+        providers: of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
         progress: called with a text before and after each model, and for each result and failure.
         layers: largest number of a model's blocks (default: each model's own).
         compiled: measure with compiled blocks too, after the eager model.
@@ -71,7 +71,7 @@ def run(
         - "kernels": the attention kernels of a step, and how often each ran (empty if compiled);
         - "qk_norm_rope", "fa3_installed": of ours, the number of layers whose norms or rotation one kernel computed,
           and whether FlashAttention 3 was there to be chosen;
-        - "rel_l1": relative L1 distance of the step's output from that of "default", with these random weights; it
+        - "rel_l1": relative L1 distance of the step's output from "default"'s, with these random weights; it
           shows that the same function was computed (but not of sparse attention, which computes another one), and says
           nothing of quality. None without a finite reference;
         or, if the model or provider cannot run, "unavailable": the reason.
@@ -202,11 +202,9 @@ class _Measurement:
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
         """Return (seconds of a step, what it returned)."""
-        synchronize(self._device)
-        start = time.perf_counter()
+        start = synchronize(self._device)
         output = step()
-        synchronize(self._device)
-        seconds = time.perf_counter() - start
+        seconds = synchronize(self._device) - start
         self._loaded.reset()
         return seconds, output
 
@@ -223,7 +221,7 @@ class _Measurement:
         if self._reference is None:
             return
         if not finite:
-            raise ArithmeticError("the step's output holds NaN or infinity, and that of the unchanged model does not")
+            raise ArithmeticError("the step's output holds NaN or infinity, and the unchanged model's does not")
         exact, other = (x.reshape(1, 1, -1, x.shape[-1]) for x in (self._reference, output))
         row["rel_l1"] = tensor_errors(exact, other).rel_l1
 

@@ -39,7 +39,7 @@ class Model:
         name: short, for the command line.
         label: for tables.
         library, class_name: where its class is.
-        config: hyperparameters of the real checkpoint; a transformers model's are those of its configuration class.
+        config: hyperparameters of the real checkpoint; a transformers model's are its configuration class's.
         inputs: draws the arguments of forward.
         attention: its largest attention call; when decoding, its tokens are the keys.
         layers_of_model: number of transformer blocks of the real model.

@@ -40,10 +40,11 @@ LOOPED_CALLS, ROUNDS = 50, 21
 PROFILED_CALLS = 10
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing to do."""
+def synchronize(device: torch.device) -> float:
+    """Wait until the device has nothing to do; return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
@@ -278,8 +279,7 @@ def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> di
         for name in order:
             run, made = calls[name]
             count = max(1, LOOPED_CALLS // made)
-            synchronize(device)
-            start = time.perf_counter()
+            start = synchronize(device)
             for _ in range(count):
                 run()
             times[name].append((time.perf_counter() - start) / (count * made))

@@ -1,6 +1,6 @@
 """Attention backends of diffusers for our recipes: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
 
-Their names are those of `sage_hf.names`.
+Their names are in `sage_hf.names`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class VSAHandle:
     """Handle of `enable_vsa`.
 
     Attributes:
-        loaded: number of blocks whose gate was read from a checkpoint; those of the others were 0.
+        loaded: number of blocks whose gate was read from a checkpoint; the other gates were 0.
     """
 
     def __init__(self, shared: VSAModel, changes: list[_VSA]) -> None:

@@ -2,7 +2,7 @@
 
 A processor calls `attn.norm_q(query)`, and rotates what that returns by a table of angles (RoPE). Here it gets a
 stand-in for `attn` whose norms rotate as well, and no table; all else is its own code. Only processors and norms of
-diffusers and PyTorch are served so, each after its first queries and keys agreed with those of its own operators.
+diffusers and PyTorch are served so, each after its first queries and keys agreed with its own operators'.
 """
 
 from __future__ import annotations

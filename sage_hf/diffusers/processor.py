@@ -200,8 +200,8 @@ _displacing: set[str] = set()  # classes of processors that replaced ours, and r
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     """Prepare `module` for `module.set_processor(processor)`, and return the processor to set.
 
-    What the module computed so far is stored in it, beside a processor of ours. That stays while another processor
-    is set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
+    What the module computed so far is stored in it, with a processor of ours. It stays while another processor is
+    set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
     for it. Any other processor, as attention slicing or xFormers set, replaces ours, which is logged. A processor that
     attends by a backend of its own choice stays, which is logged too.
     """

@@ -109,12 +109,12 @@ class SplitTokens:
             shared = [x[:, own] for x in shared]
             if attn_mask is not None and attn_mask.shape[1] > 1:
                 attn_mask = attn_mask[:, own]
-            beside = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
+            along = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
             if queries == keys and of_text[0] == of_text[1]:
-                given = self._exchange(beside, split, queries[shards.near])
+                given = self._exchange(along, split, queries[shards.near])
             else:
-                query_of_all = self._exchange(beside[:1], split[:1], queries[shards.near])
-                given = *query_of_all, *self._exchange(beside[1:], split[1:], keys[shards.near])
+                query_of_all = self._exchange(along[:1], split[:1], queries[shards.near])
+                given = *query_of_all, *self._exchange(along[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
             query = given[0] if shards.ulysses == 1 else self._join(shared[0], given[0])
             split = split if shards.ulysses == 1 else given
@@ -184,9 +184,9 @@ class SplitTokens:
         """
         batch, heads, rest, head_dim = shared[0].shape
         whole = shared[0].new_empty(rest + tokens, len(shared), batch, heads, head_dim)
-        beside, room = self._cut(whole, tokens, 0)
+        front, room = self._cut(whole, tokens, 0)
         if rest:
-            torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=beside)
+            torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=front)
         return whole.permute(1, 2, 3, 0, 4).unbind(), room
 
     def _exchange(

@@ -102,7 +102,7 @@ class SparseModel:
         """
         if self.layout is None or self.call.grid is None or math.prod(self.call.grid) > tokens:
             return None
-        return order_beside_text(self.call.grid, tokens, self.layout.text, device)
+        return order_with_text(self.call.grid, tokens, self.layout.text, device)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Order:
 
 
 @lru_cache(maxsize=16)
-def order_beside_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
+def order_with_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
     """Return the order of a call of `tokens` tokens, those that are not in the grid being text."""
     video = TileOrder.of(grid, device).tokens
     first = tokens - len(video) if text == "first" else 0
@@ -165,7 +165,7 @@ class SparseLayer:
         model: what it shares with the denoiser's other layers.
         always_dense: whether the configuration keeps this layer dense.
         kept: what its calls kept.
-        router: a router of its own, with a share for each head; None: that of `model`, or not measured yet.
+        router: a router of its own, with a share for each head; None: the router of `model`, or not measured yet.
     """
 
     def __init__(self, model: SparseModel, always_dense: bool = False) -> None:

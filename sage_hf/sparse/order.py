@@ -82,8 +82,8 @@ class TileOrder:
 class _Take(torch.autograd.Function):
     """The rows of a tensor at some indices, 0 at an index behind the last row, by indices that name each row once.
 
-    The gradient takes them back by the inverse. That of `index_select` would add row to row by atomic operations, which
-    are slower than the copy itself.
+    The gradient takes them back by the inverse. `index_select`'s would add row to row by atomic operations, which are
+    slower than the copy itself.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from sage_hf import record
 from sage_hf.attention import sage_attention
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
-from sage_kernels.exact import sdpa
+from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.block_list import BlockList
 
 from .gathered import attend_to_tiles
@@ -37,7 +37,7 @@ def vsa_attention(
 
     With q̄, k̄, v̄ the means of a tile's tokens: o_coarse = softmax(q̄·k̄ᵀ·scale)·v̄, the same for all tokens of a tile;
     o_fine is attention to the tokens of those tiles whose coarse scores are largest; the result is o_coarse ∘ gate +
-    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are those of `sage_attention` over a
+    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are from `sage_attention` over a
     list. With the recipe "exact" both passes cost what the kept tiles do.
 
     Args:
@@ -64,7 +64,7 @@ def vsa_attention(
         )
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
-    query, key, value = sdpa.in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     order = grid if isinstance(grid, TileOrder) else TileOrder.of(grid, query.device)
     query, key, value = order.pad(query), order.pad(key), order.pad(value)

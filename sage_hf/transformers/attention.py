@@ -18,8 +18,8 @@ from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_hf.transformers.masks import Causality, causality_of
 from sage_kernels.dispatch import run
 from sage_kernels.dispatch.request import Request
-from sage_kernels.exact import sdpa
 from sage_kernels.exact.attend import attend_exactly
+from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.masks import with_causality
 from sage_kernels.spec.options import Fallback, Options
 from sage_kernels.spec.recipe import get_recipe
@@ -186,7 +186,7 @@ def _attend_by_recipe(
         return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)
     if call.dropout:
         call.report_exact("the model trains with attention dropout")
-        query, key, value = sdpa.in_autocast_dtype(query, key, value)
+        query, key, value = in_autocast_dtype(query, key, value)
         exactly = Options(is_causal, 0, scale, enable_gqa, call.dropout)
         return attend_exactly(query, key, value, mask, blocks=None, options=exactly)[0]
     # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are

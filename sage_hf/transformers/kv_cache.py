@@ -124,7 +124,7 @@ class GenerateWithCache:
     """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind.
 
     Attributes:
-        before: what the user had assigned to the model as its `generate`; None: that of its class runs.
+        before: what the user had assigned to the model as its `generate`; None: its class's runs.
     """
 
     def __init__(self, model: Any, format: str) -> None:

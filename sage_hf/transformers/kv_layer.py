@@ -294,7 +294,7 @@ class QuantizedLayer(DynamicLayer):
             )
 
     def settle(self) -> None:
-        """Store tokens that no attention of ours has taken: those of a prompt, to which attention saw all there is.
+        """Store tokens that no attention of ours has taken: a prompt's, to which attention saw all there is.
 
         Raises:
             RuntimeError: see `check_taken`.

@@ -115,8 +115,8 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)
-    # Causality hides the keys behind the last query, such as those of a static cache that are not written yet, of which
-    # padding need not tell. A step of one query keeps the cache's length, so that all steps are alike.
+    # Causality hides the keys behind the last query, such as places of a static cache that are not written yet, of
+    # which padding need not tell. A step of one query keeps the cache's length, so that all steps are alike.
     told = first + q_len if q_len > 1 else start + kwargs["kv_length"]
     if padding.dim() != 2 or padding.shape[1] < told:
         return None

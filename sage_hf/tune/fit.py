@@ -82,7 +82,7 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
     columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
     if kind.mask.split(",")[0] in ("none", "keys"):
-        columns[..., -1] = 0.0  # no mask of scores to read
+        columns[..., -1] = 0.0  # no attention bias to read
     relative = columns.flatten(0, 1) / us[:, None]
     best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
     weights, errors = _nonnegative(relative[best], LAST_SWEEPS)

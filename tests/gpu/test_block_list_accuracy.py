@@ -127,7 +127,7 @@ def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, repeated, rec
     for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
         found = ops.attention(*tensors, **options, return_lse=True)
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-    assert len(repeated) == 6 or size == 64  # Triton's launches cannot be repeated beside a mask
+    assert len(repeated) == 6 or size == 64  # Triton's launches cannot be repeated with a mask
 
 
 def test_exact_attention_over_a_list_is_exact(device):

@@ -1,4 +1,4 @@
-"""Threads, streams, graphs and allocators beside our calls on a GPU: all go on, and every result is right."""
+"""Threads, streams, graphs and allocators at work during our calls on a GPU: all go on, and every result is right."""
 
 import os
 import subprocess

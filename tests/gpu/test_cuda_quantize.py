@@ -1,4 +1,4 @@
-"""The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs beside it.
+"""The operands of quantize.cu are those of the Triton quantisers, bit for bit, whatever runs at the same time.
 
 Those that are rotated are the reference's, but for what sums in another order do.
 """
@@ -401,7 +401,7 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rotation_of_the_largest_numbers(head_dim, dtype, device):
-    """A factor of 2^8 beside float16's largest number, and rows that are all of one size."""
+    """A factor of 2^8 with float16's largest number, and rows that are all of one size."""
     query, key, value = draw(1, 2, 1000, head_dim, dtype=dtype)
     largest = 65504.0
     query[:, :, ::2], key[:, :, ::2], key[:, :, 1::2] = 2.0**-14, largest, -largest

@@ -176,14 +176,14 @@ def test_rows_biased_alike_by_the_lowest_number_are_uniform(device, kv_len, reci
     output = sage_attention(query, key, value, attn_mask=mask, recipe=recipe).double()
     assert output.isfinite().all()
     assert (output[:, :, 2:4] != 0).all()
-    assert (output[:, :, 4] - value[:, :, 5]).abs().max() < 0.1  # INT8 beside the largest of V
+    assert (output[:, :, 4] - value[:, :, 5]).abs().max() < 0.1  # INT8 next to the largest of V
     if torch.float16 not in (dtype, mask_dtype):  # whose largest number leaves some of the scores
         assert (output[:, :, 2:4] - value.double().mean(2, keepdim=True)).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("head_dim", [20, 36, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_stays_linear_beside_a_broadcast_mask(device, dtype, head_dim):
+def test_memory_stays_linear_with_a_broadcast_mask(device, dtype, head_dim):
     """The mask of one row per batch element; scores of all rows would take 32 times as much as Q, K and V."""
     tokens = 8192
     query, key, value = (draw(device, dtype, HEADS, tokens, head_dim, offset=1, seed=seed) for seed in range(3))

@@ -156,7 +156,7 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
     [(4, 4, 4, 300, 300), (3, 6, 2, 130, 512), (2, 2, 2, 257, 1001), (33, 8, 1, 40, 2100), (5, 8, 2, 1, 3000)],
     ids=str,
 )
-def test_flash_attention_3_beside_padding_and_another_kernel_beside_holes(device, sizes, kind, head_dim):
+def test_flash_attention_3_with_padding_and_another_kernel_with_holes(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[0] == 2)
     if reason := get_exact("fa3_padded").unsupported(dispatch.request_of(call)):
         pytest.skip(reason)

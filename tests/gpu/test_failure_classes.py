@@ -288,7 +288,7 @@ def test_padding_in_the_middle_does_not_matter(recipe, bias, draw, device):
     _, expected_lse = attend(query, key, value, recipe, mask=allowed)
     seen = key * allowed.transpose(-1, -2)
     assert ((lse - expected_lse).abs() <= lse_tolerance(query, seen)).all()
-    # As a mask of scores, padding is read in the same tiles as a bias, by the same kernel.
+    # As an attention bias, padding is read in the same tiles as a bias, by the same kernel.
     scores = allowed.expand(-1, -1, 300, -1).contiguous()
     (expected, expected_lse), other_kernel = attend_and_name(query, key, value, recipe, mask=scores)
     assert kernel == other_kernel

@@ -199,7 +199,7 @@ def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(m
 
 @pytest.mark.parametrize(("head_dim", "kv_len", "is_causal"), pairwise([64, 128, 40], [256, 200], [False, True]))
 def test_blocks_of_keys_may_be_split(monkeypatch, head_dim, kv_len, is_causal, device):
-    """Where they are the last of several rounds of the multiprocessors, or all of them are fewer than those."""
+    """The blocks are the last of several rounds of the multiprocessors, or fewer than the multiprocessors."""
     whole = torch.cuda.get_device_properties(device).multi_processor_count // 2
     for heads in (3, whole + 1):
         call = Draw(device).call("sage_bwd", 1, 2 * heads, heads, 600, kv_len, head_dim, is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""Heavy keys in Triton's kernels: errors are the reference's, and beside a sink much smaller than without them."""
+"""Heavy keys in Triton's kernels: errors are the reference's, and with a sink much smaller than without them."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def draw(device, dtype, q_len, kv_len, head_dim=64, v_head_dim=64, batch=2, q_he
 @pytest.mark.parametrize(
     ("recipe", "head_dim", "dtype"), pairwise(FORWARD_ONLY, [64, 128], [torch.bfloat16, torch.float16, torch.float32])
 )
-def test_beside_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(recipe, head_dim, dtype, device):
+def test_with_a_sink_the_error_is_the_references_and_a_fifth_of_that_without(recipe, head_dim, dtype, device):
     inputs = [x.to(device, dtype) for x in sink(256, 8192, head_dim, heads=2)]
     error = check(inputs, recipe)
     truth, _ = sdpa.attention(*inputs)
@@ -100,7 +100,7 @@ def test_a_sink_anywhere_is_like_one_at_the_front(recipe, at, dtype, device):
 @pytest.mark.parametrize("at", [0, 64, 1000, 4095])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernels_that_are_chosen_attend_to_a_sink_anywhere(recipe, at, dtype, device):
-    """Those of the registry, whose quantisers are in CUDA where the GPU has them."""
+    """The registry chooses them, with quantisers in CUDA where the GPU has these."""
     query, key, value = (x.to(device, dtype) for x in sink(512, 4096, 128, heads=4, at=at))
     key, value = key[:, ::2].contiguous(), value[:, ::2].contiguous()
     output, _ = attention(query, key, value, recipe=recipe, fallback="emulate")

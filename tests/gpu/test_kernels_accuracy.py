@@ -24,7 +24,7 @@ def test_on_drawn_tensors(recipe, name, head_dim, dtype, device):
 
 @pytest.fixture(scope="module")
 def activations():
-    """Of the repository's own trained video model, all layers at two denoising steps."""
+    """Record Q, K and V of the repository's own trained video model, in all layers at two denoising steps."""
     pytest.importorskip("diffusers")
     return video_activations(TINY_VIDEO, "a red circle moving left", steps=4, at_steps=(0, 2))
 

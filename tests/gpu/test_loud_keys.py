@@ -80,5 +80,5 @@ def test_a_packed_documents_gradients_are_independent_of_its_neighbours_to_the_b
         results.append([output.detach(), *(x.grad for x in tokens)])
     quiet = torch.ones(len(results[0][0]), dtype=torch.bool, device=device)
     quiet[LOUD_DOCUMENT] = False
-    for ordinary, beside_loud in zip(*results, strict=True):
-        assert torch.equal(ordinary[quiet], beside_loud[quiet])
+    for ordinary, with_loud in zip(*results, strict=True):
+        assert torch.equal(ordinary[quiet], with_loud[quiet])

@@ -36,7 +36,7 @@ def cache(run_folder):
 def portable_instructions(monkeypatch, cache):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     without_fp4_instructions(monkeypatch)
-    # A decoded tile of K and V beside what the native kernel holds: of two more tiles there is no room.
+    # A decoded tile of K and V in addition to what the native kernel holds: of two more tiles there is no room.
     monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(128, 128, 8, 2))
     caches = nvfp4_forward.nvfp4_forward.device_caches
     kept = dict(caches)

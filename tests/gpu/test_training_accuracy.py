@@ -37,7 +37,7 @@ def test_grouped_queries(recipe, head_dim, heads, is_causal, device):
 @pytest.mark.parametrize("causal_offset", [0, 300, -200, 1, 10**9])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(200, 500), (500, 200), (129, 128), (1, 300), (300, 1)])
 def test_causal_with_an_offset(recipe, causal_offset, q_len, kv_len, device):
-    """Of a few rows the errors are few: those of several calls are judged together."""
+    """A few rows have few errors, so several calls are judged together."""
     errors = GradientErrors.none()
     for seed in range(4):
         draw = Draw(device, seed)

@@ -145,7 +145,7 @@ def test_both_forms_agree_on_grouped_queries(dims, heads, dtype, device):
     pairwise([(64, 256, 320), (128, 320, 200), (128, 200, 320)], LAYOUTS, [False, True]),
 )
 def test_gradients_do_not_depend_on_where_tensors_are_read(sizes, layout, padded, device):
-    """V and dO: where the caller has them, beside memory that holds NaN, or copies."""
+    """V and dO: where the caller has them, next to memory that holds NaN, or copies."""
     head_dim, q_len, kv_len = sizes
     call = Draw(device).call("sage_bwd", 2, 4, 2, q_len, kv_len, head_dim, is_causal=padded)
     if padded:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import BackwardCall, Call, Mask, softmax_scale
-from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import Recipe, get_recipe
 
@@ -21,16 +21,12 @@ def new_call(
     mask: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     blocks: BlockList | None = None,
-    is_causal: bool = False,
-    causal_offset: int = 0,
     scale: float | None = None,
-    lengths: Lengths | None = None,
-    return_lse: bool = False,
+    **options: Any,
 ) -> Call:
-    """Return a call with a 4-D mask, or with `valid`, bool (batch or 1, kv_len), and a list, or with packed lengths."""
+    """Return a call with a 4-D mask, or `valid`, bool (batch or 1, kv_len), and a list; `options` are its fields."""
     keys = _keys(valid, blocks, key.shape[2]) if mask is None else Mask.of(mask, key.shape[2])
-    scale = softmax_scale(scale, query.shape[3])
-    return Call(query, key, value, _recipe(recipe), keys, is_causal, causal_offset, scale, lengths, return_lse)
+    return Call(query, key, value, _recipe(recipe), keys, scale=softmax_scale(scale, query.shape[3]), **options)
 
 
 def new_backward_call(
@@ -43,25 +39,12 @@ def new_backward_call(
     *,
     valid: torch.Tensor | None = None,
     blocks: BlockList | None = None,
-    is_causal: bool = False,
-    causal_offset: int = 0,
     scale: float | None = None,
-    lengths: Lengths | None = None,
+    **options: Any,
 ) -> BackwardCall:
     """Return the backward pass of a call with these options."""
-    return BackwardCall(
-        output_gradient,
-        value,
-        output,
-        saved,
-        head_dim,
-        _recipe(recipe),
-        _keys(valid, blocks, value.shape[2]),
-        is_causal,
-        causal_offset,
-        softmax_scale(scale, head_dim),
-        lengths,
-    )
+    keys, scale = _keys(valid, blocks, value.shape[2]), softmax_scale(scale, head_dim)
+    return BackwardCall(output_gradient, value, output, saved, head_dim, _recipe(recipe), keys, scale=scale, **options)
 
 
 def pack(lengths: Iterable[int]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Drawn sequences of calls, each of whose outputs is compared with that of the same call on its own.
 
-A call's output, layout, flags and plan may depend on the call and on settings, never on what ran before, beside it, or
+A call's output, layout, flags and plan may depend on the call and on settings, never on what ran before, meanwhile, or
 in which tensors. A sequence is drawn from a seed. `python -m tests.helpers.drawn_calls --seconds 600 --device cuda`
 runs sequences of ascending seeds, prints each finding with the fewest steps that show it, and goes on.
 """

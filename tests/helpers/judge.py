@@ -1,4 +1,4 @@
-"""What a kernel is judged by: its recipe's reference, and exact attention in float64.
+"""Judge a kernel by its recipe's reference, and by exact attention in float64.
 
 Kernel and reference have the same operands to the bit, but for rotated elements between two INT8 codes, because a
 rotation's sums have an order. What differs is the order of float32 sums and, where their

@@ -1,4 +1,4 @@
-"""What a kernel's gradients are judged by: its recipe's reference, and exact attention's in float64.
+"""Judge a kernel's gradients by its recipe's reference, and by exact attention's in float64.
 
 Kernel and reference have the same INT8 of Q and K to the bit, and gradients of the same tiles. What differs is the
 order of float32 sums and, where the forward's tiles differ, which weights share a scale. So the kernel's errors are as

@@ -6,7 +6,7 @@ LAYOUTS = ("contiguous", "tokens first", "packed", "every other channel", "one h
 
 
 def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in other strides, beside memory that holds NaN."""
+    """Return the same values in other strides, next to memory that holds NaN."""
     if layout == "tokens first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "packed":

@@ -1,4 +1,4 @@
-"""What random calls are drawn from, and what those share that one compiled kernel serves."""
+"""Draw random calls; calls that one compiled kernel serves share layouts and options."""
 
 import math
 import random

@@ -122,7 +122,7 @@ def image_pipeline() -> StableDiffusionPipeline:
 
 
 def latents(pipe: CogVideoXPipeline, steps: int = 2, **settings) -> torch.Tensor:
-    """What the pipeline makes of a prompt, before decoding."""
+    """Return the latents that the pipeline makes of a prompt."""
     generator = torch.Generator().manual_seed(0)
     settings = {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0, **settings}
     return pipe("a red ball", num_inference_steps=steps, generator=generator, output_type="latent", **settings).frames

@@ -51,7 +51,7 @@ _TEXT_ENCODER = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build a model and what to give it.
+    """A tiny model: how to build it, and its inputs.
 
     Attributes:
         name: as tests show it.
@@ -228,7 +228,7 @@ MODELS = {
 
 
 def calls_interface(model: TinyModel) -> bool:
-    """Whether its attention calls the interface in the installed version of transformers (BERT and T5: since 5)."""
+    """Tell whether its attention calls the interface in the installed transformers (BERT and T5: since version 5)."""
     modelling_file = sys.modules[getattr(transformers, model.model_class).__module__]
     return "ALL_ATTENTION_FUNCTIONS" in vars(modelling_file)
 

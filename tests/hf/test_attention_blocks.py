@@ -80,7 +80,7 @@ def test_training_over_a_list_is_refused_where_no_native_kernel_is():
         sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd", blocks=blocks, fallback="error")
 
 
-def test_a_mask_of_scores_beside_a_list_is_refused():
+def test_a_attention_bias_with_a_list_is_refused():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     for recipe in ("sage2", "exact"):
         with pytest.raises(ValueError, match="which keys exist"):

@@ -226,7 +226,7 @@ def test_autocast_trains_in_the_autocast_dtype():
 
 @pytest.mark.parametrize("recipe", [*LOW_BIT, "exact"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_padding_beside_causality_is_the_mask_of_both(recipe, grad, no_recent_keys):
+def test_padding_with_causality_is_the_mask_of_both(recipe, grad, no_recent_keys):
     """The first rows of the padded sample may attend to nothing."""
     inputs = [x.requires_grad_(grad) for x in draw(q_len=90)]
     padding = VALID[:, None, None]

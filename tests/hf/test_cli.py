@@ -30,7 +30,7 @@ def run_example(monkeypatch, name: str, *arguments: str) -> int:
 
 
 def refused(capsys, *argv: object) -> str:
-    """What the command says when it refuses: one line, no traceback, exit code 2."""
+    """Return the message of a command that refuses: one line, no traceback, exit code 2."""
     assert main([str(argument) for argument in argv]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: ")
@@ -459,7 +459,7 @@ def test_explain_refuses_step_rules_for_a_model_without_steps(tmp_path, capsys):
     assert "is no denoiser of diffusers that takes a timestep" in capsys.readouterr().err
 
 
-def test_explain_plans_training_beside_inference(tmp_path, capsys):
+def test_explain_plans_training_with_inference(tmp_path, capsys):
     LlamaConfig(num_hidden_layers=1, architectures=["LlamaModel"]).save_pretrained(tmp_path / "model")
     for training, ran, why in (("sage_bwd", "sage_bwd", ""), ("sage2", "exact", "; sage2 is forward only")):
         SageConfig("sage3", training=training).save(tmp_path / "config.json")

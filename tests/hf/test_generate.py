@@ -60,7 +60,7 @@ def test_comparison_writes_videos_side_by_side_and_report(folder, tmp_path):
     assert str(tmp_path / "01-side-by-side.mp4") in outcome and "PSNR" in outcome
 
 
-def test_exact_recipe_beside_exact_attention_is_the_same_video(folder, tmp_path):
+def test_exact_recipe_with_exact_attention_is_the_same_video(folder, tmp_path):
     report = generate(options(folder, tmp_path, SageConfig("exact"), compare=True, steps=1))
     assert report.videos[0].psnr == math.inf and report.videos[0].ssim == 1
     assert json.loads((tmp_path / "report.json").read_text())["videos"][0]["psnr"] == "inf"
@@ -225,9 +225,9 @@ def test_a_video_that_is_not_nan_is_not_said_to_be(folder, tmp_path):
 def test_no_file_takes_the_place_of_another(folder, tmp_path, label, compare, name):
     job = replace(options(folder, tmp_path, QUICK, compare=compare, steps=1), label=label)
     report = generate(job)
-    beside = ["01-exact.mp4", "01-side-by-side.mp4"] if compare else []
-    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == sorted([*beside, f"01-{name}.mp4"])
-    assert len(report.videos[0].files) == len(beside) + 1
+    compared = ["01-exact.mp4", "01-side-by-side.mp4"] if compare else []
+    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == sorted([*compared, f"01-{name}.mp4"])
+    assert len(report.videos[0].files) == len(compared) + 1
 
 
 def test_without_encoder_gifs_are_written_and_that_is_said(folder, tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def combine_with_scalars_kernel(x, out, scalar, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
-def test_a_scalar_beside_a_block_is_each_of_its_elements(dtype):
+def test_a_scalar_with_a_block_is_each_of_its_elements(dtype):
     x = torch.arange(16).sub(5).mul(3).roll(4).to(dtype)
     out = torch.zeros_like(x)
     combine_with_scalars_kernel[(1,)](x, out, 7, len(x))

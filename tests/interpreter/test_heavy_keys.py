@@ -231,7 +231,7 @@ def test_the_operands_are_the_references_bit_for_bit(recipe):
 @pytest.mark.parametrize(
     ("recipe", "times"), [pytest.param("sage1", 2, marks=pytest.mark.audit), ("sage2", 5), ("sage3", 5)]
 )
-def test_beside_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, times):
+def test_with_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, times):
     inputs, recipe = sink(32, 512, 64), RECIPES[recipe]
     truth, _ = sdpa.attention(*inputs)
     with_heavy, without = (

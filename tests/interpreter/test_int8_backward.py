@@ -302,7 +302,7 @@ def test_empty_tensors_have_empty_gradients(recipe, sizes):
         assert not x.any()
 
 
-def test_padding_beside_packed_sequences_is_refused():
+def test_padding_with_packed_sequences_is_refused():
     *tensors, gradient = draw()
     lengths = Lengths(*(torch.tensor([0, 9], dtype=torch.int32),) * 2, 9, 9)
     both = options_of(lengths=lengths, valid=exist(9, tokens=150))

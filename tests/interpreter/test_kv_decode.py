@@ -155,13 +155,17 @@ def test_launches_whose_first_repetition_gives_another_output_are_never_repeated
     assert kv_decode._repeated[step] is None
 
 
-@pytest.mark.parametrize(
-    ("pairs", "tokens", "parts"),
-    [(8, 100, 1), (8, 4096, 16), (8, 131072, 49), (32, 4096, 12), (128, 32768, 7), (512, 4096, 4)],
-)
-def test_the_codes_are_divided_so_that_multiprocessors_share_them_evenly(pairs, tokens, parts, monkeypatch):
+@pytest.mark.parametrize("tokens", [4096, 32768, 131072])
+@pytest.mark.parametrize("pairs", [8, 32, 128, 512])
+def test_the_codes_are_divided_so_that_multiprocessors_share_them_evenly(pairs, tokens, monkeypatch):
     monkeypatch.setattr(kv_decode, "multiprocessors", lambda index: 132)
-    assert kv_decode._code_parts(pairs, tokens // 64, torch.device("cuda")) == parts
+    parts = kv_decode._code_parts(pairs, tokens // 64, torch.device("cuda"))
+    most = -(-pairs * parts // 132) / parts  # of a pair's codes, in the parts that one multiprocessor gets
+    assert pairs / 132 <= most < 1.05 * pairs / 132
+
+
+def test_few_codes_are_not_divided():
+    assert kv_decode._code_parts(8, 1, torch.device("cpu")) == 1
 
 
 def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:

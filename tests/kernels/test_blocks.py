@@ -198,7 +198,7 @@ def test_lists_that_do_not_fit_are_refused():
     refused(good, match="which keys exist", mask=torch.zeros(1, 1, 1, 330))
 
 
-def test_a_call_beside_a_list_has_no_heavy_keys():
+def test_a_call_with_a_list_has_no_heavy_keys():
     query, key, value = draw()
     mask = Mask.of_blocks(draw_blocks(2, 4, 300, 330), None, 330)
     call = Call(query, key, value, get_recipe("sage2"), mask)

@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[bytes]]:
 
 @pytest.fixture
 def uncached():
-    """What is known of this machine is looked up again, and forgotten afterwards."""
+    """Forget what is known of this machine, before a test and after it."""
     compiler.forget_machine()
     yield
     compiler.forget_machine()

@@ -139,7 +139,7 @@ def test_int8_forward_serves_what_it_is_fastest_at():
 
 @pytest.mark.usefixtures("can_compile")
 @pytest.mark.parametrize("recipe", ["sage1", "sage2"])
-def test_beside_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(recipe):
+def test_with_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(recipe):
     plan = select(replace(LONG, recipe=recipe, aligned=False))
     assert (plan.recipe, plan.kernel, plan.quantizer) == (recipe, "int8_forward", "int8_quantize")
     reason = "with heavy keys, addresses and strides of Q must be multiples of 16 bytes"

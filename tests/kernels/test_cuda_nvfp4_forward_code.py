@@ -69,7 +69,7 @@ def test_the_main_loop_is_lean(channels, is_causal, return_lse, budget, least, p
     assert loop.total <= budget and loop.least <= least
     assert loop.counts["LDG"] == loop.counts["LDGSTS"] == loop.counts["LDC"] == 0
     assert loop.counts["MUFU"] <= 73  # 64 weights, 4 scales with their logarithms, a rescaling
-    # Beside recent keys, 128 channels keep more numbers than there are registers: measured 5, outside of the loops, and
+    # With recent keys, 128 channels keep more numbers than there are registers: measured 5, outside of the loops, and
     # 17 for the log-sum-exp.
     assert code.instructions.spills <= (20 if return_lse else 5) * (is_causal and channels == 128)
     # A block's consumers take registers from its producer, which the assembler leaves out where functions are called.
@@ -111,7 +111,7 @@ def test_no_variant_spills_in_its_loops(arch, channels, recent, is_causal, retur
     )
     cubin = compiled(config, arch, torch.float16)
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
-    # Of padded batches an item keeps a few more numbers, and for the log-sum-exp beside recent keys; then some are
+    # Of padded batches an item keeps a few more numbers, and for the log-sum-exp with recent keys; then some are
     # reloaded in the loops.
     more = padded or (recent and return_lse)
     assert int(re.search(r"(\d+) bytes spill stores", cubin.log)[1]) <= (64 if more else 8 * recent), cubin.log

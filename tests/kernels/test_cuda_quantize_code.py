@@ -1,4 +1,4 @@
-"""What quantize.cu compiles to, and which tensors it takes. Needs no GPU."""
+"""The machine code of quantize.cu, and the tensors that it takes. Needs no GPU."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Exact attention with gradients beside padding: batch elements without a key give zeros, and get no gradient."""
+"""Exact attention with gradients and padding: batch elements without a key give zeros, and get no gradient."""
 
 import pytest
 import torch

@@ -108,7 +108,7 @@ def test_what_a_gpu_gets_is_aligned(handed_over, dtype, head_dim, extra, offset)
     assert call["key"].shape == (2, 3, 17, padded)
 
 
-def test_repeated_heads_of_queries_are_stored_beside_another_width_of_values(handed_over):
+def test_repeated_heads_of_queries_are_stored_with_another_width_of_values(handed_over):
     query, key = cuda(2, 1, 5, 128, dtype=torch.bfloat16).expand(2, 4, 5, 128), cuda(2, 4, 9, 128, dtype=torch.bfloat16)
     for width in (64, 128):
         exact.sdpa(query, key, cuda(2, 4, 9, width, dtype=torch.bfloat16))

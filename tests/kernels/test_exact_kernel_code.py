@@ -55,7 +55,7 @@ def test_leaving_elements_to_another_kernel_costs_no_spills(head_dim, multiproce
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", ["none", "keys", "bool", "additive"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, causal, dtype):
+def test_with_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, causal, dtype):
     names = []
     for name, code, shared in compiled(masked_forward.attend, call_of(head_dim, kind, causal=causal, dtype=dtype)):
         names.append(name)
@@ -70,7 +70,7 @@ def test_beside_masks_hoppers_matrix_units_run_without_spills(head_dim, kind, ca
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_beside_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
+def test_with_a_mask_of_few_keys_one_launch_suffices_without_spills(head_dim, causal):
     ((name, code, _),) = compiled(masked_forward.attend, call_of(head_dim, "keys", 300, 512, causal))
     assert name == "masked_forward" and code.instructions.spills == 0
 

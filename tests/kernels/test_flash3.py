@@ -69,7 +69,7 @@ def test_it_is_asked_for_nothing_that_it_cannot_do(operator, facts, part):
         ({}, ""),
     ],
 )
-def test_beside_masks_it_serves_those_of_keys(operator, monkeypatch, facts, part):
+def test_with_masks_it_serves_key_padding(operator, monkeypatch, facts, part):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))
     reason = get_exact("fa3_padded").unsupported(replace(REQUEST, **{"mask": "keys", **facts}))
     assert part in reason and bool(part) == bool(reason)
@@ -167,7 +167,7 @@ def planner(split=1, counter=0):
     ],
     ids=["no planner", "planner", "it ignores plans", "it splits", "another layout", "other arguments"],
 )
-def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
+def test_with_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
     options = {}
 
     def attend(query, key, value, out, **kwargs):
@@ -197,7 +197,7 @@ def test_beside_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch,
     flash_attention3._takes_plans.cache_clear()
 
 
-def test_beside_padding_a_traced_call_notes_the_operator(monkeypatch):
+def test_with_padding_a_traced_call_notes_the_operator(monkeypatch):
     written = []
     monkeypatch.setattr(
         flash_attention3, "_operator", lambda: lambda *tensors, out, **options: written.append((out, options))

@@ -100,8 +100,8 @@ def test_an_element_is_off_by_half_a_step_and_by_what_it_is_moved(tokens):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_of_128_tokens_are_off_by_less_than_with_rounding_to_the_nearest(sign):
-    """Of numbers with one step, spread evenly. To the nearest, errors have the variance step²/12 each. Moved by their
-    mean m, which has the deviation step/√(12·128), a share |m|/step of the numbers goes to the next one: those numbers'
+    """The numbers have one step and are spread evenly. To the nearest, errors have the variance step²/12 each. Moved by
+    their mean m, which has the deviation step/√(12·128), a share |m|/step of the numbers goes to the next one: their
     count has that binomial variance, 0.0204·step² for each number, a quarter of the former.
     """
     x = sign * (256 + 192 * torch.rand(256, 128, 16, generator=torch.Generator().manual_seed(2)))

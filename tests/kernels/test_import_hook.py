@@ -222,7 +222,7 @@ class DelegatingFinder:
 
 @pytest.mark.parametrize("place", ["in front", "behind"])
 def test_a_finder_that_asks_all_others_is_asked_once(folder: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    name = f"hooked_beside_{place.replace(' ', '_')}"
+    name = f"hooked_with_{place.replace(' ', '_')}"
     (folder / f"{name}.py").write_text("answer = 42\n")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     other, seen = DelegatingFinder(), []

@@ -80,16 +80,16 @@ def test_a_packed_documents_gradients_are_independent_of_its_neighbours_to_the_b
         output = training.packed_attention(*tokens, *lengths[:4], recipe=recipe)
         output.backward(torch.ones_like(output))
         results.append([output.detach(), *(x.grad for x in tokens)])
-    for ordinary, beside_loud in zip(*results, strict=True):
-        assert_others_are_equal(ordinary, beside_loud)
+    for ordinary, with_loud in zip(*results, strict=True):
+        assert_others_are_equal(ordinary, with_loud)
 
 
-def assert_others_are_equal(ordinary, beside_loud):
+def assert_others_are_equal(ordinary, with_loud):
     """Assert tokens to be equal but for those of the loud document, which differ."""
     quiet = torch.ones(len(ordinary), dtype=torch.bool)
     quiet[LOUD_DOCUMENT] = False
-    assert torch.equal(ordinary[quiet], beside_loud[quiet])
-    assert not torch.equal(ordinary[~quiet], beside_loud[~quiet])
+    assert torch.equal(ordinary[quiet], with_loud[quiet])
+    assert not torch.equal(ordinary[~quiet], with_loud[~quiet])
 
 
 @pytest.mark.parametrize("size", [1e18, 2e18])

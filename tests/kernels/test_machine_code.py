@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to on every architecture: the right matrix instructions, and no more code than was
+"""Triton kernels' machine code on every architecture: the right matrix instructions, and no more code than was
 measured. Needs no GPU, and minutes: `make audit`.
 
 `python -m tests.kernels.test_machine_code` measures again and writes the budgets, machine_code.json.
@@ -220,7 +220,7 @@ def name(case) -> str:
 
 
 def measure(case) -> dict[str, int]:
-    """What is budgeted."""
+    """Return the figures that are budgeted."""
     code = compile_forward(*case)
     return {
         "programs_per_sm": programs_per_sm(code.registers, num_warps(case)),
@@ -231,17 +231,17 @@ def measure(case) -> dict[str, int]:
 
 
 def num_warps(case) -> int:
-    """Of a program, those included that only load."""
+    """Return the warps of a program, with warps that only load."""
     return compile_launch(record(*case)[-1], case[-1]).metadata.num_warps
 
 
 def programs_per_sm(registers: int, num_warps: int) -> int:
-    """As many as the 65,536 registers hold, which threads get in eights."""
+    """Return how many programs the 65,536 registers hold, which threads get in eights."""
     return 65536 // (-(-registers // 8) * 8 * 32 * num_warps)
 
 
 def missed(measured: dict[str, int], budget: dict[str, int]) -> dict[str, int]:
-    """What is beyond its budget; a few instructions more are none."""
+    """Return the figures beyond their budgets; a few instructions more do not count."""
     return {
         what: count
         for what, count in measured.items()
@@ -347,7 +347,7 @@ def test_a_block_list_costs_the_forwards_main_loop_next_to_nothing(capability):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_block_list_costs_the_other_main_loops_next_to_nothing(head_dim, size):
-    """Those of gradients on Hopper, and of native NVFP4 with tiles of the same size."""
+    """The loops of gradients on Hopper, and of native NVFP4 with tiles of the same size."""
     lists = BlockList(
         meta(2, 8, 2048 // size, dtype=torch.int32), meta(2, 8, 2048 // size, 8, dtype=torch.int32), size, size
     )

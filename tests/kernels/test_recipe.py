@@ -46,7 +46,7 @@ def without_heavy(operands, recipe, key, value):
 
 
 @pytest.mark.parametrize("name", ["sage1", "sage2", "sage3"])
-def test_beside_int8_heavy_keys_without_their_mean_are_not_rounded(name):
+def test_with_int8_heavy_keys_without_their_mean_are_not_rounded(name):
     query, key, value = torch.randn(3, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     recipe = replace(RECIPES[name], heavy_choice="first")
     smooth = transforms.smooth(key.float())[0][:, :, :64]
@@ -114,7 +114,7 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
 
 @pytest.mark.parametrize("name", ["sage3", "sage3_paper", "sage2", "sage1", "sage_bwd_int8"])
 def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denominator(name):
-    """One tile of keys beside the heavy ones, so the online softmax is the plain one and redone in a few lines."""
+    """One tile of keys and the heavy ones, so the online softmax is the plain one and redone in a few lines."""
     recipe = RECIPES[name]
     query, key, value = draw(128 + recipe.heavy_keys)
     query = query[:, :, :128]

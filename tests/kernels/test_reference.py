@@ -269,14 +269,14 @@ def test_padding_by_a_large_negative_bias_equals_padding_by_minus_infinity(recip
     query, key, value = draw(1, 2, 2, 50, 200, 32, 32)
     key[:, :, 130:], value[:, :, 130:] = 50.0, 50.0
     padded = (torch.arange(200) >= 130).view(1, 1, 1, 200)
-    recipe = replace(recipe, heavy_choice="first")  # as it is beside a bias
+    recipe = replace(recipe, heavy_choice="first")  # as it is with a bias
     expected = reference.attention(query, key, value, recipe, mask=~padded)
     actual = reference.attention(query, key, value, recipe, mask=torch.zeros(padded.shape).masked_fill(padded, bias))
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_rows_all_biased_alike_attend_to_all_keys():
-    """As with PyTorch: the bias cancels. Only -inf forbids."""
+    """The bias cancels, as with PyTorch. Only -inf forbids."""
     query, key, value = draw(1, 2, 2, 50, 200, 32, 32)
     mask = torch.zeros(1, 1, 50, 200)
     mask[:, :, 7] = -1e4
@@ -346,7 +346,7 @@ def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
         assert (error < 1e-5) == (chosen >= first) and error < 0.2
 
 
-def test_without_causality_and_beside_a_block_list_no_key_is_recent():
+def test_without_causality_and_with_a_block_list_no_key_is_recent():
     inputs = draw(1, 2, 1, 140, 200, 32, 32)
     recipe, without = (replace(RECIPES["sage3"], recent_keys=recent) for recent in (64, 0))
     blocks = BlockList(torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32))

@@ -35,7 +35,7 @@ VOLTA = replace(GPU, capability=(7, 0))
 
 @pytest.fixture
 def add_kernel():
-    """Register kernels beside the reference for one test."""
+    """Register kernels next to the reference for one test."""
 
     def add(name, recipe, reason=lambda request: "", native=True, trains=False):
         kind = StandInTraining if trains else StandInForward

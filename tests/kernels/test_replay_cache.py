@@ -169,7 +169,7 @@ def test_an_entry_is_of_calls_that_agree_in_all_but_values():
     assert find(*tensors, ("options", 1)) is not entry
 
 
-def test_no_call_is_found_beside_a_pytorch_that_hides_a_setting(monkeypatch):
+def test_no_call_is_found_with_a_pytorch_that_hides_a_setting(monkeypatch):
     tensors = draw()
     assert find(*tensors) is find(*tensors)
     monkeypatch.setattr(torch_private, "_priority_order", torch_private._find("_of_no_pytorch", object))

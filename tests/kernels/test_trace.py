@@ -57,7 +57,7 @@ def test_a_call_that_computes_with_a_tensor_cannot_be_repeated(traced, function)
         function(traced.stand_in(torch.empty(2, 3, 40, 16)))
 
 
-def test_a_call_that_allocates_beside_its_arguments_cannot_be_repeated():
+def test_a_call_that_allocates_with_its_arguments_cannot_be_repeated():
     with FakeTensorMode(), tracing(), pytest.raises(NotRepeatableError, match="allocates memory"):
         torch.empty(4, device="cuda")
 

@@ -334,7 +334,7 @@ def test_autocast_does_not_reach_into_the_kernels(inside):
 
 
 def test_less_is_kept_for_the_backward_pass_than_by_16_bit_attention():
-    """Q and K in 8 bits, V and O in 16; scales and lse are 12 bytes a token beside the 4·2·64 of Q, K, V and O."""
+    """Q and K in 8 bits, V and O in 16; scales and lse are 12 bytes a token, next to the 4·2·64 of Q, K, V and O."""
     kept = []
     inputs = draw(q_heads=2, q_len=256, kv_len=256, dtype=torch.bfloat16, v_head_dim=64)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

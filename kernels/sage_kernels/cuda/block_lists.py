@@ -64,9 +64,9 @@ class Arguments:
     """The lists as a call has them, which keys exist, what is written, and sizes.
 
     Attributes:
-        counts, tiles: those of `blocks.BlockList`.
-        spans: those of `operands.KeyPadding`; None: all keys exist.
-        lists, queue: those of `SortedLists`, written.
+        counts, tiles: of a `block_list.BlockList`.
+        spans: of `operands.KeyPadding`; None: all keys exist.
+        lists, queue: of `SortedLists`, written.
         places: of `tiles`.
         list_batches, list_heads: of `lists`.
         blocks: of rows.

@@ -130,7 +130,7 @@ class QueryArguments:
     Attributes:
         codes, query_scale, lse: Q of `operands.Saved`.
         gradient, output: dO and O.
-        bounds: those of `prepare_keys`, of `key_tiles` tiles, or None.
+        bounds: as in `prepare_keys`, of `key_tiles` tiles, or None.
         query: Q in 16 bits (operand batch, q_heads, rows, channels), written.
         gradient_copy: dO likewise, written; None: the caller's is read.
         statistics: (operand batch, q_heads, rows / TILE, STATISTICS · TILE), written: of each query its scale, times
@@ -224,7 +224,7 @@ class Arguments:
     Attributes:
         key_gradient, value_gradient: dK and dV.
         key_scale: K's of `operands.Saved`.
-        statistics, sums, fixed_point: those of `prepare_queries`; sums are added to.
+        statistics, sums, fixed_point: as in `prepare_queries`; sums are added to.
         valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
         partials: (blocks of keys that are split, parts, 2, BLOCK, channels), partial sums of dK and of dV, written; or
             None.
@@ -358,7 +358,7 @@ def heads_together(call: BackwardCall) -> int:
 def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
     """Return in how many parts the blocks of keys are split that are left for a last round of the multiprocessors.
 
-    Those of a causal call that has more than one round are short, and not split.
+    Items of a causal call with more than one round are short, and not split.
     """
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]

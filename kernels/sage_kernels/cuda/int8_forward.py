@@ -1,6 +1,6 @@
 """Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`.
 
-Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then those of a list.
+Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then a list's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Config:
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
     float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is
     without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend to the
-    tiles of block lists, whose rows are those of two warpgroups.
+    tiles of block lists, whose rows belong to two warpgroups.
 
     With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
     (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
@@ -142,7 +142,7 @@ class Arguments:
         valid_stride, spans_stride: from batch element to batch element.
         query_factors_stride: from one (batch, kv head) to the next.
         head_dim: of Q.
-        lists, queue: those of `block_lists.SortedLists`, the first number of the queue written; or None and that of
+        lists, queue: of `block_lists.SortedLists`, the first number of the queue written; or None and that of
             `operands.Int8Operands`, written.
         list_stride: from list to list.
         lists_of_batch, lists_of_head: lists from batch element to batch element, and from head to head.

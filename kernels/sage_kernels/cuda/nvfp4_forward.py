@@ -228,7 +228,7 @@ def forward(
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: those of the call, with 64 or 128 channels in Q, K and V.
+        operands: the call's, with 64 or 128 channels in Q, K and V.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides and
             v_head_dim even, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.

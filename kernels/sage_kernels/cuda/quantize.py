@@ -1,4 +1,4 @@
-"""Make the INT8 recipes' operands on Hopper, by `quantize.cu`: those of the Triton quantisers, bit for bit."""
+"""Make the INT8 recipes' operands on Hopper, by `quantize.cu`: the Triton quantisers', bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Statistics:
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sums, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        chosen: (batch, kv_heads, PLACES), those of `operands.Statistics`; None where heavy keys are the first ones.
+        chosen: (batch, kv_heads, PLACES), of `operands.Statistics`; None where heavy keys are the first ones.
         blocks: of BLOCK tokens of K and V behind the first keys.
         sums: of BLOCK tokens of all of K and V.
         kv_len: keys behind the first ones.
@@ -84,11 +84,11 @@ class Operands:
         leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
         heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; the first ones
             lie before the tokens of `QuantizeParameters.key` and `value`.
-        heavy_key_with_mean: whether MEAN_PARTS rows follow those of heavy_key, whose channels then lie in their own
-            order, not in that of `layout.heavy_order`.
-        spans: (paddings, 3), those of `operands.KeyPadding`; None without padding.
+        heavy_key_with_mean: whether MEAN_PARTS rows follow heavy_key's, whose channels then lie in their own
+            order, not in `layout.heavy_order`.
+        spans: (paddings, 3), of `operands.KeyPadding`; None without padding.
         paddings: batch elements of `Statistics.valid`.
-        queue: that of `operands.Int8Operands`, or None.
+        queue: of `operands.Int8Operands`, or None.
     """
 
     query: Bytes
@@ -153,7 +153,7 @@ class QuantizeParameters:
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms in addition to those of each recipe, with fields as in `Recipe`.
+    """Transforms in addition to each recipe's, with fields as in `Recipe`.
 
     Attributes:
         padded: keys may not exist.

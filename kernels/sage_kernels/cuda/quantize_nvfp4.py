@@ -1,4 +1,4 @@
-"""Make the NVFP4 recipes' operands by `quantize_nvfp4.cu`: those of the Triton quantisers, bit for bit."""
+"""Make the NVFP4 recipes' operands by `quantize_nvfp4.cu`: the Triton quantisers', bit for bit."""
 
 from __future__ import annotations
 

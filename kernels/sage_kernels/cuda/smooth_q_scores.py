@@ -77,7 +77,7 @@ def smooth_q_scores(
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        operands: those of the call; they have a query_mean.
+        operands: the call's; they have a query_mean.
         call: without heavy keys (`Call.tail`), a mask or packed sequences; K's channels are contiguous, its address and
             other strides multiples of 16 bytes.
         first_sequence, sequences, first_block: where the ranges begin, and how many sequences there are.

@@ -8,18 +8,15 @@ import torch
 
 from ..runtime.hardware import capability_of
 from ..spec.heads import Norm, Rope
-from . import verdicts
+from . import registry, verdicts
+from .kernels import Named
 
 
-class HeadKernel(Protocol):
+class HeadKernel(Named, Protocol):
     """Implementation of norm and rotation.
 
     All tensors but the parameters are (batch, tokens, heads, head_dim).
     """
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
 
     def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
         """Return why it cannot serve a call, whose gradients are wanted if `grad`; "" if it can."""
@@ -41,9 +38,7 @@ _kernels: dict[str, HeadKernel] = {}
 
 def register_head_kernel(kernel: HeadKernel) -> None:
     """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
-    if kernel.name in _kernels:
-        raise ValueError(f"kernel {kernel.name!r} is registered already")
-    _kernels[kernel.name] = kernel
+    registry.add(_kernels, kernel)
 
 
 def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:

@@ -13,12 +13,16 @@ from ..spec.recipe import Recipe
 from .request import Request
 
 
-class Kernel(Protocol):
-    """Implementation of one phase of attention, for some formats and transforms, on some machines."""
+class Named(Protocol):
+    """Kernel of any kind: registries hold it by its name."""
 
     @property
     def name(self) -> str:
-        """Return the name that `explain` shows."""
+        """Return the name that `explain` and tables of costs show."""
+
+
+class Kernel(Named, Protocol):
+    """Implementation of one phase of attention, for some formats and transforms, on some machines."""
 
     @property
     def native(self) -> bool:
@@ -91,12 +95,8 @@ class Backward(Kernel, Protocol):
         """
 
 
-class Exact(Protocol):
+class Exact(Named, Protocol):
     """Kernel of exact attention that is not PyTorch's own."""
-
-    @property
-    def name(self) -> str:
-        """Return the name that `explain` and tables of costs show."""
 
     @property
     def repeats(self) -> bool:

@@ -8,15 +8,12 @@ import torch
 
 from ..runtime.hardware import capability_of
 from ..spec.kv_cache import KVCache
-from . import verdicts
+from . import registry, verdicts
+from .kernels import Named
 
 
-class KVKernel(Protocol):
+class KVKernel(Named, Protocol):
     """Implementation of a cache's two operations. All give the same stored bits."""
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
 
     @property
     def native(self) -> bool:
@@ -49,9 +46,7 @@ _kernels: dict[str, KVKernel] = {}
 
 def register_kv_kernel(kernel: KVKernel) -> None:
     """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
-    if kernel.name in _kernels:
-        raise ValueError(f"kernel {kernel.name!r} is registered already")
-    _kernels[kernel.name] = kernel
+    registry.add(_kernels, kernel)
 
 
 def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..replay import cache
 from ..spec.recipe import get_recipe
 from . import verdicts
-from .kernels import Backward, Exact, Forward, Kernel, Quantizer
+from .kernels import Backward, Exact, Forward, Kernel, Named, Quantizer
 from .request import Request
 
 quantizers: dict[str, Quantizer] = {}
@@ -22,30 +22,31 @@ exacts: dict[str, Exact] = {}
 forgetters: list[Callable[[], None]] = [cache.forget]
 """Functions by which choices are forgotten that were made among the kernels, and what follows from them."""
 
-AnyKernel = TypeVar("AnyKernel", bound=Kernel | Exact)
+AnyKernel = TypeVar("AnyKernel", bound=Named)
 
 
 def register_quantizer(kernel: Quantizer) -> None:
     """Make a quantiser available; those registered first are preferred. Raise ValueError if its name is taken."""
-    _add(quantizers, kernel)
+    add(quantizers, kernel)
 
 
 def register_forward(kernel: Forward) -> None:
     """Make a forward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
-    _add(forwards, kernel)
+    add(forwards, kernel)
 
 
 def register_backward(kernel: Backward) -> None:
     """Make a backward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
-    _add(backwards, kernel)
+    add(backwards, kernel)
 
 
 def register_exact(kernel: Exact) -> None:
     """Make a kernel of exact attention available. Raise ValueError if its name is taken."""
-    _add(exacts, kernel)
+    add(exacts, kernel)
 
 
-def _add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
+def add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
+    """Add a kernel to the others of its kind, and forget choices; raise ValueError if its name is taken."""
     if kernel.name in kernels:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel

@@ -11,6 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.attention import SDPBackend
 
 from ..runtime import dynamo, torch_private
+from ..spec.autocast import autocast_dtype
 from ..spec.derivatives import wants_gradient
 from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
 from .gradient_layout import with_gradient_like_output
@@ -163,23 +164,6 @@ def _score_chunks(
         yield chunk, apply_mask(scores, mask, is_causal, start, 0, causal_offset)
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which PyTorch's attention would have x under autocast; None without autocast."""
-    device_type = x.device.type
-    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
-def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as PyTorch's attention has them under autocast, all on the device of the first."""
-    dtype = autocast_dtype(tensors[0])
-    if dtype is None:
-        return tensors
-    eligible = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
-
-
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -253,7 +237,7 @@ def repeated(
     """Return a function of (query, key, value), laid out as these, that does as `sdpa` without mask and gradients.
 
     It is PyTorch's function, or `by`, with options; None where `sdpa` hands on other tensors than it is given. The
-    arguments are those of `sdpa`.
+    arguments are as in `sdpa`.
     """
     if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
         return None
@@ -279,7 +263,7 @@ def without_cudnn(
     """Call the operator that PyTorch's function would choose if there were no cuDNN, and touch no switch of PyTorch.
 
     PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set another order of them,
-    and where the backends that the caller allows do not serve the call. Arguments are those of PyTorch's function, with
+    and where the backends that the caller allows do not serve the call. Arguments are as in PyTorch's function, with
     16-bit rows aligned as `sdpa` aligns them.
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}

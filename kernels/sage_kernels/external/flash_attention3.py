@@ -183,7 +183,7 @@ def _row_blocks(call: Call) -> int:
 
 @lru_cache(maxsize=16)
 def _takes_plans(device: torch.device) -> bool:
-    """Return whether there is an operator whose plans are those of `kernels.AttendToFirst`, and which follows them."""
+    """Return whether there is an operator with the plans of `kernels.AttendToFirst`, and one that follows them."""
     if not hasattr(_operators(), PLANNER):
         return False
     try:

@@ -145,7 +145,7 @@ BIN_SHIFT = 19
 FIRST_BIN = ((127 - 9) << 4) - 1
 """The leading bits of what is just below 2⁻⁹, e4m3's least number."""
 BINS = ((127 + 8) << 4) + 13 - FIRST_BIN
-"""Leading bits of v in `search_groups`: those of all below 2⁻⁹ together, and up to 464."""
+"""Leading bits of v in `search_groups`: all below 2⁻⁹ together, and up to 464."""
 SEARCH_LIMIT = 464 * E2M1_MAX
 
 
@@ -161,7 +161,7 @@ def _nearest_codes() -> torch.Tensor:
 def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
     """Return the factors of `search_groups`: float16 (BINS, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
 
-    The first index is that of the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
+    The first index is by the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
     are left out have NaN.
     """
     leading = torch.arange(BINS, device="cpu")[:, None] + FIRST_BIN

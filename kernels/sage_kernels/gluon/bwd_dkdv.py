@@ -1,7 +1,7 @@
 """The kernel of dK and dV on Hopper: the work of `triton.bwd_dkdv` in specialised warps.
 
 One warp loads tiles of queries. Two or three warpgroups, each with 64 of the program's keys, walk over them out of
-step, so that one computes weights while another multiplies. The arithmetic of a tile is that of `triton.bwd_dkdv`
+step, so that one computes weights while another multiplies. The arithmetic of a tile is as in `triton.bwd_dkdv`
 in 16 bit.
 """
 

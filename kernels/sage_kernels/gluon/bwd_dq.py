@@ -1,7 +1,7 @@
 """The kernel of dQ on Hopper: the work of `triton.bwd_dq` in specialised warps.
 
 One warp loads tiles of keys. Two or three warpgroups, each with 64 of the program's rows, walk over them out of step;
-each starts the scores of its next tile before it finishes this one. The arithmetic of a tile is that of
+each starts the scores of its next tile before it finishes this one. The arithmetic of a tile is as in
 `triton.bwd_dq` in 16 bit.
 """
 

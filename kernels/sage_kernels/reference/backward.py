@@ -43,7 +43,7 @@ GRADIENT_BLOCK = 64  # rows of dO that share a scale in INT8
 def forward(call: Call) -> tuple[torch.Tensor, Saved]:
     """Compute `reference.forward.attention` of a call and save what its gradients need.
 
-    The call's mask may be a mask of keys, a block list, or both.
+    The call's mask may be a key-padding mask, a block list, or both.
 
     Returns:
         (output, saved): (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out as (batch, q_len, q_heads,
@@ -123,7 +123,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     """Save one ordinary batch for the backward pass.
 
     Args:
-        operands: those of a recipe with Q and K in INT8.
+        operands: of a recipe with Q and K in INT8.
         lse: the result of `reference.forward.attend_to_operands`.
     """
 

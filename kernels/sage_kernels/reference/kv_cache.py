@@ -3,7 +3,7 @@
 K: (k - mean) · (1 / equalizer), rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: so the
 first and the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the equalizer
 and rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by the unit.
-All of it is exact in real arithmetic. Mean, equalizer and unit are those of the first tokens that a cache gets.
+All of it is exact in real arithmetic. Mean, equalizer and unit are taken from the first tokens that a cache gets.
 
 A token in INT8 or INT4 is x = low + scale · code, with its smallest element and (largest - smallest) / (2^bits - 1) in
 float16 (asymmetric, arXiv 2405.04532, section 4.2); in NVFP4 as `formats.nvfp4` without a tensor scale.
@@ -110,7 +110,7 @@ def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tenso
 
     Args:
         cache: of any length.
-        dtype: of the result, float64 for tests; default that of the caller's K.
+        dtype: of the result, float64 for tests; default: the caller's K's.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = torch.arange(cache.length, device=cache.device)

@@ -83,7 +83,7 @@ class ReferenceHeadKernel:
         self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Raise RuntimeError: PyTorch follows `forward`."""
-        raise RuntimeError("gradients of the reference are those of PyTorch's operators")
+        raise RuntimeError("gradients of the reference come from PyTorch's operators")
 
 
 class ReferenceKVKernel:

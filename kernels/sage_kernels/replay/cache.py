@@ -202,7 +202,7 @@ def _compare(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, r
     """
     device = next(x.device for x in expected if x is not None)
     with contextlib.ExitStack() as stack:
-        # Checkpointing counts the tensors that a forward pass saves, and must not count those of the comparison.
+        # Checkpointing counts the tensors that a forward pass saves, and must not count the comparison's.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_keep, _keep))
         if device.type == "cuda" and torch.version.hip is None:
             stack.enter_context(torch.cuda.device(device))

@@ -21,7 +21,7 @@ class BlockList(NamedTuple):
 
     Attributes:
         counts: int32 (batch or 1, q_heads or 1, blocks of rows), the number of tiles listed; 0: the rows attend to
-            nothing, so their output is 0 and their lse -inf. The batch is that of packed sequences where they are.
+            nothing, so their output is 0 and their lse -inf. Packed sequences are the batch where there are such.
         tiles: int32 (batch or 1, q_heads or 1, blocks of rows, places): the first `counts` of a block are its tiles,
             each once, in any order; further places hold anything.
         block_m: rows a block, 64 or 128.
@@ -95,7 +95,7 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
 
     Args:
         blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).
-        lengths: those of sequences that are packed into one batch element; None: an ordinary batch.
+        lengths: of sequences that are packed into one batch element; None: an ordinary batch.
 
     Raises:
         RuntimeError: a storage of the list was freed.

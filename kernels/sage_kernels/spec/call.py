@@ -95,7 +95,7 @@ class Call:
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
         recipe: formats and transforms.
-        mask: the mask; for packed sequences none, or a block list whose batch is that of sequences: tiles beyond a
+        mask: the mask; for packed sequences none, or a block list whose batch is the sequences: tiles beyond a
             sequence's keys, and blocks beyond its rows, do not count.
         is_causal: row i attends to keys 0…i + causal_offset.
         causal_offset: see is_causal; 0 aligns upper left.

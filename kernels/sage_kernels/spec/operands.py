@@ -146,7 +146,7 @@ class NVFP4Operands:
         value_mean: float32 (batch, kv_heads, v_channels or fewer, a power of two).
         mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean; None unless
             `Call.wants_mean_score`.
-        statistics: those of K and V.
+        statistics: of K and V.
         heavy: as in `Int8Operands`.
     """
 

@@ -40,7 +40,7 @@ class Recipe:
         key_scale_steps: likewise in K, whose error grows most where scales are left out.
         denominator: divide rows by the sum of P before ("p") or after ("quantized_p") quantisation.
         backward: format of the products dV = Pᵀ·dO, dQ = dS·K and dK = dSᵀ·Q of the backward pass (arXiv 2505.11594,
-            section 4), whose S is that of the forward; None: the recipe has no gradients. "16bit": the dtype of the
+            section 4), whose S is the forward's; None: the recipe has no gradients. "16bit": the dtype of the
             caller's tensors, K and Q being the values of the forward's codes. "int8": P and dS with a scale per row of
             a tile along the sum, dO with one per 64 rows, K and Q as the forward's codes. The product dP = dO·Vᵀ stays
             in 16 bit: dS contains a difference of dP and its mean, δ = rowsum(dO∘O), so errors of dP weigh most.

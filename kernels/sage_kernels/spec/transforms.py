@@ -41,7 +41,7 @@ NO_KEY = 2**31 - 1
 LOUD_GROUPS = 8
 """Groups of K's tokens: block n of 128 tokens belongs to group n modulo this number."""
 LOUD = 32.0
-"""A group of K's tokens is loud if its mean square exceeds that of the median group so many times."""
+"""A group of K's tokens is loud if its mean square exceeds the median group's so many times."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def loudness_ratio(
     """Return K's variance / Q's mean square in each channel, within 2^±(4 · MAX_EQUALIZER).
 
     It is 1 in channels where Q or K is 0 throughout, or so large that the sum of squares is not finite.
-    Q's mean square is that of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES), less those that are not valid.
+    Q's mean square is over the valid ones of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES).
     Where Q's means are subtracted before it is quantised, it is the variance of these rows.
 
     Args:
@@ -218,8 +218,8 @@ def heavy_places(
     """Return the key that takes each of the first places, where heavy keys stand.
 
     A key may take place p if its number is p modulo `places`. Of these the one with the largest score, and the first
-    among equals, takes it, provided that this score exceeds that of key p by HEAVY_MARGIN; otherwise key p stays.
-    Scores are those of `_choice_scores`. A key whose score is not finite, or that does not exist, neither takes a place
+    among equals, takes it, provided that this score exceeds key p's by HEAVY_MARGIN; otherwise key p stays.
+    Scores are from `_choice_scores`. A key whose score is not finite, or that does not exist, neither takes a place
     nor leaves its own.
 
     Args:

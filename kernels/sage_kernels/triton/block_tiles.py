@@ -23,7 +23,7 @@ class BlockTiles:
     Attributes:
         tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles all of whose scores
             count, the number of all tiles, then the tiles, those first; one place more may be read. Sizes are 1 where
-            the list is broadcast; the batch is that of packed sequences where they are.
+            the list is broadcast; packed sequences are the batch where there are such.
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
         block_m: rows that a list holds for.
     """

@@ -2,7 +2,7 @@
 
 A tile of scores leaves the matrix units as integers. A thread needs one scale of K per 64 keys (`layout.thread_order`),
 so it takes maxima of integers; scaling costs one multiplication of the maximum, and is part of the exponent's fused
-multiply-add. In 8 bits, P's registers are those of the scores: V's tokens lie in the order that this takes
+multiply-add. In 8 bits, P's registers are the scores': V's tokens lie in the order that this takes
 (`operands.Int8Operands`). An 8-bit P·V starts from zero in each tile and is added in float32: Hopper's e4m3 matrix
 instructions accumulate with fewer bits, and INT8 has a scale per row and tile.
 """
@@ -87,14 +87,14 @@ def forward(
     """Attend to quantised operands.
 
     Args:
-        operands: those of the call.
+        operands: the call's.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None. Operands without a mean_score give that of the scores
             against K without its mean.
         call: a result of `Call.for_kernel`.
         capability: the GPU's.
-        tiles: the tiles that the mask leaves, or those of a block list; None without either.
+        tiles: the tiles that the mask leaves, or a block list's; None without either.
         padding: the keys that exist; None: all, or a mask.
     """
     (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy

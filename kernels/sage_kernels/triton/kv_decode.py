@@ -32,7 +32,7 @@ MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
 MAX_PARTS = 252
 OTHER_PARTS = tl.constexpr(2)
-"""Programs beside those of the codes: the first tokens, and the newest ones."""
+"""Programs in addition to the codes': for the first tokens, and for the newest ones."""
 FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 3, 7
 """Programs a multiprocessor where at most FEW_PAIRS (batch, KV head) pairs share it, and where more do."""
 FEWEST_PARTS, FEWEST_TILES = 4, 4

@@ -21,7 +21,7 @@ from .configs import Config, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # of a mask of one row
-UNLISTED = 1024  # keys up to which each program reads a mask of keys itself
+UNLISTED = 1024  # keys up to which each program reads a key-padding mask itself
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
 

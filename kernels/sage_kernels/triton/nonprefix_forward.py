@@ -36,7 +36,7 @@ def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int
     """Return the output, 0 in rows without a key.
 
     Args:
-        call: as of `masked_forward.attend`, with a mask of keys and without causality.
+        call: as of `masked_forward.attend`, with a key-padding mask and without causality.
         attend_to_first: the kernel for the batch elements whose keys that exist come first.
         row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
     """

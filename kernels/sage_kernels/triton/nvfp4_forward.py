@@ -83,13 +83,13 @@ def forward(
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: those of the call.
+        operands: the call's.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None.
         call: a result of `Call.for_kernel`; its unquantised keys are multiplied by the means of Q.
         capability, native: see `attend`.
-        tiles: the tiles that the mask leaves, or those of a block list; None without either.
+        tiles: the tiles that the mask leaves, or a block list's; None without either.
     """
     (q_sequences, kv_sequences), heavy, recent = call.token_axes, operands.heavy, call.has_recent_keys
     tail_sequences = call.tail.token_axes[1]

@@ -77,7 +77,7 @@ class TritonKernel(Declared):
 
 
 class TritonQuantizer(TritonKernel):
-    """A quantiser that reads masks of keys by their spans."""
+    """A quantiser that reads key-padding masks by their spans."""
 
     module: str
 

@@ -36,7 +36,7 @@ def restore_gradient(
         gradient: (batch, heads, tokens, head_dim) in the caller's dtype.
         call: its recipe and equalizer say what to undo.
         sequences: the token axis.
-        of_query: the gradient is that of Q.
+        of_query: the gradient is Q's.
     """
     heads, head_dim = gradient.shape[1], gradient.shape[3]
     blocks = ceil_div(sequences.tokens, BLOCK_ROWS.value)

@@ -137,7 +137,7 @@ def list_most(
         columns: uint8 (1, 1, tiles), not 0 where all blocks keep a tile as well; sizes likewise.
 
     Returns:
-        (counts, tiles): those of a `BlockList`, tiles in ascending order.
+        (counts, tiles): of a `BlockList`, tiles in ascending order.
     """
     return _select(scores, numbers, 1.0, rows, columns)
 
@@ -147,7 +147,7 @@ def list_share(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List tiles, largest scores first, until their shares of the scores' softmax sum to `share`, in (0, 1].
 
-    Other arguments and the result are those of `list_most`; a share of 1 keeps all tiles.
+    Other arguments and the result are as in `list_most`; a share of 1 keeps all tiles.
     """
     return _select(scores, None, share, rows, columns)
 

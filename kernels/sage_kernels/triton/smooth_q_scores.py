@@ -33,7 +33,7 @@ def smooth_q_scores(
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        operands: those of the call; they have a query_mean.
+        operands: the call's; they have a query_mean.
         call: without heavy keys (`Call.tail`).
         valid: int32 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
         first_sequence, first_block: where the ranges begin.

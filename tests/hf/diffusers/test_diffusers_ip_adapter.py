@@ -134,7 +134,7 @@ class Tiny:
         return [p for p in self.model.attn_processors.values() if isinstance(p, ADAPTERS[self.name])]
 
     def layers(self) -> dict[str, torch.nn.Module]:
-        """Those of the model; an adapter's projection of the image has some of its own while it is loaded."""
+        """Return the model's attention layers, without the loaded adapter's own in its projection of the image."""
         return {name: m for name, m in attention_layers(self.model).items() if not name.startswith("image_proj")}
 
     def sages(self) -> list[SageAttnProcessor | None]:

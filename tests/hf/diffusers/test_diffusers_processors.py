@@ -1,4 +1,4 @@
-"""What a SageAttnProcessor promises beyond its families' numerics."""
+"""Promises of SageAttnProcessor beyond its families' numerics."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ def output_of(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
 
 
 def gradient_of(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
-    """Of a sum of squares, over all parameters, as one vector."""
+    """Return the gradient of a sum of squares, over all parameters, as one vector."""
     model.zero_grad()
     output_of(model, inputs).square().sum().backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
 def gradients_in_attention(model: torch.nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
-    """As `gradient_of`, of each parameter of the attention layers; those that change nothing left out."""
+    """Return `gradient_of` for each parameter of the attention layers, without parameters that change nothing."""
     gradient_of(model, inputs)
     found = {
         f"{name}.{parameter}": value.grad.flatten().clone()
@@ -61,7 +61,7 @@ def recipes(model: torch.nn.Module) -> list[str]:
 
 @each_family
 def test_gradients_of_every_family_point_where_exact_ones_do(case: Family):
-    """Each on its own: the gradients of Q and K are small beside those of the rest."""
+    """Each on its own: the gradients of Q and K are small, compared with the others."""
     model, inputs = in_training(case), case.make_inputs()
     exactly = gradients_in_attention(model, inputs)
     model.set_attn_processor(SageBwdProcessor(fallback="emulate"))

@@ -47,7 +47,7 @@ def fill_gates(model, seed=3):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder as FastVideo's: diffusers' names, and `blocks.N.to_gate_compress` beside them."""
+    """A folder as FastVideo's: diffusers' names, and `blocks.N.to_gate_compress`."""
 
     def make(shards=1, name="transformer"):
         model = build()

@@ -44,7 +44,7 @@ def test_share_layers_and_steps_are_taken_over(said):
 
 @pytest.mark.parametrize("sparsity", [0.75, {"prefill": 0.75, "decode": 0.5}])
 @pytest.mark.parametrize("name", ["target_sparsity", "target_sparse_ratio"])
-def test_files_of_earlier_releases_have_the_fields_beside_their_groups(said, sparsity, name):
+def test_files_of_earlier_releases_have_the_fields_with_their_groups(said, sparsity, name):
     groups = {"group_0": {"sparse_algo": "softmax_skip", "targets": ["WanAttention"]}}
     config = {"config_groups": groups, "threshold_scale_factor": CURVE, name: sparsity, "producer": PRODUCER}
     assert sparse_of_model({"sparse_attention_config": config}, LAYERS) == Sparse(keep=0.25)

@@ -130,7 +130,7 @@ def test_a_video_told_by_coordinates_is_routed_in_raster_order(sizes):
 
 
 def test_text_that_lies_last_is_kept_and_its_padding_hidden():
-    """HunyuanVideo's self-attention has a mask of keys beside the list."""
+    """HunyuanVideo's self-attention has a key-padding mask with the list."""
     case = family("hunyuan-video")
     model, inputs = case.build().eval(), case.make_inputs()
     inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))

@@ -154,7 +154,7 @@ def test_noise_levels_of_tokens_go_with_them(name, monkeypatch):
 
 
 def test_blocks_that_tell_tokens_apart_are_left_alone(monkeypatch):
-    """Those of HunyuanVideo that replace the first frame's tokens: each call of attention permutes its own."""
+    """HunyuanVideo's blocks that replace the first frame's tokens: each call of attention permutes its own."""
     case = family("hunyuan-video")
     config = {**case.config, "image_condition_type": "token_replace"}
     model = type(case.build())(**config).eval()

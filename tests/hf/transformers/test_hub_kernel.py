@@ -1,4 +1,4 @@
-"""The Hub kernel: its folder, its functions beside FlashAttention's semantics, and transformers that loads it."""
+"""The Hub kernel: its folder, its functions with FlashAttention's semantics, and transformers that loads it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_variant_says_what_the_loader_reads(repository):
         build_hub_kernel.build(repository)
 
 
-def test_it_runs_alone_and_beside_sage_hf(repository, forks):
+def test_it_runs_alone_and_with_sage_hf(repository, forks):
     """Without sage-hf on the path; and with it, whose operators have another name."""
     alone = f"import sys, torch\nsys.path[:] = [p for p in sys.path if 'kernels' not in p]\n{LOADER}"
     call = f"""

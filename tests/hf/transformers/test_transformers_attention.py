@@ -1,4 +1,4 @@
-"""What the attention function does with each argument a model may send it."""
+"""The attention function honours or refuses each argument that a model may send it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.tiny_transformers import IN_FLOAT64, MODELS, TOKENS, TinyMode
 
 
 class Layer(nn.Module):
-    """An attention layer as models have them, with an eager attention beside it."""
+    """An attention layer as models have them, with an eager attention in its module."""
 
     def __init__(self, is_causal: bool = True) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ LLAMA, CLIP = MODELS["llama"], MODELS["clip"]
 
 
 def recipes(model: nn.Module) -> dict[str, str]:
-    """What the layers of the model's parts are asked for, by the part."""
+    """Return the recipe that the layers of each of the model's parts are asked for."""
     run(model, **(CLIP if "Clip" in type(model).__name__ or hasattr(model, "vision_model") else LLAMA).inputs())
     return {
         name.split(".")[0]: plan.request.recipe
@@ -207,7 +207,7 @@ def test_a_model_that_expects_a_kernel_to_pick_keys_runs_as_it_would_by_default(
     assert reason in str(unsupported(model))
 
 
-def test_the_part_beside_one_that_picks_keys_is_not_refused() -> None:
+def test_the_part_next_to_one_that_picks_keys_is_not_refused() -> None:
     modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
     assert "MiniMaxM3VLAttention hands block_indices=" in str(refusal(modeling.MiniMaxM3VLTextModel))
     assert refusal(modeling.MiniMaxM3VLVisionModel) is None
@@ -288,7 +288,7 @@ def test_a_forward_compiles_into_one_graph(name: str, implementation: str, no_re
 
 @pytest.mark.parametrize("padding", ["left", pytest.param("right", marks=pytest.mark.audit)])
 def test_a_compiled_model_attends_to_padded_batches_as_the_model_does(padding: str) -> None:
-    """Causality is said beside the padding, so both have the latest keys of a row in 16 bits."""
+    """Causality is said apart from the padding, so both have the latest keys of a row in 16 bits."""
     tiny = MODELS["llama"]
     model, inputs = tiny.build("sage3"), tiny.inputs(padding)
     plain = run(model, **inputs, use_cache=False)

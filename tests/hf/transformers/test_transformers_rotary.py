@@ -1,4 +1,4 @@
-"""Where a kernel rotates queries and keys in place of a modelling file's function, they are the same to the bit."""
+"""Queries and keys that a kernel rotates in place of a modelling file's function are the same to the bit."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_what_a_model_adds_to_attention_trains_exactly() -> None:
 
 @pytest.fixture
 def asked_for_a_mask() -> Iterator[dict]:
-    """What transformers asks the mask function of a padded causal batch."""
+    """Record what transformers asks the mask function of a padded causal batch."""
     asked: dict = {}
     AttentionMaskInterface.register("sage_bwd_emulate", lambda **kwargs: asked.update(kwargs) or sage_mask(**kwargs))
     run(LLAMA.build("sage_bwd_emulate"), **LLAMA.inputs("right"))
@@ -226,7 +226,7 @@ def test_a_batch_in_a_static_cache_keeps_its_full_mask() -> None:
 @pytest.mark.parametrize(
     "extra", ["nothing", "dropout", "softcap", "s_aux", "position_bias", "output_attentions", "temper"]
 )
-def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_beside_it(
+def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_with_it(
     recipe: str, grad: bool, extra: str, no_recent_keys: None
 ) -> None:
     """`recipe` is what a rule or the mode gives the layer; the masks are those of the implementation's name."""

@@ -30,7 +30,7 @@ def heavy_keys(
 
     Args:
         call: the whole call.
-        statistics: those of the call.
+        statistics: the call's.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all do.
         channels, v_channels: of the operands, head_dim rounded up to a power of two.
         centred: subtract K's mean.

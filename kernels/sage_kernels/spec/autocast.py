@@ -1,0 +1,22 @@
+"""The dtype of a call under autocast."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which PyTorch's attention would have x under autocast; None without autocast."""
+    device_type = x.device.type
+    if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors as PyTorch's attention has them under autocast, all on the device of the first."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    eligible = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(tensor.to(dtype) if tensor.dtype in eligible else tensor for tensor in tensors)
