@@ -169,7 +169,7 @@ def test_padding_comes_alone_only_where_it_is_all_that_a_mask_would_say(asked_fo
     assert sage_training_mask(**asked_for_a_mask | nothing_padded) is None
 
 
-def test_padding_comes_alone_beside_a_class_that_only_holds_the_model(asked_for_a_mask: dict) -> None:
+def test_padding_comes_alone_where_another_class_only_holds_the_model(asked_for_a_mask: dict) -> None:
     class RewardModel(PreTrainedModel):
         config_class = type(asked_for_a_mask["config"])
 
