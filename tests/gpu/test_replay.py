@@ -50,6 +50,7 @@ CALLS = {
     "float16": (SHAPE, {"dtype": torch.float16}),
     "sage1": (SHAPE, {"recipe": "sage1"}),
     "sage3": ((1, 4, 1000, 128), {"recipe": "sage3", "fallback": "emulate", "return_lse": True}),
+    "sage3, keys": (SHAPE, {**MASKED, "recipe": "sage3", "fallback": "emulate"}),
     "sage3_paper": (SHAPE, {"recipe": "sage3_paper", "fallback": "emulate"}),
 }
 

@@ -25,7 +25,7 @@ def quantizer_of(recipe: Recipe) -> Quantizer:
 
 def quantize(call: Call, valid: torch.Tensor | None = None) -> Int8Operands | NVFP4Operands:
     """Return the operands of a call; `valid`, of any dtype, is not 0 where a key counts."""
-    return quantizer_of(call.recipe).quantize(call, None if valid is None else valid.int())
+    return quantizer_of(call.recipe).quantize(call, None if valid is None else valid.to(torch.uint8))
 
 
 def attend(call: Call, capability: Capability, native: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

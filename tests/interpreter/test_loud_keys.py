@@ -31,7 +31,7 @@ def test_the_statistics_are_the_references_bit_for_bit(recipe, place, padded, ti
         valid = torch.rand(1, 1030, generator=torch.Generator().manual_seed(1)) < 0.8
         valid[:, [place, place % 64]] = True  # a key that does not exist keeps its place
     call = new_call(query, key, value, RECIPES[recipe], valid=valid)
-    found = token_statistics(call, None if valid is None else valid.int())
+    found = token_statistics(call, None if valid is None else valid.to(torch.uint8))
     exists = None if valid is None else valid[:, None, :, None]
     counted = transforms.quiet_keys(key, exists)
     assert not counted[..., place, 0].any()

@@ -1,11 +1,18 @@
 """Traced calls: what stands in for tensors, and which host code can be traced."""
 
 import struct
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
+from sage_kernels.cuda import quantize_nvfp4
+from sage_kernels.cuda.registration import NVFP4Quantizer as CudaNVFP4Quantizer
+from sage_kernels.dispatch.registry import get_forward
+from sage_kernels.formats import nvfp4
 from sage_kernels.replay.trace import (
     FIRST_ADDRESS,
     NotRepeatableError,
@@ -15,6 +22,17 @@ from sage_kernels.replay.trace import (
     relocatable,
     tracing,
 )
+from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.triton import nvfp4_forward
+from tests.helpers import fake_gpu, triton_calls
+
+SEARCH_TABLE = nvfp4.search_table(get_recipe("sage3").scale_steps, torch.device("cpu"))
+MASKS = {
+    "keys": torch.ones(1, 1, 1, 192, dtype=torch.bool),
+    "bool": torch.ones(1, 1, 192, 192, dtype=torch.bool),
+    "additive": torch.zeros(1, 2, 192, 192, dtype=torch.bfloat16),
+}
 
 
 @pytest.fixture
@@ -99,3 +117,25 @@ def test_while_kernels_are_only_compiled_a_call_may_compute_what_they_take():
         ((2, 4), torch.bfloat16, True),
     ]
     assert len({y.data_ptr() for y in made}) == 5 and made[4].data_ptr() == x.data_ptr() + 8
+
+
+@pytest.mark.parametrize(
+    ("kernels", "mask"), [*product(("sage1", "sage2", "sage3", "CUDA's quantiser"), MASKS), ("CUDA", "keys")]
+)
+def test_calls_with_masks_can_be_repeated(monkeypatch, kernels, mask):
+    """Rotation is left out, and tables of scales are stand-ins: both are kept for all calls, and lie on the GPU."""
+    fake_gpu.install(monkeypatch)
+    with tracing() as traced:
+        table = traced.stand_in(SEARCH_TABLE)
+        for module in (nvfp4, quantize_nvfp4):
+            monkeypatch.setattr(module, "search_table", lambda steps, device: table)
+        tensors = [traced.stand_in(torch.empty(1, 2, 192, 64, dtype=torch.bfloat16)) for _ in range(3)]
+        recipe = replace(get_recipe(kernels if kernels in ("sage1", "sage2") else "sage3"), rotate=False)
+        call = Call(*tensors, recipe, Mask.of(traced.stand_in(MASKS[mask]), 192), scale=0.125)
+        if kernels == "CUDA":
+            get_forward("nvfp4_forward_cuda").attend(call, CudaNVFP4Quantizer())
+        elif kernels == "CUDA's quantiser":
+            nvfp4_forward.attend(call, CudaNVFP4Quantizer(), (12, 0), native=True)
+        else:
+            triton_calls.attend(call, (9, 0))
+    assert traced.steps

@@ -27,7 +27,7 @@ from ..spec.transforms import (
 )
 from . import tokens
 from .launch import Kernel, Source, architecture, launch
-from .parameters import Bytes, ConstInts, Float, Floats, HalfWords, Int, Int64, Ints, UInt32
+from .parameters import Bytes, ConstBytes, ConstInts, Float, Floats, HalfWords, Int, Int64, Ints, UInt32
 from .quantize import signs
 from .tokens import Tokens
 
@@ -93,7 +93,7 @@ class Statistics:
     kv_len: Int
     keys: Int
     softmax_scale: Float
-    valid: ConstInts
+    valid: ConstBytes
     valid_stride: Int64
 
 
@@ -274,7 +274,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call: one that `registration.NVFP4Quantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        valid: int32 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
+        valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
 
     Raises:
         CompileError: see `launch.launch`.

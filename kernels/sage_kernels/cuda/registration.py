@@ -113,7 +113,7 @@ class NVFP4Quantizer(CudaKernel):
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
-        return quantize_nvfp4.quantize_operands(call, None if valid is None else valid.int())
+        return quantize_nvfp4.quantize_operands(call, valid)
 
     def read_padding(self, valid: torch.Tensor) -> KeyPadding:
         """Refuse: NVFP4's forward kernels find the spans of keys themselves."""

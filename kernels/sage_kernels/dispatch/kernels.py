@@ -50,7 +50,7 @@ class Quantizer(Kernel, Protocol):
 
         Args:
             call: a call that is not empty.
-            valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
+            valid: uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
             spans: those that `read_padding` returned, written here if it only allocated them; None: no padding.
         """
 

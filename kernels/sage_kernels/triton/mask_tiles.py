@@ -15,6 +15,8 @@ from ..spec.masks import unexpanded
 
 PADDING = tl.constexpr(PADDING_BIAS)
 BLOCK_ROWS = tl.constexpr(BLOCK)
+CLEARED = 1024
+"""Numbers that a program of `clear_keys` clears."""
 WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
 # Bits that describe a set of scores.
 ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
@@ -64,7 +66,8 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - first_keys, block_n)), dtype=torch.int32)
     # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: and no bias says that it is padding),
     # then a flag that is not 0 where some query has no key but padding.
-    keys = mask.new_zeros((batches, columns + 1), dtype=torch.int32)
+    keys = mask.new_empty((batches, columns + 1), dtype=torch.int32)
+    launch(clear_keys, (ceil_div(keys.numel(), CLEARED),), keys=keys, number=keys.numel(), BLOCK=CLEARED)
     launch(
         list_tiles,
         (row_blocks, heads, batches),
@@ -100,6 +103,13 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
 @triton.jit
 def bitwise_or(x, y):
     return x | y
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number"])
+def clear_keys(keys, number, BLOCK: tl.constexpr):
+    """Set the bits of keys, so many numbers, to 0: a kernel of ours, because replays know no other operators."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(keys + at, tl.zeros((BLOCK,), tl.int32), mask=at < number)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -59,7 +59,7 @@ DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
 // Reads rows of which PADDED leaves those out that do not count, as keys or, where Q is as long as K, as queries. Of
 // the keys' flags it skips as many as of their rows.
 struct PaddedReader : Reader {
-  const int* valid;
+  const uint8* valid;
   int distance;
 
   DEVICE PaddedReader(const Reader& rows, const Statistics& s, uint32 batch, int row, int distance)

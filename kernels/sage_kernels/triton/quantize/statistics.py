@@ -35,7 +35,7 @@ def token_statistics(
 
     Args:
         call: its recipe's smooth_k, smooth_v and equalize, and `chooses_heavy_keys`, decide which to take; not empty.
-        valid: int32 (batch or 1, kv_len), 0 where a key does not count; None: all count.
+        valid: uint8 (batch or 1, kv_len), 0 where a key does not count; None: all count.
         valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the equalizer.
     """
     key, value, recipe = call.key, call.value, call.recipe
