@@ -14,6 +14,7 @@ from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
+from sage_kernels.language import padding as in_triton
 from sage_kernels.reference import forward as reference
 from sage_kernels.replay import cache
 from sage_kernels.spec.call import recent_start
@@ -158,7 +159,7 @@ def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
 def test_spans_are_those_of_triton():
     kinds = [*(keys_that_exist(kind, 5000) for kind in ("right", "left", "holes", "shared", "none"))]
     for valid in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
-        found, expected = padding.read_padding(valid), TritonQuantizer().read_padding(valid)
+        found, expected = padding.key_padding(valid), in_triton.key_padding(valid)
         assert torch.equal(found.spans, expected.spans) and torch.equal(found.valid, expected.valid)
 
 

@@ -14,9 +14,9 @@ from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch.run import request_of
 from sage_kernels.formats import int8
-from sage_kernels.language.padding import read_padding
+from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
-from sage_kernels.spec.operands import MEAN_PARTS
+from sage_kernels.spec.operands import MEAN_PARTS, KeyPadding
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import equalize, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
 from tests.helpers import calls, triton_calls
@@ -338,7 +338,7 @@ def test_sinks_anywhere_are_heavy(device):
     recipe = with_fields("fp8")
     for valid in (None, torch.rand(2, 4165, device=device) < 0.8):
         call = calls.new_call(query, key, value, recipe, valid=valid)
-        padding = None if valid is None else HopperQuantizer().read_padding(valid)
+        padding = None if valid is None else KeyPadding.empty(valid)
         actual = quantize.quantize_operands(call, padding)
         places = None if valid is None else valid[:, None, :, None]
         chosen = heavy_places(query.float(), key.float(), 64, call.scale, places)
@@ -384,9 +384,9 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     recipe = with_fields(pv, rotate=rotated, equalize=rotated, heavy_keys=choose.choice((0, 64)))
     call = calls.new_call(*inputs, recipe, return_lse=True)
     heavy = call.heavy_keys
-    padding = HopperQuantizer().read_padding(valid)
+    padding = KeyPadding.empty(valid)
     actual = HopperQuantizer().quantize(call, padding.valid, padding.spans)
-    assert torch.equal(padding.spans, read_padding(valid).spans)
+    assert torch.equal(padding.spans, key_padding(valid).spans)
     plain_recipe = replace(recipe, rotate=False, equalize=False)
     expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
     differ = differing(actual, expected)

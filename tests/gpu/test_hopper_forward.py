@@ -8,7 +8,7 @@ import torch
 from sage_hf import record, sage_attention
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import read_padding
+from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from tests.helpers import calls, triton_calls
@@ -73,7 +73,7 @@ class Operands:
 
     def quantize(self, valid=None):
         """For calls without and with causality, whose heavy keys differ."""
-        self.padding = None if valid is None else read_padding(valid)
+        self.padding = None if valid is None else key_padding(valid)
         made = [self.call(is_causal=is_causal) for is_causal in (False, True)]
         self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in made]
         return self

@@ -6,7 +6,7 @@ import torch
 from sage_kernels.cuda import block_lists
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import read_padding
+from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.layout import padded_channels
 from sage_kernels.spec.recipe import RECIPES
@@ -73,7 +73,7 @@ class Operands:
         )
         drawn = change(draw_blocks(batch, q_heads, q_len, kv_len, share=0.4))
         self.blocks = drawn._replace(counts=drawn.counts.cuda(), tiles=drawn.tiles.cuda())
-        self.padding = None if valid is None else read_padding(valid)
+        self.padding = None if valid is None else key_padding(valid)
         self.quantized = triton_calls.quantize(self.call(True), None if valid is None else self.padding.valid)
 
     def call(self, return_lse, is_causal=False, causal_offset=0):

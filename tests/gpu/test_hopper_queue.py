@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import attention
 from sage_kernels.cuda import int8_forward, quantize
-from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.spec.operands import KeyPadding
 from tests.helpers.calls import new_call
 
 pytestmark = pytest.mark.usefixtures("needs_hopper")
@@ -55,7 +55,7 @@ def test_rows_do_not_depend_on_the_blocks_that_take_them(recipe, head_dim, dtype
     valid = torch.arange(kv_len, device="cuda") < lengths[:, None] if padded else None
     options = {"is_causal": True, "causal_offset": SIZES[sizes][5], "valid": valid, "return_lse": return_lse}
     call = new_call(*inputs, recipe, **options).for_kernel()
-    padding = None if valid is None else HopperQuantizer().read_padding(call.mask.valid)
+    padding = None if valid is None else KeyPadding.empty(call.mask.valid)
     operands = quantize.quantize_operands(call, padding, leaves_query=not return_lse)
 
     def attend(operands):

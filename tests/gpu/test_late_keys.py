@@ -11,6 +11,7 @@ from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.cuda.registration import NVFP4Quantizer as CudaNVFP4Quantizer
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.operands import KeyPadding
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.spec.transforms import NO_KEY, late_keys
 from tests.helpers import calls, triton_calls
@@ -136,7 +137,7 @@ def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
         actual = CudaNVFP4Quantizer().quantize(call, None if valid is None else valid.to(torch.uint8))
         assert_same(actual.statistics, expected.statistics)
     else:
-        padding = () if valid is None else HopperQuantizer().read_padding(valid)
+        padding = () if valid is None else KeyPadding.empty(valid)
         actual = HopperQuantizer().quantize(call, *(() if valid is None else (padding.valid, padding.spans)))
     assert_same(actual, expected)
     assert_same(actual.heavy, expected.heavy)

@@ -13,7 +13,7 @@ from sage_kernels.dispatch.kernels import Kernel, Quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
 from sage_kernels.spec.call import BackwardCall, Call
-from sage_kernels.spec.operands import KeyPadding, Saved
+from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import Recipe
 
 
@@ -43,9 +43,6 @@ class StandInQuantizer(StandIn):
     def quantize(self, call: Call, valid: torch.Tensor | None = None) -> object:
         self.ran(self.name)
         return object()
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
-from sage_kernels.spec.operands import KeyPadding
 from sage_kernels.spec.recipe import get_recipe
 
 # Of `Config.of`: head_dim, format of P·V and kv_len.
@@ -180,9 +179,6 @@ class OtherQuantizer(HopperQuantizer):
 
     def quantize(self, call, valid=None, spans=None):
         return quantize.quantize_operands(call)
-
-    def read_padding(self, valid):
-        return KeyPadding(valid, torch.empty(valid.shape[0], 3, dtype=torch.int32, device=valid.device))
 
 
 def sources_of(request, monkeypatch):

@@ -20,7 +20,7 @@ from ..spec.recipe import Recipe
 from . import tokens
 from .item_order import last_parts
 from .launch import Kernel, Source, compile_together, launch
-from .padding import read_padding
+from .padding import key_padding
 from .parameters import (
     ConstBytes,
     ConstFloats,
@@ -393,7 +393,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     is_fixed = torch.are_deterministic_algorithms_enabled()
     used = kernels(channels, call.value.dtype, is_fixed)
     compile_together((used.finish, used.backward), device)
-    padding = None if call.mask.valid is None else read_padding(call.mask.valid)
+    padding = None if call.mask.valid is None else key_padding(call.mask.valid)
 
     key = torch.empty_like(saved.key, dtype=call.value.dtype)
     query = torch.empty_like(saved.query, dtype=call.value.dtype)

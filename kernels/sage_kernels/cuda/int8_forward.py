@@ -291,7 +291,7 @@ def attend_and_save(call: Call, quantizer: Quantizer, is_ours: bool) -> tuple[to
 def _quantize_and_attend(
     call: Call, quantizer: Quantizer, is_ours: bool, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
-    padding = None if call.mask.valid is None else quantizer.read_padding(call.mask.valid)
+    padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
     padded, return_lse = padding is not None, lse is not None
     # Before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)

@@ -36,17 +36,22 @@ def kernel() -> Kernel:
     return Kernel(Source("find_spans.cu", {"find_spans": Parameters}, {"THREADS": THREADS}), "find_spans", THREADS)
 
 
-def read_padding(valid: torch.Tensor) -> KeyPadding:
-    """Return which keys exist, and their spans.
-
-    Args:
-        valid: bool (batch or 1, kv_len), False where a key does not exist.
+def key_padding(valid: torch.Tensor) -> KeyPadding:
+    """Find the spans of keys that exist: of bool `valid`, (batch or 1, kv_len), False where one does not.
 
     Raises:
         CompileError: see `launch.launch`.
     """
-    valid = valid.contiguous().view(torch.uint8)
+    padding = KeyPadding.empty(valid)
+    write_spans(padding.valid, padding.spans)
+    return padding
+
+
+def write_spans(valid: torch.Tensor, spans: torch.Tensor) -> None:
+    """Write the spans of keys that exist; the arguments are the fields of a `KeyPadding`.
+
+    Raises:
+        CompileError: see `launch.launch`.
+    """
     batch, kv_len = valid.shape
-    spans = valid.new_empty((batch, 3), dtype=torch.int32)
     launch(kernel(), batch, Parameters(Arguments(valid=valid, spans=spans, kv_len=kv_len)), valid.device)
-    return KeyPadding(valid, spans)

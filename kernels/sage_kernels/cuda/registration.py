@@ -30,7 +30,7 @@ from ..spec.call import BackwardCall, Call
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import Recipe, get_recipe
-from . import block_lists, int8_backward, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
+from . import block_lists, int8_backward, int8_forward, nvfp4_forward, padding, quantize, quantize_nvfp4
 from .layout import CHANNELS
 
 HOPPER = (9, 0)
@@ -78,17 +78,12 @@ class HopperQuantizer(CudaKernel):
     def quantize(
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> Int8Operands:
-        """Quantise; see `quantize.quantize_operands`. With `valid` come spans, which are written, or it raises."""
+        """Quantise; see `quantize.quantize_operands`; raise ValueError for `valid` without spans."""
         if valid is None:
             return quantize.quantize_operands(call)
         if spans is None:
-            raise ValueError(f"{self.name} reads `valid` only with the spans of `read_padding`")
+            raise ValueError(f"{self.name} reads `valid` only where it writes spans")
         return quantize.quantize_operands(call, KeyPadding(valid, spans))
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Tell which keys exist, with room for their spans, which `quantize` writes."""
-        valid = valid.contiguous().view(torch.uint8)
-        return KeyPadding(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
 
 
 class NVFP4Quantizer(CudaKernel):
@@ -113,11 +108,9 @@ class NVFP4Quantizer(CudaKernel):
         self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
     ) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
+        if valid is not None and spans is not None:
+            padding.write_spans(valid, spans)
         return quantize_nvfp4.quantize_operands(call, valid)
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Refuse: NVFP4's forward kernels find the spans of keys themselves."""
-        raise ValueError(f"{self.name} finds no spans of keys")
 
 
 class HopperForward(CudaKernel):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..spec.call import BackwardCall, Call
-from ..spec.operands import KeyPadding, Saved
+from ..spec.operands import Saved
 from ..spec.recipe import Recipe
 from .request import Request
 
@@ -51,13 +51,7 @@ class Quantizer(Kernel, Protocol):
         Args:
             call: a call that is not empty.
             valid: uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
-            spans: those that `read_padding` returned, written here if it only allocated them; None: no padding.
-        """
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Return which keys exist, `valid` being bool (batch or 1, kv_len), False where one does not.
-
-        The spans may be written by `quantize` only, when it gets both.
+            spans: of a `KeyPadding` with this `valid`, written; None: the forward kernel does not read them.
         """
 
 

@@ -11,7 +11,7 @@ from ..spec.call import BackwardCall
 from ..spec.layout import batch_strides, ceil_div
 from ..spec.operands import KeyPadding
 from .backward_operands import multiplies_int8
-from .padding import read_padding
+from .padding import key_padding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BackwardLaunch:
     def of(cls, call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> BackwardLaunch:
         """Describe the launches of a call; find the spans of keys that exist."""
         valid = call.mask.valid
-        return cls(call, gradients, None if valid is None else read_padding(valid))
+        return cls(call, gradients, None if valid is None else key_padding(valid))
 
     @property
     def int8(self) -> bool:

@@ -10,14 +10,15 @@ from ..spec.operands import KeyPadding
 from .launch import UNSPECIALIZED, launch
 
 
-def read_padding(valid: torch.Tensor) -> KeyPadding:
-    """Find the spans of keys that exist.
+def key_padding(valid: torch.Tensor) -> KeyPadding:
+    """Find the spans of keys that exist: of bool `valid`, (batch or 1, kv_len), False where one does not."""
+    padding = KeyPadding.empty(valid)
+    write_spans(padding.valid, padding.spans)
+    return padding
 
-    Args:
-        valid: bool or uint8 (batch or 1, kv_len), false where a key does not exist.
-    """
-    valid = valid.contiguous().view(torch.uint8)
-    spans = valid.new_empty((valid.shape[0], 3), dtype=torch.int32)
+
+def write_spans(valid: torch.Tensor, spans: torch.Tensor) -> None:
+    """Write the spans of keys that exist; the arguments are the fields of a `KeyPadding`."""
     launch(
         find_spans,
         (valid.shape[0],),
@@ -26,7 +27,6 @@ def read_padding(valid: torch.Tensor) -> KeyPadding:
         kv_len=valid.shape[1],
         BLOCK=1024,
     )
-    return KeyPadding(valid, spans)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -28,6 +28,12 @@ class KeyPadding:
     valid: torch.Tensor
     spans: torch.Tensor
 
+    @classmethod
+    def empty(cls, valid: torch.Tensor) -> KeyPadding:
+        """Return the padding of bool `valid`, with spans that are to be written."""
+        valid = valid.contiguous().view(torch.uint8)
+        return cls(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
+
     @property
     def strides(self) -> tuple[int, int]:
         """Return the batch strides of `valid` and `spans`, 0 where all batch elements share them."""

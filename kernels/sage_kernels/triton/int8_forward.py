@@ -54,17 +54,12 @@ def _quantize_and_attend(
     capability: tuple[int, int],
 ) -> Int8Operands:
     tiles: MaskTiles | BlockTiles | None = None
-    padding = valid = None
+    padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
+    valid = None if padding is None else padding.valid
     if call.mask.blocks is not None:
         channels = max(padded_channels(call.query.shape[3]), padded_channels(call.value.shape[3]))
         tiles = block_tiles(call, choose_config(call, channels, call.recipe.pv, capability).block_n)
-        valid = tiles.valid
-        if call.mask.valid is not None:  # the quantiser may ask for spans, though tiles say which keys count
-            padding = quantizer.read_padding(call.mask.valid)
-    elif call.mask.valid is not None:
-        padding = quantizer.read_padding(call.mask.valid)
-        valid = padding.valid
-    elif call.mask.tensor is not None:
+    elif call.mask.tensor is not None and padding is None:
         channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
         config = int8_forward_config(capability, channels, call.recipe.pv, masked=True)
         tiles = mask_tiles(call, config.block_m, config.block_n)

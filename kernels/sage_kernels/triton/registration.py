@@ -31,7 +31,7 @@ from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache
 from ..spec.layout import MAX_GRID
-from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
+from ..spec.operands import Int8Operands, NVFP4Operands, Saved
 from ..spec.recipe import get_recipe
 
 SPLIT_ROWS = 64  # most queries times heads that share keys
@@ -77,17 +77,15 @@ class TritonKernel(Declared):
 
 
 class TritonQuantizer(TritonKernel):
-    """A quantiser that reads key-padding masks by their spans."""
+    """A quantiser of Triton's."""
 
     module: str
 
     def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
-        """Quantise; see `quantize_operands` of the module. The spans are written already."""
+        """Quantise; see `quantize_operands` of the module."""
+        if valid is not None and spans is not None:
+            import_module("..language.padding", __package__).write_spans(valid, spans)
         return _load(self.module).quantize_operands(call, valid)
-
-    def read_padding(self, valid: torch.Tensor) -> KeyPadding:
-        """Find the spans of keys that exist."""
-        return import_module("..language.padding", __package__).read_padding(valid)
 
 
 class Int8Quantizer(TritonQuantizer):
