@@ -17,6 +17,7 @@ import triton
 import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.dispatch.registry import get_backward, get_forward
 from sage_kernels.dispatch.request import Request
+from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.language.launch import Launch, recording
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import NO_MASK, Mask
@@ -37,7 +38,6 @@ TRITON = ".".join(triton.__version__.split(".")[:2])
 # Compilers differ from version to version; code may grow this much in ours without a look at why.
 SLACK = 1.03
 
-ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # The recipes, and the architectures on which more is compiled than the plainest call.
 KERNELS = {
     "int8_forward": (("sage1", "sage2", "sage_bwd_int8"), ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
@@ -52,7 +52,7 @@ CASES = [
     for kernel, (recipes, architectures) in KERNELS.items()
     for recipe in recipes
     for variant in VARIANTS
-    for capability in ARCHITECTURES
+    for capability in NVIDIA_CAPABILITIES
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
 CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
@@ -65,7 +65,7 @@ CASES += [
         (
             "sage_bwd",
             {
-                PLAIN: ARCHITECTURES,
+                PLAIN: NVIDIA_CAPABILITIES,
                 (64, "none"): ((8, 0), (9, 0), (12, 0)),
                 (128, "causal"): ((8, 0), (9, 0), (12, 0)),
                 (256, "none"): ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)),

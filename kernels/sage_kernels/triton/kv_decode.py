@@ -25,6 +25,7 @@ from ..language.scores import store_clamped
 from ..replay.trace import NotRepeatableError
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
+from .configs import LITTLE_SHARED_MEMORY
 from .kv_append import BIAS, counted_step, step_call
 from .splitkv_forward import multiprocessors
 
@@ -55,7 +56,7 @@ LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
 MORE_ROWS = Config(32, 2, 3)
 """For more rows, whose scores of 64 tokens would take twice the registers."""
 SMALL_SHARED = Config(32, 4, 2)
-"""Where a multiprocessor has 100 KiB of shared memory: compute capability 8.6, 8.9 and 12.x."""
+"""On GPUs of LITTLE_SHARED_MEMORY."""
 MAX_REPEATED = 256
 _repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
 """By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
@@ -63,7 +64,7 @@ _repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
 
 def config_for(capability: tuple[int, int], bits: int, rows: int) -> Config:
     """Return the configuration for a GPU, codes of so many bits, and so many rows of Q in one program."""
-    if capability not in ((8, 0), (9, 0), (10, 0), (10, 3)):
+    if capability in LITTLE_SHARED_MEMORY:
         return SMALL_SHARED
     return LARGE_SHARED[bits] if rows <= FEW_ROWS else MORE_ROWS
 
