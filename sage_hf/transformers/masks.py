@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,12 +72,23 @@ class Causality:
 def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causality | None:
     """Tell what a mask says that `sage_mask` made for so many queries and keys; None if it is not known to be causal.
 
-    A mask that the model has changed since is not known, nor is a part or copy of one, nor one made for other lengths.
+    A mask that the model has changed since is not known, nor is a part of one, a copy but by `say_again`, nor one made
+    for other lengths.
     """
     if mask is None or _is_traced() or mask.shape[2:] != (q_len, kv_len):
         return None
     causality, version = getattr(mask, CAUSALITY, (None, None))
     return causality if causality is not None and version == mask._version else None
+
+
+def say_again(mask: object, copy: object) -> None:
+    """Let the copy of a mask on another device say what the mask says of causality, if it says anything."""
+    if not isinstance(mask, torch.Tensor) or not isinstance(copy, torch.Tensor) or copy is mask:
+        return
+    causality, version = getattr(mask, CAUSALITY, (None, None))
+    if causality is not None and version == mask._version and not copy.is_inference():
+        keys = None if causality.keys is None else causality.keys.to(copy.device)
+        setattr(copy, CAUSALITY, (replace(causality, keys=keys), copy._version))
 
 
 def _is_traced() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import logging
 
@@ -31,6 +31,7 @@ def register() -> None:
     purpose = 'attn_implementation="sage3" and its siblings'
     when_imported("transformers.modeling_utils", _register_attention, purpose)
     when_imported("transformers.masking_utils", _register_masks, purpose)
+    when_imported("accelerate.hooks", _keep_causality, "masks of layers on several GPUs")
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
@@ -48,6 +49,23 @@ def _register_masks(masking_utils: ModuleType) -> None:
     for name, (recipe, _) in NAMES.items():
         mask = sage_mask if get_recipe(recipe).backward is None else sage_training_mask
         masking_utils.AttentionMaskInterface.register(name, mask)
+
+
+def _keep_causality(hooks: ModuleType) -> None:
+    """Let masks that accelerate copies for layers on another GPU say of causality what the originals say."""
+    from sage_hf.transformers.masks import say_again
+
+    send = hooks.send_to_device
+
+    @functools.wraps(send)
+    def send_to_device(tensor: Any, device: Any, *args: Any, **options: Any) -> Any:
+        sent = send(tensor, device, *args, **options)
+        if isinstance(tensor, dict):  # of a layer's keywords
+            for name, mask in tensor.items():
+                say_again(mask, sent[name])
+        return sent
+
+    hooks.send_to_device = send_to_device  # type: ignore[attr-defined]
 
 
 def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:

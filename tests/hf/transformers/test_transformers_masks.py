@@ -6,13 +6,15 @@ import inspect
 
 import pytest
 import torch
+from accelerate import hooks
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers
+from sage_hf.transformers.masks import Causality, causality_of
 from tests.helpers.tiny_transformers import MODELS, run
 
 TOKENS, HEADS, WIDTH = 80, 2, 32
@@ -142,3 +144,22 @@ def test_a_trace_of_calls_without_padding_serves_calls_with_padding(name):
         for mask in (whole, padded):
             expected, found = (run(ids, mask)[mask.bool()] for run in (Logits(), traced))
             assert (found - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_a_mask_that_accelerate_copies_to_another_device_says_what_the_original_says() -> None:
+    padding = torch.arange(40)[None] >= 7
+    parameters = inspect.signature(masking_utils.create_causal_mask).parameters
+    mask = masking_utils.create_causal_mask(
+        config=LlamaConfig(attn_implementation="sage3"),
+        inputs_embeds=torch.empty(1, 40, 8),
+        attention_mask=padding,
+        position_ids=torch.arange(40)[None],
+        **{"cache" if "cache" in parameters else "past_key_values": None},
+    )
+    assert causality_of(mask, 40, 40).keys.equal(padding)
+    sent = hooks.send_to_device({"attention_mask": mask, "use_cache": False}, torch.device("meta"))
+    assert sent["use_cache"] is False
+    copied = causality_of(sent["attention_mask"], 40, 40)
+    assert copied == Causality(0, keys=copied.keys) and copied.keys.is_meta and copied.keys.shape == padding.shape
+    mask.logical_not_()
+    assert causality_of(hooks.send_to_device({"mask": mask}, torch.device("meta"))["mask"], 40, 40) is None
