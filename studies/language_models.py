@@ -28,10 +28,12 @@ def read_model(path: Path, device: torch.device) -> tuple[Any, Any]:
         device: where the model goes.
 
     Raises:
-        ValueError: the model's logits are not a linear function of its hidden states.
+        ValueError: the model's logits are not a linear function of its hidden states, or this transformers reads the
+            tokenizer wrongly.
     """
     folder, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    check_tokenizer(tokenizer)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval().to(device)
     check_head(model)
@@ -62,6 +64,17 @@ def windows(text: Tensor, tokens: int, samples: int, first: Tensor) -> list[Tens
 
 
 @torch.no_grad()
+def check_tokenizer(tokenizer: Any) -> None:
+    """Compare the tokens of a word with the vocabulary: transformers 5.17 takes Gemma's GGUF files apart wrongly.
+
+    Raises:
+        ValueError: a word of the vocabulary is several tokens.
+    """
+    words = {"▁world", "Ġworld"} & tokenizer.get_vocab().keys()
+    if words and len(tokenizer(" world", add_special_tokens=False).input_ids) > 1:
+        raise ValueError("this version of transformers splits a word of the tokenizer's vocabulary: take a newer one")
+
+
 def check_head(model: Any) -> None:
     """Compare `Head` with the model's own logits of a few tokens.
 

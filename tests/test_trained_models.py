@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,16 @@ import torch
 import trained_models
 import trained_models_table
 from kept_results import Results
-from language_models import Differences, Head, beginning, check_head, check_recipe, use_recipe, windows
+from language_models import (
+    Differences,
+    Head,
+    beginning,
+    check_head,
+    check_recipe,
+    check_tokenizer,
+    use_recipe,
+    windows,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
@@ -267,3 +277,16 @@ def test_a_trained_model_keeps_its_predictions(tmp_path):
         assert 0 < row["kl"] < 0.002 and row["same_top"] > 0.97 and abs(row["ppl_change"]) < 0.01
     sinks = [row["key"] for row in result["sinks"]]
     assert len(sinks) == 30 and sinks.count(0) > 15
+
+
+@pytest.mark.parametrize(("word", "tokens", "right"), [("Ġworld", 1, True), ("▁world", 3, False), ("world", 3, True)])
+def test_a_tokenizer_that_splits_a_word_of_its_vocabulary_is_refused(word: str, tokens: int, right: bool) -> None:
+    class Tokenizer:
+        def get_vocab(self) -> dict[str, int]:
+            return {word: 7}
+
+        def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=[7] * tokens)
+
+    with nullcontext() if right else pytest.raises(ValueError, match="splits a word"):
+        check_tokenizer(Tokenizer())
