@@ -41,6 +41,8 @@ class Target:
 def find_targets(pipe_or_model: object) -> list[Target]:
     """Return the denoisers of a diffusers pipeline and what else attends in every step, or the model itself.
 
+    A model that a pipeline has under several names is one target, with the first of them.
+
     Raises:
         TypeError: the argument is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.
@@ -50,7 +52,10 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
     parts = getattr(pipe_or_model, "__dict__", {})
     found |= {name: model for name, model in parts.items() if name not in found and _attends_in_steps(model)}
-    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+    models: dict[str, nn.Module] = {}
+    for name, model in found.items():
+        if isinstance(model, nn.Module) and all(inner(model) is not inner(one) for one in models.values()):
+            models[name] = model
     if not models:
         raise TypeError(
             f"expected a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}, or another model with attention "

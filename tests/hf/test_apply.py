@@ -132,6 +132,18 @@ def test_every_denoiser_of_a_pipeline_is_switched():
     assert all(a is b for a, b in zip(after, before, strict=True))
 
 
+def test_a_model_that_a_pipeline_has_twice_is_switched_once():
+    model = tiny.transformer()
+    pipe = types.SimpleNamespace(transformer=model, transformer_2=model)
+    before = processors(model)
+    with pytest.raises(ValueError, match="matches no attention layer"):
+        sage_hf.apply(pipe, SageConfig("sage2", layers=(LayerRule("transformer.transformer_blocks.0.*", "exact"),)))
+    with sage_hf.apply(pipe, SageConfig("sage2", layers=(LayerRule("transformer_blocks.0.*", "exact"),))):
+        assert [one.recipe for one in processors(model)] == ["exact", "sage2", "sage2"]
+        assert sage_hf.explain(pipe).rows[0].layer == "transformer_blocks.0.attn1"
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+
+
 @pytest.mark.parametrize(
     "pattern",
     ["transformer*.transformer_blocks.0.attn1", "[t]ransformer*.0.*", "*.0-0.attn1", "transformer*blocks.0.*"],
