@@ -213,9 +213,11 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         check_whole(denoiser)
         sparse = SparseModel(settings, denoiser)
         for name, processor in processors.items():
-            if isinstance(layer_of(target.layers[name]), VSALayer):
+            layer = target.layers[name]
+            if isinstance(layer_of(layer), VSALayer):
                 raise ValueError(f"sparse: {name} has VSA, which chooses its tiles itself: apply a recipe alone")
-            processor.sparse = SparseLayer(sparse, settings.is_dense(name))
+            crosses = bool(getattr(layer, "is_cross_attention", False))
+            processor.sparse = SparseLayer(sparse, settings.is_dense(name), crosses)
     if config.steps or (settings is not None and settings.dense_steps):
         timestep_argument(denoiser)
         follow = {name: processor for name, processor in processors.items() if config.layer_rule(name) is None}

@@ -44,7 +44,8 @@ class StepSchedule:
 
     The running pipeline is the one whose call encloses the denoiser's, in the same thread. A call from elsewhere, such
     as a loop of your own, counts as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling
-    drops that pipeline: an unpickled schedule follows the pipeline that runs it, and raises if there is none.
+    drops that pipeline: an unpickled schedule follows the pipeline that runs it, and raises if there is none. While the
+    scheduler has no timesteps, changes are counted.
 
     Limits: a loop of your own inside the call of another pipeline counts as that pipeline's loop. Threads must not run
     one denoiser at the same time. A configuration holds for every pipeline that shares the denoiser; the one applied
@@ -146,6 +147,8 @@ class StepSchedule:
                     "the pipeline given to sage_hf.apply is gone: keep it, or apply again to what is used now"
                 )
         scheduler = pipe.scheduler
+        if getattr(scheduler, "timesteps", None) is None:
+            return self._counted
         generation = self._generations.get(scheduler)
         if generation is None or generation.timesteps is not scheduler.timesteps:
             generation = self._generations[scheduler] = Generation.of_scheduler(scheduler, value)

@@ -23,7 +23,7 @@ class Target:
 
     Attributes:
         name: the model's name in the pipeline if several of its models are switched, else "".
-        model: the model as given, possibly compiled; of PEFT's wrapper the model inside.
+        model: the model as given, possibly compiled; of PEFT's or DDP's wrapper the model inside.
         library: "diffusers" or "transformers".
         layers: the attention layers, by dotted name in the (uncompiled) model.
     """
@@ -41,6 +41,8 @@ class Target:
 def find_targets(pipe_or_model: object) -> list[Target]:
     """Return the denoisers of a diffusers pipeline and what else attends in every step, or the model itself.
 
+    A model that a pipeline has under several names is one target, with the first of them.
+
     Raises:
         TypeError: the argument is neither a pipeline with a denoiser nor a model.
         ValueError: a model has no attention layer that can be switched.
@@ -50,7 +52,10 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
     parts = getattr(pipe_or_model, "__dict__", {})
     found |= {name: model for name, model in parts.items() if name not in found and _attends_in_steps(model)}
-    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+    models: dict[str, nn.Module] = {}
+    for name, model in found.items():
+        if isinstance(model, nn.Module) and all(inner(model) is not inner(one) for one in models.values()):
+            models[name] = model
     if not models:
         raise TypeError(
             f"expected a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}, or another model with attention "
@@ -86,6 +91,8 @@ def _target(name: str, model: nn.Module) -> Target:
     plain = inner(model)
     if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
         return _target(name, plain.get_base_model())
+    if isinstance(plain, nn.parallel.DistributedDataParallel):  # whose forward takes any argument
+        return _target(name, plain.module)
     library = "transformers" if is_pretrained_model(plain) else "diffusers"
     if library == "transformers":
         if reason := transformers.unsupported(plain):

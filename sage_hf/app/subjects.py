@@ -125,13 +125,17 @@ SAMPLES = 1024
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of the model's parameter names and shapes, and of about SAMPLES values of each."""
+    """Return a hash of the model's parameter names and shapes, about SAMPLES values of each, and adapters' scales."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)}".encode())
         if not parameter.is_meta:
             step = max(1, parameter.numel() // SAMPLES)
             found.update(parameter.detach().flatten()[::step].double().cpu().numpy().tobytes())
+    for name, module in model.named_modules():
+        if isinstance(scales := vars(module).get("scaling"), dict):  # of PEFT's layers, by adapter
+            used = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", scales)
+            found.update(f"{name} {[(adapter, scales.get(adapter)) for adapter in used]}".encode())
     return found.hexdigest()[:16]
 
 

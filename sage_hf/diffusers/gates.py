@@ -95,7 +95,7 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: sparsity is not in [0, 1), the checkpoint has no gates, lacks some, or has gates of another size.
         UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has processors that
-            replaced its own, or runs under context parallelism.
+            replaced its own, runs under context parallelism, or has weights that accelerate offloads one by one.
     """
     models = _denoisers(pipe_or_model)
     for model in models.values():
@@ -168,6 +168,11 @@ def _check(model: Any) -> None:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
     if splits_tokens(parallel_config_of(model)):
         raise UnsupportedAttentionError(NO_SHARDS)
+    if any(block.attn1.to_q.weight.is_meta and hasattr(block.attn1.to_q, "_hf_hook") for block in model.blocks):
+        raise UnsupportedAttentionError(
+            "accelerate keeps the weights elsewhere until they are used, and a gate made now would be left out: "
+            "call enable_vsa before enable_sequential_cpu_offload()"
+        )
     if _vsa_of(model) is not None:
         return
     for block in model.blocks:

@@ -164,13 +164,15 @@ class SparseLayer:
     Attributes:
         model: what it shares with the denoiser's other layers.
         always_dense: whether the configuration keeps this layer dense.
+        crosses: whether the layer is known to be cross-attention, which may have as many keys as queries.
         kept: what its calls kept.
         router: a router of its own, with a share for each head; None: the router of `model`, or not measured yet.
     """
 
-    def __init__(self, model: SparseModel, always_dense: bool = False) -> None:
+    def __init__(self, model: SparseModel, always_dense: bool = False, crosses: bool = False) -> None:
         self.model = model
         self.always_dense = always_dense
+        self.crosses = crosses
         self.kept = Kept()
         self.router: Router | None = None
 
@@ -232,7 +234,7 @@ class SparseLayer:
         options: dict[str, Any],
     ) -> str:
         settings = self.model.settings
-        if query.shape[2] != key.shape[2]:
+        if self.crosses or query.shape[2] != key.shape[2]:
             return "cross-attention"
         if self.always_dense:
             return "a layer that the configuration keeps dense"

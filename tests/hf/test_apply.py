@@ -132,6 +132,18 @@ def test_every_denoiser_of_a_pipeline_is_switched():
     assert all(a is b for a, b in zip(after, before, strict=True))
 
 
+def test_a_model_that_a_pipeline_has_twice_is_switched_once():
+    model = tiny.transformer()
+    pipe = types.SimpleNamespace(transformer=model, transformer_2=model)
+    before = processors(model)
+    with pytest.raises(ValueError, match="matches no attention layer"):
+        sage_hf.apply(pipe, SageConfig("sage2", layers=(LayerRule("transformer.transformer_blocks.0.*", "exact"),)))
+    with sage_hf.apply(pipe, SageConfig("sage2", layers=(LayerRule("transformer_blocks.0.*", "exact"),))):
+        assert [one.recipe for one in processors(model)] == ["exact", "sage2", "sage2"]
+        assert sage_hf.explain(pipe).rows[0].layer == "transformer_blocks.0.attn1"
+    assert all(a is b for a, b in zip(processors(model), before, strict=True))
+
+
 @pytest.mark.parametrize(
     "pattern",
     ["transformer*.transformer_blocks.0.attn1", "[t]ransformer*.0.*", "*.0-0.attn1", "transformer*blocks.0.*"],
@@ -406,6 +418,27 @@ def test_a_second_denoiser_that_cannot_be_switched_leaves_the_first_alone():
     with pytest.raises(ValueError, match="ForeignProcessor"):
         sage_hf.apply(pipe, "sage3")
     assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
+
+
+def test_of_ddps_wrapper_the_model_inside_is_switched():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(tiny.transformer())
+        before = processors(wrapped.module)
+        steps = (StepRule(0, 1, "sage1"),)
+        config = SageConfig("sage2", steps=steps, sparse=Sparse("mean", keep=0.5, from_tokens=64))
+        with sage_hf.apply(wrapped, config), torch.no_grad():
+            wrapped(**tiny.transformer_inputs())
+            rows = sage_hf.explain(wrapped)
+            assert {row.layer for row in rows.rows} == {f"transformer_blocks.{i}.attn1" for i in range(tiny.LAYERS)}
+            assert {row.recipe for row in rows.rows} == {"sage1"}
+            assert all("4×4×4 order" in kept for _, kept in rows.sparse)
+        assert all(a is b for a, b in zip(processors(wrapped.module), before, strict=True))
+        llama = nn.parallel.DistributedDataParallel(tiny.llama())
+        with sage_hf.apply(llama, "sage_bwd"):
+            assert llama.module.config._attn_implementation == "sage_bwd"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_models_without_attention_are_refused():

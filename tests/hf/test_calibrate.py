@@ -417,6 +417,22 @@ def test_weights_that_differ_anywhere_in_a_layer_are_told_apart():
     assert subjects.fingerprint(layer) != before
 
 
+def test_an_adapters_scale_tells_weights_apart():
+    peft = pytest.importorskip("peft")
+    model = tiny.transformer(num_layers=1)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]), adapter_name="style")
+    found = [subjects.fingerprint(model)]
+    for scale in (0.5, 2.0):
+        model.set_adapters("style", scale)
+        found.append(subjects.fingerprint(model))
+    model.disable_adapters()
+    found.append(subjects.fingerprint(model))
+    assert len(set(found)) == 4
+    model.enable_adapters()
+    model.set_adapters("style", 0.5)
+    assert subjects.fingerprint(model) == found[1]
+
+
 def test_between_a_mix_that_is_too_fast_and_one_that_is_not_a_faster_one_is_sought():
     weights = np.arange(1.0, 9.0)
     names = tuple(f"layer{row}" for row in range(len(weights)))

@@ -445,6 +445,22 @@ def test_a_loop_outside_of_every_pipeline_is_told_once_whose_steps_are_counted(c
     assert "Denoiser is called from outside a pipeline" in message
 
 
+def test_a_loop_before_the_pipelines_scheduler_has_timesteps_is_counted():
+    """PNDM has none until `set_timesteps`."""
+    pipe = Pipe(PNDMScheduler(skip_prk_steps=True))
+    processor = Processor()
+    schedule = StepSchedule(SageConfig("sage3", steps=(StepRule(0, 1, "sage2"),)), {"layer": processor}, pipe)
+    seen = []
+    for t in (900.0, 900.0, 500.0, 900.0):
+        schedule.advance(t)
+        seen.append(processor.recipe)
+    assert seen == ["sage2", "sage2", "sage3", "sage2"]
+    assert recipes_of_generation(pipe, None, 3, schedule=schedule) == ["sage2", "sage3", "sage3", "sage3"]
+    last, fresh = SageConfig("sage3", steps=(StepRule(-1, None, "exact"),)), Pipe(PNDMScheduler())
+    with pytest.raises(ValueError, match="number of steps is unknown"):
+        StepSchedule(last, {"layer": processor}, fresh).advance(500.0)
+
+
 def test_a_scheduler_is_not_kept_alive():
     pipe, _ = runners()
     denoiser = Denoiser(FIRST_AND_LAST, pipe)

@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -251,6 +252,19 @@ def test_models_without_a_known_grid_or_with_other_processors_are_refused():
     sage_hf.apply(model, "sage2")
     with pytest.raises(ValueError, match="call enable_vsa first"):
         sage_hf.enable_vsa(model)
+
+
+def test_weights_are_offloaded_one_by_one_after_the_gates_are_made_and_not_before():
+    model, inputs, device = build(), video(), torch.device("cpu")
+    sage_hf.enable_vsa(model, 0.5)
+    expected = run(fill_gates(model), inputs)
+    assert torch.equal(run(accelerate.cpu_offload(model, execution_device=device), inputs), expected)
+    model = build()
+    expected = run(model, inputs)
+    accelerate.cpu_offload(model, execution_device=device)
+    with pytest.raises(ValueError, match="call enable_vsa before enable_sequential_cpu_offload"):
+        sage_hf.enable_vsa(model, 0.5)
+    assert torch.equal(run(model, inputs), expected)
 
 
 def test_context_parallelism_is_refused_before_and_after():

@@ -157,6 +157,19 @@ def test_a_family_through_diffusers_dispatch_is_routed_too():
     assert (output - expected).norm() / expected.norm() < 0.1
 
 
+def test_cross_attention_to_as_many_keys_as_queries_is_dense():
+    case = family("wan-t2v")
+    model, inputs = case.build().eval(), case.make_inputs()
+    generator = torch.Generator().manual_seed(0)
+    inputs["hidden_states"] = torch.randn(2, 4, 3, 12, 20, generator=generator)
+    inputs["encoder_hidden_states"] = torch.randn(2, 180, 16, generator=generator)
+    with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=0.5, from_tokens=1))):
+        run(model, inputs)
+        kept = {name: sage_of(module).sparse.kept for name, module in attention_layers(model).items()}
+    assert all(one.calls == 1 and not one.dense for name, one in kept.items() if "attn1" in name)
+    assert all(one.dense == {"cross-attention": 1} for name, one in kept.items() if "attn2" in name)
+
+
 def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
     model = tiny.transformer()
     with sage_hf.apply(model, "sage2"):
