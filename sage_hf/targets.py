@@ -102,6 +102,7 @@ def _target(name: str, model: nn.Module) -> Target:
         layers = diffusers.attention_layers(plain)
     if not layers:
         raise ValueError(
-            f"{type(plain).__name__} has no attention layer that sage_hf can switch; of a wrapper pass the model inside"
+            f"{type(plain).__name__} has no attention layer that sage_hf can switch; if it is a wrapper, pass the "
+            "model inside"
         )
     return Target(name, model, library, layers)

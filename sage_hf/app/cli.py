@@ -144,7 +144,7 @@ def _add_html_argument(parser: argparse.ArgumentParser) -> None:
 def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pretrained", required=True, metavar="ID_OR_FOLDER", help="pipeline or language model")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=_path, metavar="FILE", help="of a pipeline: a prompt a line")
+    source.add_argument("--prompts", type=_path, metavar="FILE", help="for a pipeline: a file with one prompt per line")
     source.add_argument("--text", type=_path, metavar="FILE", help="of a causal language model: a text, in windows")
     parser.add_argument("--budget", type=float, default=0.02, help="largest error of the output (default: 0.02)")
     parser.add_argument(
@@ -298,7 +298,7 @@ def _costs_note(device: torch.device) -> str:
     from sage_kernels.dispatch.select import routing
 
     if not routing():
-        return "costs: not asked (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel takes calls of that size"
+        return "costs: not used (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel takes calls of that size"
     return cost_model.description(torch.cuda.get_device_capability(device))
 
 

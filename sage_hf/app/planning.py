@@ -68,7 +68,7 @@ def _layer_rows(
     softcap = getattr(getattr(layer, "config", None), "attn_logit_softcapping", None)
     for recipe, grad, when in calls:
         if softcap is not None and recipe != "exact":
-            yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="a softcap bends the logits")
+            yield LayerRow(label, recipe, "exact", "sdpa", "exact", reason="the model caps its logits (softcap)")
             continue
         facts = {"heads": heads or NOMINAL_HEADS, "head_dim": head_dim or NOMINAL_HEAD_DIM, "grad": grad}
         try:
@@ -80,7 +80,7 @@ def _layer_rows(
             yield LayerRow(label, recipe, "none", reason=str(error))
             continue
         reason = chosen.reason or (
-            "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not tell"
+            "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not state its head_dim"
         )
         reason = "; ".join(part for part in (when, reason) if part)
         yield LayerRow(

@@ -377,8 +377,8 @@ def subject_of(
         return PipelineSubject(pipe_or_model, settings, seed, count)
     if not hasattr(inner(pipe_or_model), "get_output_embeddings") or "labels" not in _parameters(pipe_or_model):
         raise TypeError(
-            f"expected a diffusers pipeline or a causal language model, got {type(pipe_or_model).__name__}: of a "
-            "denoiser pass the pipeline"
+            f"expected a diffusers pipeline or a causal language model, got {type(pipe_or_model).__name__}: for a "
+            "denoiser, pass its pipeline"
         )
     if settings:
         raise TypeError(f"a language model takes no settings, got {', '.join(settings)}")

@@ -39,7 +39,9 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
         ValueError: device is no CUDA device.
     """
     if device.type != "cuda":
-        raise ValueError(f"kernels are compiled on the GPU that runs them, and {device} is none: pass --device cuda")
+        raise ValueError(
+            f"kernels are compiled on the GPU that runs them, and {device} is not a GPU: pass --device cuda"
+        )
     excepted = [*(rule.recipe for rule in config.layers), *(rule.recipe for rule in config.steps)]
     named = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
     native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named)

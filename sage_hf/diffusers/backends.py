@@ -91,7 +91,9 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         """
         if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
             if return_lse or _split_of(_parallel_config) is not None:
-                raise UnsupportedAttentionError(f"a {type(attn_mask).__name__} is for one process, without log-sum-exp")
+                raise UnsupportedAttentionError(
+                    f"a {type(attn_mask).__name__} is served by one process only, without log-sum-exp"
+                )
             return by_flex_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
@@ -106,8 +108,7 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
                 raise UnsupportedAttentionError(NO_SHARDS)
             if is_causal or enable_gqa or return_lse:
                 raise UnsupportedAttentionError(
-                    "attention across processes is not causal, has as many heads of keys as of queries, and no "
-                    "log-sum-exp"
+                    "attention across processes serves no is_causal=True, enable_gqa=True or return_lse=True"
                 )
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = split.attend(attend_heads_first, query, key, value, attn_mask, dropout_p=dropout_p, scale=scale)

@@ -332,7 +332,7 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
                 return module(x)
             agrees = _agreements[kind] = _are_close(expected, _run(norm, None, heads_first, some))
         if not agrees:
-            logger.warning(f"{type(module).__name__} stays as it is: the kernel for norms gave other numbers")
+            logger.warning(f"{type(module).__name__} keeps its own norm: the kernel for norms gave different numbers")
     return _run(norm, None, heads_first, x) if agrees else module(x)
 
 
@@ -365,7 +365,7 @@ def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable
         _agreements[fused.rotates] = found
         if not found:
             logger.warning(
-                f"{fused.rotates[0].__name__} keeps its own norms and rotation: one kernel for them gave other "  # type: ignore[index]
+                f"{fused.rotates[0].__name__} keeps its own norms and rotation: the fused kernel gave different "  # type: ignore[index]
                 "queries or keys"
             )
     return found

@@ -103,8 +103,8 @@ class Layer:
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the layer would see only one process's tokens in context parallelism."""
         raise UnsupportedAttentionError(
-            f"context parallelism is enabled, and {type(self.original).__name__} does not attend through it, so it "
-            "would see the tokens of its own process only: run this model without enable_parallelism()"
+            f"context parallelism is enabled, but {type(self.original).__name__} does not support it, and would see "
+            "only the tokens in its process: run this model without enable_parallelism()"
         )
 
     def parallelize(self, config: Any) -> None:
@@ -276,8 +276,8 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
     """
     if original is None:
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} has no processor yet to take over from: construct it with its own, "
-            "then set this one"
+            f"{type(module).__name__} has no processor yet to take over from: construct the module with its "
+            "own processor, then set this one"
         )
     if isinstance(original, VSAProcessor):
         return VSALayer(original)
@@ -294,7 +294,7 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
         return AdapterLayer(original, ADAPTERS[family])
     if isinstance(original, torch.nn.Module):
         reason = (
-            "it holds weights of its own, which replacing it would drop, and is none of the IP-Adapters that can be "
+            "replacing it would drop the weights that it holds, and it is none of the IP-Adapters that can be "
             f"run in low bits ({', '.join(ADAPTERS)} and those that let their attention backend be chosen)"
         )
     else:

@@ -92,7 +92,8 @@ class SageAttnProcessor(BackendProcessor):
         layer = self._known_layer(attn)
         if layer is None:
             raise UnsupportedAttentionError(
-                f"{type(attn).__name__} has {type(self).__name__} as its processor, and not what it computed before: "
+                f"{type(attn).__name__} has {type(self).__name__} as its processor, which does not know what the layer "
+                "computed before: "
                 "use model.set_attn_processor(...), module.set_processor(...) or sage_hf.apply(...), "
                 "not an assignment to module.processor"
             )

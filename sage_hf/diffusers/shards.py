@@ -95,7 +95,9 @@ class SplitTokens:
         if heads < shards.ulysses:
             raise ValueError(f"ulysses_degree {shards.ulysses} is more than the {heads} heads of this attention")
         if key.shape[1] != heads:
-            raise ValueError(f"attention across processes has {key.shape[1]} heads of keys: it needs all {heads}")
+            raise ValueError(
+                f"attention across processes has {key.shape[1]} key heads: it needs {heads}, as many as query heads"
+            )
         given: Sequence[torch.Tensor] = (query, key, value)
         cut = [self._cut(x, self.number) for x in given]
         shared: Sequence[torch.Tensor] = [x for x, _ in cut]

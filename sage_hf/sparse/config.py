@@ -63,7 +63,7 @@ class Sparse:
     def describe(self) -> str:
         """Return the settings as one line of text."""
         if self.router == "share":
-            what = f"the tiles with {self.keep:.0%} of the weight of means"
+            what = f"the tiles with {self.keep:.0%} of the weight, as estimated from block means"
         else:
             what = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
         what += ", shared out among heads by their weight" if self.per_head else ""

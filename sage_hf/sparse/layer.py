@@ -239,15 +239,15 @@ class SparseLayer:
         if self.always_dense:
             return "a layer that the configuration keeps dense"
         if recipe == "exact":
-            return "exact attention over a list is no faster than dense"
+            return "exact attention over a block list is no faster than dense attention"
         if self.model.dense_step:
             return f"one of the first {settings.dense_steps} steps"
         if query.shape[2] < settings.from_tokens:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
-            return "causal attention, dropout, or a log-sum-exp that is wanted"
+            return "causal attention, dropout, or a requested log-sum-exp"
         if attn_mask is not None and key_mask(attn_mask[(None,) * (4 - attn_mask.dim())], key.shape[2]) is None:
-            return "a mask that says more than which keys exist"
+            return "a mask other than a key-padding mask"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a key-padding mask where text tokens are not known: a row might keep nothing but padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):

@@ -49,7 +49,7 @@ def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
     skipping = [name for name, algorithm in algorithms.items() if algorithm in _SKIP_SOFTMAX]
     if not skipping:
         found = ", ".join(map(str, algorithms.values())) or "no group"
-        raise ValueError(f"sparse: {KEY} has {found}, and only skip_softmax can be taken over")
+        raise ValueError(f"sparse: {KEY} has {found}, and sage_hf can use only skip_softmax")
     left_out = [f"the group {name} ({algorithms[name]})" for name in named if name != skipping[0]]
     fields = {**shipped, **named[skipping[0]]}
     sparsity = _of_prefill(fields.get("target_sparsity", fields.get("target_sparse_ratio")))
@@ -62,11 +62,11 @@ def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
         if any(fnmatchcase(name, pattern) for name in names):
             dense.append(pattern)
         else:
-            left_out.append(f"the ignored layer {pattern!r}, which is none of this model's attention layers")
+            left_out.append(f"the ignored layer {pattern!r}, which matches no attention layer of this model")
     if fields.get("disabled_until_timestep"):
         left_out.append("disabled_until_timestep: give dense_steps, a number of steps")
-    left_out.append("its threshold: a router chooses as many tiles instead")
-    logger.warning(f"of {KEY} this is left out: {'; '.join(left_out)}")
+    left_out.append("the threshold: a router chooses the same share of tiles instead")
+    logger.warning(f"these parts of {KEY} are not used: {'; '.join(left_out)}")
     steps = fields.get("initial_disabled_steps") or 0
     return Sparse(keep=round(1 - sparsity, 9), dense_steps=steps, dense_layers=tuple(dense))
 

@@ -180,7 +180,7 @@ def _attend_by_recipe(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
     )
     if softcap is not None or (sinks is not None and (wants_gradient or call.dropout)):
-        reason = "a softcap bends the logits" if softcap is not None else "sinks need a gradient or dropout"
+        reason = "the model caps its logits (softcap)" if softcap is not None else "sinks need a gradient or dropout"
         call.report_exact(reason)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": call.dropout}
         return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)

@@ -150,7 +150,7 @@ class QuantizedLayer(DynamicLayer):
         self._note_whole(
             "the installed transformers does not hand the cache to attention"
             if kwargs is None
-            else f"attention {implementation!r} reads no codes"
+            else f"attention {implementation!r} cannot read a quantised cache"
             if implementation not in NAMES
             else self.whole_reason
         )
@@ -199,12 +199,14 @@ class QuantizedLayer(DynamicLayer):
         past = self.cache.length
         is_changed = not (_is_same(key, new_key) and _is_same(value, new_value))
         if is_changed and past:
-            raise RuntimeError("the model changes K and V behind the KV cache, but did not when it took the prompt")
+            raise RuntimeError("the model changes K and V after giving them to the KV cache, but did not at the prompt")
         self.pending = None
         kv_notes.notes[module] = self.note
         if not past and (is_changed or (mask is not None and mask.dtype != torch.bool)):
             self.whole_reason = (
-                "the model changes K and V behind the cache" if is_changed else "the prompt's mask is added to scores"
+                "the model changes K and V after giving them to the cache"
+                if is_changed
+                else "the prompt has an additive mask"
             )
         if past:
             reason = limit_of_keywords(module, query, key, scaling, keywords)
@@ -375,7 +377,7 @@ def _limit_of_mask(mask: torch.Tensor | None, q_len: int, past: int) -> str:
     if q_len > MAX_QUERIES:
         return f"more than {MAX_QUERIES} new tokens"
     if (mask is None and q_len > 1) or (mask is not None and _keys_of(mask, q_len, past) is mask):
-        return "a mask that is not causality and padding"
+        return "a mask other than causality and padding"
     return ""
 
 

@@ -178,5 +178,5 @@ def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.dev
     try:
         return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
     except Exception as error:
-        logger.warning(f"{rotate.__module__}.{ROTATE} rotates as it is, and no kernel in its place: {error!r}")
+        logger.warning(f"{rotate.__module__}.{ROTATE} stays in use: comparing it with our kernel failed: {error!r}")
         return False

@@ -119,7 +119,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         ValueError: device is no CUDA device, or nothing could be measured.
     """
     if device.type != "cuda":
-        raise ValueError(f"costs are measured on a GPU, and {device} is none: pass --device cuda")
+        raise ValueError(f"costs are measured on a GPU, and {device} is not a GPU: pass --device cuda")
     started, todo = time.perf_counter(), points()
 
     def passed() -> float:

@@ -220,7 +220,7 @@ def test_senseless_arguments_are_refused():
             calibrate(model, **{"prompts": tokens, **arguments})
     with pytest.raises(ValueError, match="prompts are texts, got list"):
         calibrate(tiny.cogvideox(num_layers=1), [["a", "b"]], **SETTINGS)
-    with pytest.raises(TypeError, match="of a denoiser pass the pipeline"):
+    with pytest.raises(TypeError, match="for a denoiser, pass its pipeline"):
         calibrate(tiny.transformer(), ["a"])
     with sage_hf.apply(model, "sage2"), pytest.raises(ValueError, match="switched already"):
         calibrate(model, tokens)

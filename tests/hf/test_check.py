@@ -56,7 +56,7 @@ def test_a_wrong_kernel_fails_and_is_passed_over_from_then_on(capsys, monkeypatc
     with preferred(DoubledScale("wrong", "sage1")):
         assert main(["check", "--device", "cpu"]) == 1
         printed = capsys.readouterr().out
-        assert "wrong: sage1, head_dim 64: " in printed and "times as far" in printed
+        assert "wrong: sage1, head_dim 64: " in printed and "that rounding explains" in printed
         plan = select(nominal_request("sage1", torch.device("cpu")))
         assert plan.kernel == "reference"
         assert "self-check" in dict(plan.passed_over)["sage1 by wrong"]

@@ -405,12 +405,12 @@ def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
     grouped = replace(TRAINING, is_causal=True, batch=1, q_heads=32, kv_heads=8, q_len=8192, kv_len=8192)
     assert select(grouped).other_phases == (("int8_backward_fused", NOT_FASTER),)
     passed_over = select(replace(TRAINING, mask="bool")).other_phases
-    assert ("int8_quantize_hopper", "no masks but those of keys") in passed_over
+    assert ("int8_quantize_hopper", "no masks other than key-padding masks") in passed_over
     misaligned, *_ = select(replace(TRAINING, aligned=False)).other_phases
     assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
     others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)
     assert others.keys() == {"int8_quantize_hopper", "int8_backward_fused", "int8_backward_hopper"}
-    assert all("other formats" in reason for reason in others.values())
+    assert all("formats and transforms" in reason for reason in others.values())
 
 
 @pytest.mark.usefixtures("newest")

@@ -411,7 +411,7 @@ BAD_CALLS = {
     "heads": (lambda: draw(kv_heads=3), {}, ValueError, "not a multiple of 3 key heads"),
     "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
     "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
-    "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one for each key"),
+    "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one element per key"),
 }
 
 

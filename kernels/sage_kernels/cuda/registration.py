@@ -130,7 +130,9 @@ class HopperForward(CudaKernel):
         if lists and request.list_sizes != (block_lists.BLOCK_M, block_lists.BLOCK_N):
             return f"block lists of {block_lists.BLOCK_M} rows and tiles of {block_lists.BLOCK_N} keys only"
         if lists and request.head_dim <= NARROW_HEAD_DIM and recipe.pv == "fp8":
-            return f"over block lists P·V in e4m3 with head_dim up to {NARROW_HEAD_DIM} is faster by the Triton kernel"
+            return (
+                f"with a block list, FP8 (e4m3) P·V and head_dim up to {NARROW_HEAD_DIM}, the Triton kernel is faster"
+            )
         if recipe.heavy_keys and not lists and not request.aligned:
             return "with heavy keys, addresses and strides of Q must be multiples of 16 bytes"
         if reason := _unreadable_values(request) or _too_many_rows(request):
@@ -261,4 +263,4 @@ def _unreadable_values(request: Request) -> str:
 def _too_many_rows(request: Request) -> str:
     rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
     too_many = request.batch * request.q_heads * max(rows, power_of_two(request.head_dim)) >= MAX_COORDINATE
-    return "more than 2³¹ rows of Q, or of K for each head of Q" if too_many else ""
+    return "batch × query heads × tokens of Q or K exceeds 2³¹" if too_many else ""

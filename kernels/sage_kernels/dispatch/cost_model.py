@@ -231,7 +231,7 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
     if fastest_exact(request, own) == SHARING:
-        return "few queries: exact attention whose programs share the keys is faster"
+        return "few queries: exact attention that splits the keys among programs is faster"
     low_bit, sizes = _curves(request, [runner]), sizes_of(request)
     rivals = (*_curves(request, own), *_pytorch_curves(request))
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
@@ -331,7 +331,7 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     """Return which limit for kinds of calls that were not measured this one is below; "" if none."""
     advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
     if request.mask in ("bool", "additive"):
-        return f"a mask of each score; {advice}"
+        return f"an attention bias; {advice}"
     low, high = UNMEASURED_HEAD_DIMS
     if not low <= sizes.head_dim <= high:
         return f"head_dim outside {low}…{high}; {advice}"

@@ -49,7 +49,7 @@ def why_exact(
     if not torch.compiler.is_compiling() and torch_private.transforms_are_active():
         return f"{recipe} cannot be differentiated inside a transform of torch.func"
     if mask.kind in ("bool", "additive"):
-        return f"{recipe} has gradients without a mask or with a bool one that is the same for all queries and heads"
+        return f"{recipe} has gradients only without a mask, or with a bool mask, the same for all queries and heads"
     return ""
 
 

@@ -274,7 +274,9 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
     distance = distance_of(found)
     if distance <= 1:
         return Verdict(name, distance)
-    return Verdict(name, distance, f"{distance:.3g} times as far from the reference as roundings can be")
+    return Verdict(
+        name, distance, f"its difference from the reference is {distance:.3g} times the largest that rounding explains"
+    )
 
 
 def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:

@@ -173,7 +173,7 @@ def _choose_phases(kernel: Forward, request: Request) -> _Phases:
         fitting = [one for one in registry.quantizers.values() if issubclass(one.makes, kernel.takes)]
         quantizer, others = _choose_first(fitting, request)
         if not quantizer:
-            return _Phases(reason=_join_reasons("nothing makes its operands", others))
+            return _Phases(reason=_join_reasons("no quantiser makes the operands that it reads", others))
         passed_over += others
     if request.grad:
         if not isinstance(kernel, TrainingForward):
@@ -191,7 +191,11 @@ def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, lis
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:
-        reason = registry.unsupported(kernel, request) if kernel.serves(recipe) else "other formats or transforms"
+        reason = (
+            registry.unsupported(kernel, request)
+            if kernel.serves(recipe)
+            else "does not compute the recipe's formats and transforms"
+        )
         if not reason:
             return kernel.name, passed_over
         passed_over.append((kernel.name, reason))

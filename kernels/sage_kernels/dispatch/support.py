@@ -120,7 +120,7 @@ def why_no_mask(masks: tuple[MaskKind, ...]) -> str:
     """Name the masks that are not supported."""
     if "bool" in masks:
         return "no block lists"
-    return "no masks" if masks == ("none",) else "no masks but those of keys"
+    return "no masks" if masks == ("none",) else "no masks other than key-padding masks"
 
 
 class Declared:

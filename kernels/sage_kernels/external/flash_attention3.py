@@ -46,9 +46,9 @@ class FlashAttention3:
         if request.mask != "none":
             return "no masks"
         if request.shifted or (request.is_causal and request.q_len > request.kv_len):
-            return "causality must be aligned lower right"
+            return "a causal mask must be aligned lower right"
         if request.is_causal and not request.lower_right and request.q_len != request.kv_len:
-            return "causality must be aligned lower right"
+            return "a causal mask must be aligned lower right"
         return ""
 
     def attend(self, call: Call) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _takes_plans(device: torch.device) -> bool:
     try:
         return _follows_plans(device)
     except (RuntimeError, TypeError) as error:  # another version's takes other arguments
-        logger.info("FlashAttention 3 plans its calls itself: %s: %s", type(error).__name__, error)
+        logger.info("FlashAttention 3 plans its own calls, because sage-hf cannot: %s: %s", type(error).__name__, error)
         return False
 
 

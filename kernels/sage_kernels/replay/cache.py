@@ -208,7 +208,7 @@ def _compare(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, r
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(driver.relaxed_capture())
         if not (are_equal_to_rounding if rounds else are_same)(run(*tensors), expected):
-            raise NotRepeatableError("its replay gives another output")
+            raise NotRepeatableError("its replay gives a different output")
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Mask:
         if keys.kind not in ("none", "keys"):
             raise ValueError(
                 "with a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
-                f"got one of kind {keys.kind!r}"
+                f"got a mask of kind {keys.kind!r}"
             )
         return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
 
@@ -117,7 +117,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask with them")
+            raise ValueError("packed sequences take no mask: their lengths say which keys exist")
 
     @property
     def batch(self) -> int:
@@ -285,7 +285,7 @@ class BackwardCall:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
-            raise ValueError("packed sequences say by their lengths which keys exist: give no mask with them")
+            raise ValueError("packed sequences take no mask: their lengths say which keys exist")
 
     @property
     def batch(self) -> int:

@@ -96,7 +96,7 @@ def check_tensors(
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; expected (batch, heads, tokens, head_dim), or (tokens, "
-                "heads, head_dim) of packed sequences, and as many dimensions as query, key and value have alike"
+                "heads, head_dim) of packed sequences, with the same number of dimensions in query, key and value"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
@@ -183,5 +183,6 @@ def check_valid(valid: torch.Tensor | None, key: torch.Tensor) -> None:
         raise ValueError(f"valid must be bool (batch or 1, kv_len); got {valid.dtype} {tuple(valid.shape)}")
     if valid.shape[1] != key.shape[2] or valid.device != key.device:
         raise ValueError(
-            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: one for each key"
+            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: give one "
+            "element per key"
         )

@@ -72,7 +72,7 @@ class TritonKernel(Declared):
         if capability is not None and triton < (oldest := ASSEMBLER_TRITON.get(capability, triton)):
             return _needs_triton("this GPU", capability, oldest)
         if request.batch * request.q_heads * max(request.q_len, request.kv_len) >= 2**36:
-            return "more than 2³⁶ rows of Q, or of K for each head of Q"
+            return "batch × query heads × tokens of Q or K exceeds 2³⁶"
         return ""
 
 
@@ -223,7 +223,7 @@ class SplitKVForward(TritonExact):
         """Name the first limit of the kernels that a request exceeds; or ""."""
         rows = request.q_heads // request.kv_heads * request.q_len
         return super().unsupported(request) or (
-            f"more than {SPLIT_ROWS} queries share keys" if rows > SPLIT_ROWS else ""
+            f"more than {SPLIT_ROWS} queries for each key head" if rows > SPLIT_ROWS else ""
         )
 
 
@@ -238,23 +238,23 @@ class TritonHeadKernel:
             return "needs an NVIDIA GPU and Triton"
         batch, _, heads, head_dim = x.shape
         if x.dtype not in HALF_DTYPES or x.stride(-1) != 1 or head_dim % 2:
-            return "needs float16 or bfloat16, and an even number of channels that lie one behind another"
+            return "needs float16 or bfloat16, and an even number of contiguous channels"
         if max(batch, heads) > MAX_GRID or head_dim > MAX_HEAD_DIM:
             return f"more than {MAX_GRID} batch elements or heads, or head_dim above {MAX_HEAD_DIM}"
         vectors = [] if norm is None else [one for one in (norm.weight, norm.bias) if one is not None]
         if norm is not None and norm.across_heads and (grad or heads * head_dim > MAX_TOKEN_CHANNELS):
-            return f"a norm of all heads has no gradients, and at most {MAX_TOKEN_CHANNELS} channels"
+            return f"a norm across all heads is served without gradients, and up to {MAX_TOKEN_CHANNELS} channels"
         if any(one.stride(-1) != 1 for one in vectors):
-            return "needs weights that lie one behind another"
+            return "needs contiguous weights and biases"
         tables = [] if rope is None else [one for one in (rope.cosine, rope.sine) if one is not None]
         if len({(one.stride(), one.dtype) for one in tables}) > 1:
-            return "needs tables that are laid out alike"
+            return "needs cosine and sine tables of the same strides and dtype"
         if grad and any(one.requires_grad for one in tables):
-            return "tables have no gradients"
+            return "cannot give gradients of the cosine and sine tables"
         if any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in (x, *vectors, *tables)):
             return "needs plain tensors"
         hidden = any(one.is_neg() or one.is_conj() for one in (x, *vectors, *tables))
-        return "needs tensors that hold their values as they are" if hidden else ""
+        return "needs tensors without pending negation or conjugation" if hidden else ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
         """Normalise and rotate; see `qk_norm_rope.forward`."""
@@ -288,7 +288,7 @@ class TritonKVKernel:
         if 3 * cache.batch > MAX_GRID or cache.kv_heads > MAX_GRID:
             return f"more than {MAX_GRID // 3} sequences, or {MAX_GRID} heads"
         if query is not None and (query.shape[1] // cache.kv_heads) * query.shape[2] > SPLIT_ROWS:
-            return f"more than {SPLIT_ROWS} queries share keys"
+            return f"more than {SPLIT_ROWS} queries for each key head"
         return ""
 
     def append(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ def test_what_is_left_out_is_said(said):
         ({}, "ships no sparse_attention_config"),
         ({"sparse_attention_config": "skip"}, "ships no sparse_attention_config"),
         ({"sparse_attention_config": {}}, "has no group"),
-        (shipped(algorithm="sparse_softmax"), "has sparse_softmax, and only skip_softmax"),
+        (shipped(algorithm="sparse_softmax"), "has sparse_softmax, and sage_hf can use only skip_softmax"),
         (shipped(target_sparsity=None), "has no target_sparsity"),
         (shipped(target_sparsity=1.5), r"target_sparsity must be in \[0, 1\); got 1.5"),
     ],

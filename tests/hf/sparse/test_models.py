@@ -189,10 +189,10 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
     one.attend(*inputs, None, recipe="exact", fallback=None)
     one.attend(*(x[..., :8] for x in inputs), None, recipe="sage2", fallback=None)
     assert list(one.kept.dense) == [
-        "a mask that says more than which keys exist",
+        "a mask other than a key-padding mask",
         "gradients are wanted",
         "cross-attention",
-        "exact attention over a list is no faster than dense",
+        "exact attention over a block list is no faster than dense attention",
         "no kernel of sage2 takes block lists here",
     ]
     assert one.kept.calls == 0

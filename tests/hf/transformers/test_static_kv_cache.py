@@ -202,7 +202,7 @@ def test_an_attention_that_is_not_ours_is_refused_at_once(implementation, when):
     if when == "step":
         step(model, cache, prompt(0)["input_ids"])
     model.set_attn_implementation(implementation)
-    with pytest.raises(ValueError, match=f"attention '{implementation}' reads no codes; leave max_cache_len out"):
+    with pytest.raises(ValueError, match=f"'{implementation}' cannot read a quantised cache; leave max_cache_len out"):
         step(model, cache, prompt(0)["input_ids"] if when == "prompt" else torch.ones(2, 1, dtype=torch.long))
 
 

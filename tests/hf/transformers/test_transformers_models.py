@@ -64,7 +64,7 @@ def test_every_layer_runs_the_recipe_or_says_why_not(tiny: TinyModel) -> None:
     for layer in layers.values():
         (plan,) = record.last_plans(layer)
         if tiny.name == "gemma2":
-            assert (plan.recipe, plan.reason) == ("exact", "a softcap bends the logits")
+            assert (plan.recipe, plan.reason) == ("exact", "the model caps its logits (softcap)")
         else:
             assert (plan.recipe, plan.numerics, plan.reason) == ("sage3", "emulated", "")
     assert torch.equal(low_bit, exact) == (tiny.name == "gemma2")
