@@ -94,7 +94,7 @@ def request(**changes) -> Request:
         ({"head_dim": 32, "v_head_dim": 32}, "both"),
         ({"head_dim": 64}, "both"),
         ({"v_head_dim": 100}, "multiples of 8"),
-        ({"batch": 2**18}, "rows"),
+        ({"batch": 2**18}, "tokens of Q or K"),
     ],
     ids=str,
 )

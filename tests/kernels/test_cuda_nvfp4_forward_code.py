@@ -154,7 +154,7 @@ def request():
         ({"mask": "keys"}, ""),
         ({"mask": "bool"}, "no masks"),
         ({"mask": "blocks"}, "no masks"),
-        ({"batch": 2**18}, "rows"),
+        ({"batch": 2**18}, "tokens of Q or K"),
     ],
     ids=str,
 )
