@@ -38,14 +38,13 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     reading = _reading_of(type(kwargs.get("config")))
     if reading == "additive":
         return masking_utils.eager_mask(**kwargs)
-    if _is_traced() and (padding := _padding_of_causality(kwargs)) is not None:
-        return padding
+    mask: torch.Tensor | None
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
     if _is_traced():
-        traced: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
-        return traced
+        mask = _padding_of_causality(kwargs)
+        return masking_utils.sdpa_mask(**kwargs | never_skipped) if mask is None else mask
     with torch.inference_mode(False), torch.no_grad():  # else there is no version that tells of changes
-        mask: torch.Tensor | None = masking_utils.sdpa_mask(**kwargs | never_skipped)
+        mask = masking_utils.sdpa_mask(**kwargs | never_skipped)
     if mask is not None and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:

@@ -211,8 +211,8 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     output, lse = call.new_outputs()
     if not call.is_empty:
         call = call.for_kernel()
-        existing = None if call.mask.valid is None else padding.key_padding(call.mask.valid)
-        operands = quantizer.quantize(call, None if existing is None else existing.valid)
+        existing = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
+        operands = quantizer.quantize(call, *(() if existing is None else (existing.valid, existing.spans)))
         forward(operands, output, lse, call, native, existing)
     return output, lse
 
