@@ -193,6 +193,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("name", TRAINING)
 def test_repeated_gradients_are_bitwise_those_of_the_operator(device, monkeypatch, repeated, name):
     shape, options = TRAINING[name]

@@ -43,9 +43,16 @@ def test_each_call_is_judged_by_its_own_size_whatever_ran_before():
         assert ("exact attention trains faster here" in why(tokens)) == exact
 
 
-def test_what_was_not_measured_runs_the_recipe():
-    assert not why(512, is_causal=True)
-    assert not why(512, dtype=torch.float32)
+@pytest.mark.parametrize("facts", [{"is_causal": True}, {"dtype": torch.float32}, {"mask": "keys"}])
+def test_what_was_not_measured_runs_the_recipe_where_it_is_long(facts):
+    assert "no costs were measured" in why(512, **facts)
+    assert not why(8192, **facts)
+
+
+def test_without_a_table_long_calls_run_the_recipe(monkeypatch):
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: None)
+    assert "no costs were measured" in why(512)
+    assert not why(8192)
 
 
 def measure_forwards(monkeypatch, low_bit, exact):

@@ -269,21 +269,25 @@ def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> 
 def why_slower_training(
     request: Request, recipe: str, kernel: str, quantizer: str, backward: str, checkpointed: bool = False
 ) -> str:
-    """Return why exact attention trains faster than these kernels; "" if it does not, or was not measured.
+    """Return why these kernels would not train faster than exact attention; "" if they do.
 
     Args:
         request: the facts of the call.
         recipe, kernel, quantizer, backward: those that would run.
         checkpointed: the forward pass runs again before the backward pass; left out of account if not measured.
     """
-    table = table_of(request.capability)
-    if table is None or request.packed or request.return_lse or request.dtype not in _EXACT_DTYPES:
+    if request.packed or request.return_lse:
         return ""
+    table, sizes = table_of(request.capability), sizes_of(request)
+    if table is None or request.dtype not in _EXACT_DTYPES:
+        return _why_not_unmeasured(request, sizes)
     forward, both = low_bit_runner(recipe, kernel, quantizer), training_runner(recipe, kernel, quantizer, backward)
     low_bit_us = _training_us(table, request, forward, both, checkpointed)
     exact_us = min(_training_us(table, request, name, name + TRAINING, checkpointed) for name in BACKENDS)
     if math.inf in (low_bit_us, exact_us):
-        return why_slower_training(request, recipe, kernel, quantizer, backward) if checkpointed else ""
+        if checkpointed:
+            return why_slower_training(request, recipe, kernel, quantizer, backward)
+        return _why_not_unmeasured(request, sizes)
     low_bit_us, exact_us = max(low_bit_us, LOW_BIT_TRAINING_HOST_US), max(exact_us, EXACT_TRAINING_HOST_US)
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
