@@ -99,38 +99,36 @@ class SplitTokens:
                 f"attention across processes has {key.shape[1]} key heads: it needs {heads}, as many as query heads"
             )
         given: Sequence[torch.Tensor] = (query, key, value)
-        cut = [self._cut(x, self.number) for x in given]
-        shared: Sequence[torch.Tensor] = [x for x, _ in cut]
-        split: Sequence[torch.Tensor] = [x for _, x in cut]
-        of_text = [x.shape[2] for x in shared]
+        shared: Sequence[torch.Tensor] = ()
+        split = given
+        if self.number is not None:
+            shared, split = zip(*(self._cut(x, self.number) for x in given), strict=True)
+        rest = [x.shape[2] for x in shared] or [0, 0]
         queries, keys = self._lengths(split[0].shape[2], split[1].shape[2], query.device)
-        every = heads, of_text[0] + sum(queries), of_text[1] + sum(keys)
+        every = heads, rest[0] + sum(queries), rest[1] + sum(keys)
         attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, every, keys)
         if shards.ulysses > 1:
             own = _parts(heads, shards.ulysses)[shards.rank]
             shared = [x[:, own] for x in shared]
             if attn_mask is not None and attn_mask.shape[1] > 1:
                 attn_mask = attn_mask[:, own]
-            along = shared if shards.ring == 1 else [x[:, :, :0] for x in shared]
-            if queries == keys and of_text[0] == of_text[1]:
+            along = shared if shards.ring == 1 else ()
+            if queries == keys and rest[0] == rest[1]:
                 given = self._exchange(along, split, queries[shards.near])
             else:
                 query_of_all = self._exchange(along[:1], split[:1], queries[shards.near])
                 given = *query_of_all, *self._exchange(along[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
-            query = given[0] if shards.ulysses == 1 else self._join(shared[0], given[0])
+            query = self._join(shared[0], given[0]) if shared and shards.ulysses > 1 else given[0]
             split = split if shards.ulysses == 1 else given
             given = query, *self._gather(shared[1:], split[1:], keys)
         output = attend(*given, attn_mask=attn_mask, **options)
         return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[shards.near])
 
-    def _cut(self, x: torch.Tensor, number: int | None, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens on every process and those `number` that are split; None: all are."""
-        tokens = x.shape[dim]
-        if number is None:
-            return x.narrow(dim, 0, 0), x
-        first = tokens - number if self.last else number
-        before, behind = x.narrow(dim, 0, first), x.narrow(dim, first, tokens - first)
+    def _cut(self, x: torch.Tensor, number: int, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens on every process and those `number` that are split."""
+        first = x.shape[dim] - number if self.last else number
+        before, behind = x.tensor_split((first,), dim)
         return (before, behind) if self.last else (behind, before)
 
     def _join(self, shared: torch.Tensor, split: torch.Tensor) -> torch.Tensor:
@@ -174,20 +172,25 @@ class SplitTokens:
             )
         return mask
 
-    def _room(self, shared: Sequence[torch.Tensor], tokens: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    def _room(
+        self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], heads: int, tokens: int
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return tensors with the tokens on every process and room for others, and this room of all in one.
 
         Args:
-            shared: (batch, heads, tokens, head_dim) each.
+            shared: the tokens on every process, (batch, heads, tokens, head_dim) each, or nothing.
+            split: tensors of the same batch and head_dim, as many as are returned.
+            heads: number of heads.
             tokens: number of tokens for which there is room.
 
         Returns:
             (batch, heads, all tokens, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
         """
-        batch, heads, rest, head_dim = shared[0].shape
-        whole = shared[0].new_empty(rest + tokens, len(shared), batch, heads, head_dim)
-        front, room = self._cut(whole, tokens, 0)
+        rest = shared[0].shape[2] if shared else 0
+        batch, head_dim = split[0].shape[0], split[0].shape[3]
+        whole = room = split[0].new_empty(rest + tokens, len(split), batch, heads, head_dim)
         if rest:
+            front, room = self._cut(whole, tokens, 0)
             torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=front)
         return whole.permute(1, 2, 3, 0, 4).unbind(), room
 
@@ -197,7 +200,7 @@ class SplitTokens:
         """Exchange some tokens of all heads for all tokens of some heads, all tensors at once.
 
         Args:
-            shared: (batch, heads of this process, tokens on every process, head_dim) each.
+            shared: (batch, heads of this process, tokens on every process, head_dim) each, or nothing.
             split: (batch, all heads, tokens of this process, head_dim) each.
             lengths: number of tokens of each process.
 
@@ -207,17 +210,18 @@ class SplitTokens:
         batch, heads, number, head_dim = split[0].shape
         processes = self.shards.ulysses
         of_head = len(split) * batch * head_dim
-        sizes = [number * (part.stop - part.start) * of_head for part in _parts(heads, processes)]
-        share, more = divmod(heads, processes)
+        of_processes = [part.stop - part.start for part in _parts(heads, processes)]
+        own, (share, more) = of_processes[self.shards.rank], divmod(heads, processes)
         if not more:
             sent = _messages(split, processes)
         else:  # so many processes have one head more
             first = more * (share + 1)
             few = _messages([x[:, first:] for x in split], processes - more)
             sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
-        whole, room = self._room(shared, sum(lengths))
-        of_token = room[0].numel()
-        _all_to_all(room.view(-1), sent, [length * of_token for length in lengths], sizes, self.shards.group)
+        whole, room = self._room(shared, split, own, sum(lengths))
+        sizes = [length * own * of_head for length in lengths]
+        sizes_sent = [number * of_process * of_head for of_process in of_processes]
+        _all_to_all(room.view(-1), sent, sizes, sizes_sent, self.shards.group)
         return whole
 
     def _gather(
@@ -226,14 +230,14 @@ class SplitTokens:
         """Return (batch, heads, tokens, head_dim) tensors with the tokens of all processes of a ring, gathered at once.
 
         Args:
-            shared: the tokens on every process.
+            shared: the tokens on every process, or nothing.
             split: the tokens of this process of the ring.
             lengths: number of tokens of each process, in the ring or not.
         """
         near = self.shards.ulysses
         lengths = [sum(lengths[at : at + near]) for at in range(0, len(lengths), near)]
-        longest, sent = max(lengths), torch.stack([x.permute(2, 0, 1, 3) for x in split], dim=1)
-        whole, room = self._room(shared, sum(lengths))
+        longest, sent = max(lengths), _stack([x.permute(2, 0, 1, 3) for x in split], 1)
+        whole, room = self._room(shared, split, split[0].shape[1], sum(lengths))
         if min(lengths) == longest:
             _all_gather(room, sent, self.shards.ring_group)
             return whole
@@ -248,12 +252,12 @@ class SplitTokens:
         batch, own, tokens, head_dim = output.shape
         rest = tokens - sum(lengths)
         number = lengths[self.shards.rank] + rest
+        by_token = output.permute(2, 0, 1, 3)  # as attention leaves it in memory
         if rest:
-            shared, split = self._cut(output, sum(lengths))
+            shared, split = self._cut(by_token, sum(lengths), 0)
             order = 1 if self.last else -1
-            messages = [x for part in split.split(lengths, dim=2) for x in (shared, part)[::order]]
-            output = torch.cat(messages, dim=2)
-        sent = output.permute(2, 0, 1, 3).contiguous().view(-1)
+            by_token = torch.cat([x for part in split.split(lengths) for x in (shared, part)[::order]])
+        sent = by_token.contiguous().view(-1)
         sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
         received = sent.new_empty(sum(sizes))
@@ -317,7 +321,23 @@ def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
     A message is (tokens, tensors, batch, heads of its process, head_dim).
     """
     parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
-    return torch.stack(parts, dim=2).view(-1)
+    return _stack(parts, 2).view(-1)
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Stack tensors of any strides: in elements of 16 bytes, which PyTorch copies faster, where all can be seen so."""
+    dtype = tensors[0].dtype
+    if not torch.compiler.is_compiling() and all(_has_wide_elements(x) for x in tensors):
+        return torch.stack([x.view(torch.complex128) for x in tensors], dim).view(dtype)
+    return torch.stack(list(tensors), dim)
+
+
+def _has_wide_elements(x: torch.Tensor) -> bool:
+    """Check whether 16 bytes side by side in memory are elements of a tensor's last dimension, wherever it is read."""
+    number = 16 // x.element_size()
+    *strides, last = x.stride()
+    sizes = x.shape[-1], x.storage_offset(), *strides
+    return last == 1 and x.data_ptr() % 16 == 0 and not any(size % number for size in sizes)
 
 
 def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[torch.Tensor]:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import diffusers
 import pytest
+import torch
 
 import sage_hf
 from sage_hf import SageAttnProcessor
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans, shards
 from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
@@ -45,6 +46,16 @@ def test_processes_agree_with_one(processes: int, names: tuple[str, ...], tmp_pa
 
     found = run_processes(tmp_path, processes, names)
     assert not {case: what for case, what in found.items() if what}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "offset"), [(64, 0), (64, 3), (10, 0)], ids=["wide", "unaligned", "odd"])
+def test_tensors_of_any_layout_are_stacked_as_they_are(head_dim: int, offset: int, dtype: torch.dtype):
+    memory = torch.randn(offset + 3 * 2 * 5 * 4 * head_dim).to(dtype)
+    memory[offset + 1] = torch.nan
+    tensors = memory[offset:].view(3, 2, 5, 4, head_dim).permute(0, 3, 1, 2, 4).unbind()
+    found, wanted = (stack(tensors, 1).nan_to_num(7) for stack in (shards._stack, torch.stack))
+    assert found.dtype == dtype and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("case", WITHOUT_PLAN, ids=str)
