@@ -103,9 +103,10 @@ def gain() -> str:
 
 
 def cost() -> str:
-    """Return a table of what low bits cost trained language models on one GPU."""
+    """Return a table of what low bits cost trained language models on one GPU in long texts."""
     recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
-    return trained_models_table.cost_markdown(read_result(TRAINED)["rows"], recipes)
+    rows = [row for row in read_result(TRAINED)["rows"] if row["tokens"] > 2048]
+    return trained_models_table.cost_markdown(rows, recipes)
 
 
 def model_gain() -> str:
