@@ -27,7 +27,7 @@ constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of it
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
-constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
+constexpr int DS_BYTES = BLOCK * LINE_BYTES;
 constexpr int BUFFERS = 2;           // of dS, and of parts of dQ on their way
 constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
 
@@ -133,22 +133,30 @@ DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item,
 
 // ---- dQ ----
 
-DEVICE float* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
-  return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_FLOATS;
+DEVICE uint8* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
+  return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_BYTES;
 }
 
-// Return what is summed of a product: in fixed point if FIXED.
-DEVICE float summand(float x, float fixed_point) { return FIXED ? __int_as_float(__float2int_rn(x * fixed_point)) : x; }
-
-// Put a thread's products in shared memory, in the order in which `finish_query_gradient` reads them. Their factors in
-// fixed point are `fixed_point(i)`.
-template <typename FixedPoint>
-DEVICE void put_products(const float (&x)[32], uint8* into, FixedPoint fixed_point) {
+// Put a thread's products in shared memory as SUMS, in the order in which `finish_query_gradient` reads them. Their
+// factors, if SCALED, are `factor(i)`.
+template <typename Factor>
+DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
   const uint32 at = shared_address(into) + threadIdx.x % 128 * 16;
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    store_shared4(at + i * 2048, summand(x[4 * i], fixed_point(4 * i)), summand(x[4 * i + 1], fixed_point(4 * i + 1)),
-                  summand(x[4 * i + 2], fixed_point(4 * i + 2)), summand(x[4 * i + 3], fixed_point(4 * i + 3)));
+  for (int i = 0; i < ACCESSES; i++) {
+    float words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if constexpr (SUMS == FLOAT16_SUMS) {
+        const int first = 8 * i + 2 * j;
+        words[j] = __uint_as_float(pack_float16(x[first] * factor(first), x[first + 1] * factor(first + 1)));
+      } else {
+        const int own = 4 * i + j;
+        words[j] = SUMS == INT32_SUMS ? __int_as_float(__float2int_rn(x[own] * factor(own))) : x[own];
+      }
+    }
+    store_shared4(at + i * 2048, words[0], words[1], words[2], words[3]);
+  }
 }
 
 // ---- The warpgroups of the keys ----
@@ -188,8 +196,7 @@ struct Keys {
     const uint32 ds_at =
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
-    [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
-    int tile = walk.tile;
+    int tile = Walk(item).tile;
     wait(barriers.held, 0);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
@@ -305,16 +312,15 @@ struct Keys {
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
       commit_products();
       if (!APART) {
+        float factors[2] = {};  // of the thread's two queries in dQ
+        if (SCALED) {
+          const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
+          factors[0] = load_shared(at), factors[1] = load_shared(at + 8 * 4);
+        }
         wait_products<1>();
         pin(dq);
         pin(dv);
         wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
-        float factors[2] = {};
-        if (FIXED) {
-          const float* fixed_point = a.fixed_point + walk.row(a, item) + row;
-          factors[0] = fixed_point[0], factors[1] = fixed_point[8];
-          walk.next(item);
-        }
         put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
         fence_shared();
         __syncwarp();
@@ -435,10 +441,10 @@ DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& 
   for (int step = 0; step < item.steps; step++, walk.next(item)) {
     const int buffer = step % BUFFERS;
     float2 factors[8] = {};
-    if (FIXED) {
-      const float2* fixed_point = reinterpret_cast<const float2*>(a.fixed_point + walk.row(a, item)) + lane % 4;
+    if (SCALED) {
+      const float* of_tile = a.statistics + walk.row(a, item) / TILE * STATISTICS + FACTORS;
 #pragma unroll
-      for (int j = 0; j < 8; j++) factors[j] = fixed_point[j * 4];
+      for (int j = 0; j < 8; j++) factors[j] = reinterpret_cast<const float2*>(of_tile)[j * 4 + lane % 4];
     }
     float dq[32];
     wait(barriers.ds_full[buffer], step / BUFFERS & 1);
