@@ -62,7 +62,8 @@ PREPARING_THREADS, FINISHING_THREADS = 256, 128
 THREAD_CHANNELS = 8  # of a token, that a thread has which prepares
 STAGES = {64: 4, 128: 2}
 """Tiles of queries in shared memory by channels."""
-BUFFERS = 2  # of dS, and of parts of dQ
+BUFFERS = 2  # of dS
+PARTS_BYTES = 2**15  # of dQ on its way to memory
 CONTROL_BYTES = 256  # of shared memory, for barriers
 STATISTICS = 4  # of a query: its scale, its LSE, its delta, and what its dQ is multiplied by, unless it is float32
 FLOAT16_KEYS = 2**15
@@ -364,8 +365,7 @@ def shared_memory(channels: int, sums: torch.dtype) -> int:
     codes_and_two_operands = (1 + 2 + 2) * channels
     of_keys = BLOCK * codes_and_two_operands
     of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * statistics(sums))
-    of_buffer = 2 * BLOCK * TILE + sums.itemsize * TILE * PART_CHANNELS
-    return of_keys + of_queries + BUFFERS * of_buffer + CONTROL_BYTES
+    return of_keys + of_queries + BUFFERS * 2 * BLOCK * TILE + PARTS_BYTES + CONTROL_BYTES
 
 
 def unsupported(request: Request) -> str:

@@ -28,16 +28,18 @@ constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 :
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES;
-constexpr int BUFFERS = 2;           // of dS, and of parts of dQ on their way
+constexpr int BUFFERS = 2;  // of dS
+// Tiles whose parts of dQ are on their way at the same time: as many as shared memory holds.
+constexpr int TILES_ON_WAY = APART || SUMS == FLOAT16_SUMS ? 2 : 1, PARTS_ON_WAY = APART ? 2 : 2 * TILES_ON_WAY;
 constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
 
 struct Barriers {
-  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
-      sums_empty[BUFFERS];
+  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
+  uint64 sums_full[PARTS_ON_WAY], sums_empty[PARTS_ON_WAY];
 };
 struct Shared {
   uint8 key_codes[2][CODE_BYTES], value[2][TILE_BYTES], key[2][TILE_BYTES], stages[STAGES][STAGE_BYTES];
-  uint8 ds[BUFFERS][DS_BYTES], sums[BUFFERS][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
+  uint8 ds[BUFFERS][DS_BYTES], sums[PARTS_ON_WAY][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
   Barriers barriers;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
@@ -320,11 +322,12 @@ struct Keys {
         wait_products<1>();
         pin(dq);
         pin(dv);
-        wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
-        put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
+        const int part = step % TILES_ON_WAY * 2 + warpgroup;
+        wait(barriers.sums_empty[part], step / TILES_ON_WAY & 1 ^ 1);
+        put_products(dq, shared.sums[part], [&](int i) { return factors[i / 2 % 2]; });
         fence_shared();
         __syncwarp();
-        arrive_as_warp(barriers.sums_full[warpgroup]);
+        arrive_as_warp(barriers.sums_full[part]);
       }
       wait_products<0>();
       pin(dv);
@@ -408,15 +411,21 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
     Walk walk(item);
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++, walk.next(item)) {
+      const int own = step % TILES_ON_WAY * 2;
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        wait(barriers.sums_full[part], step & 1);
-        add_to_memory(sums_of(a, item, walk, part), shared.sums[part], PART_BYTES);
+        wait(barriers.sums_full[own + part], step / TILES_ON_WAY & 1);
+        add_to_memory(sums_of(a, item, walk, part), shared.sums[own + part], PART_BYTES);
       }
-      wait_additions_read<1>();
-      arrive(barriers.sums_empty[0]);
-      wait_additions_read<0>();
-      arrive(barriers.sums_empty[1]);
+      if constexpr (TILES_ON_WAY == 1) {
+        wait_additions_read<1>();
+        arrive(barriers.sums_empty[0]);
+        wait_additions_read<0>();
+        arrive(barriers.sums_empty[1]);
+      } else {
+        wait_additions_read<2>();  // the tile before has been read, whose parts have the other two places
+        if (step) arrive(barriers.sums_empty[2 - own]), arrive(barriers.sums_empty[3 - own]);
+      }
     }
     wait_additions();
   }
@@ -480,10 +489,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
   if (threadIdx.x == 0) {
     init(barriers.held, 1);
     for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
-    for (int i = 0; i < BUFFERS; i++) {
+    for (int i = 0; i < BUFFERS; i++)
       init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
+    for (int i = 0; i < PARTS_ON_WAY; i++)
       init(barriers.sums_full[i], 4 * WARP_ARRIVALS), init(barriers.sums_empty[i], 1);
-    }
     fence_shared();
   }
   __syncthreads();
