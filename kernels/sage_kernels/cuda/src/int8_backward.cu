@@ -261,23 +261,13 @@ struct Keys {
       }
       hide(p);
       uint32 weights[16], ds[16];
-      auto pack_weights = [&] {
 #pragma unroll
-        for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
-      };
-      auto add_to_value_gradient = [&] {
+      for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      fence_products();
 #pragma unroll
-        for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
-      };
-      if (APART) {
-        pack_weights();
-        fence_products();
-        add_to_value_gradient();
-        commit_products();
-        wait_products<1>();
-      } else {
-        wait_products<0>();
-      }
+      for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      commit_products();
+      wait_products<1>();
       pin(dp);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -286,7 +276,6 @@ struct Keys {
         for (int i = 0; i < 4; i++) dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
       }
       hide(dp);
-      if (!APART) pack_weights();
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
       if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
@@ -299,8 +288,6 @@ struct Keys {
       fence_products();
       [[maybe_unused]] float dq[32];
       if (!APART) {
-        add_to_value_gradient();
-        commit_products();
         sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
