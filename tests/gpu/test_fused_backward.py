@@ -1,8 +1,10 @@
 """The fused backward kernel of Hopper: in every call that it serves, gradients are as near to exact attention's as the
 reference's; where PyTorch is to be deterministic they repeat to the bit."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from sage_kernels.dispatch import run as dispatch
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference import backward as reference_backward
-from sage_kernels.replay.cache import are_equal_to_rounding
-from tests.helpers.judge_training import Draw, TrainingCall, assert_equal, judge_training
+from sage_kernels.replay.cache import are_equal_to_rounding, are_same
+from tests.helpers.judge_training import Draw, GradientErrors, TrainingCall, assert_equal, judge_training
 from tests.helpers.layouts import LAYOUTS, lay_out
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_training_calls import GROUPS, KINDS, run
@@ -24,7 +26,7 @@ FUSED = HopperFusedBackward.name
 # Of Q and of K. Tiles have 64 queries, blocks 128 keys.
 LENGTHS = ((300, 300), (1, 1), (1, 300), (300, 1), (63, 65), (64, 64), (65, 129), (129, 63), (128, 128), (127, 257))
 DIMS = ((128,), (64,), (80,), (40,), (72, 128), (56, 48))
-SUMS = ("float32", "int32")
+SUMS = tuple(int8_backward.SUMS)
 
 
 @pytest.fixture(autouse=True)
@@ -39,24 +41,30 @@ def served(device):
 
 
 @contextmanager
-def deterministic(sums: str):
+def deterministic():
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(sums == "int32", warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
 
 
-def gradients(call: TrainingCall, sums: str = "int32", kept=None) -> tuple[torch.Tensor, ...]:
+def summed_in(sums: torch.dtype):
+    """Let dQ be summed in a dtype, also where the kernel would choose another."""
+    return mock.patch.object(int8_backward, "sums_of", lambda *_: sums)
+
+
+def gradients(call: TrainingCall, sums: torch.dtype = torch.int32, kept=None) -> tuple[torch.Tensor, ...]:
     output, saved = kept or dispatch.attend_and_save(call.forward, "error")
-    with deterministic(sums):
+    with summed_in(sums):
         return get_backward(FUSED).backward(call.backward(output, saved))
 
 
-def judge(call: TrainingCall, sums: str = "float32") -> None:
-    with deterministic(sums):
-        judge_training(call, FUSED)
+def judge(call: TrainingCall, sums: torch.dtype | None = None) -> GradientErrors:
+    """Judge gradients whose sums are in the dtype that the kernel chooses, or in a given one."""
+    with nullcontext() if sums is None else summed_in(sums):
+        return judge_training(call, FUSED)
 
 
 def test_calls_take_the_kernel_everywhere_or_nowhere_while_it_is_measured(device):
@@ -79,9 +87,8 @@ def test_gradients_are_near_the_references(head_dim, is_causal, dtype, sums, dev
 @pytest.mark.parametrize(
     ("lengths", "dims", "is_causal", "sums"), pairwise(LENGTHS, DIMS, [False, True], SUMS), ids=str
 )
-def test_gradients_are_near_the_references_at_every_length(lengths, dims, is_causal, sums, monkeypatch, device):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: sums == "int32")
-    judge_training(Draw(device).call("sage_bwd", 2, 4, 2, *lengths, *dims, is_causal=is_causal), FUSED)
+def test_gradients_are_near_the_references_at_every_length(lengths, dims, is_causal, sums, device):
+    judge(Draw(device).call("sage_bwd", 2, 4, 2, *lengths, *dims, is_causal=is_causal), sums)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), pairwise(range(1, 9), [64, 128]))
@@ -110,10 +117,11 @@ def test_rows_and_keys_that_attend_to_nothing_have_gradient_0(head_dim, sums, de
     call = replace(call, valid=valid)
     judge(call, sums)
     kept = dispatch.attend_and_save(call.forward, "error")
-    expected = gradients(call, kept=kept)
+    expected = gradients(call, sums, kept)
     call.value.transpose(1, 2)[~valid] = torch.nan  # that such keys hold must not count
-    query, key, value = found = gradients(call, kept=kept)
-    assert_equal(found, expected)
+    query, key, value = found = gradients(call, sums, kept)
+    assert_equal(found[1:], expected[1:])
+    assert (are_same if sums == torch.int32 else are_equal_to_rounding)(found[:1], expected[:1])
     assert not query[0].any()
     for x in (key, value):
         assert not x.transpose(1, 2)[~valid].any()
@@ -139,11 +147,14 @@ def test_reruns_are_equal_to_the_bit_where_pytorch_is_deterministic(head_dim, is
     """DK and dV are so always."""
     call = Draw(device).call("sage_bwd", 2, 8, 4, 2000, 2000, head_dim, is_causal=is_causal)
     kept = dispatch.attend_and_save(call.forward, "error")
-    fixed, floating = gradients(call, "int32", kept), gradients(call, "float32", kept)
-    for _ in range(20):
-        assert_equal(gradients(call, "int32", kept), fixed)
-        assert_equal(gradients(call, "float32", kept)[1:], floating[1:])
-    assert_equal(floating[1:], fixed[1:])
+    backward = partial(get_backward(FUSED).backward, call.backward(*kept))
+    with deterministic():
+        fixed = backward()
+        for _ in range(20):
+            assert_equal(backward(), fixed)
+    for sums in (torch.float32, torch.float16):
+        for _ in range(20):
+            assert_equal(gradients(call, sums, kept)[1:], fixed[1:])
 
 
 def test_repeated_gradients_are_replayed_though_sums_are_taken_in_any_order(device, caplog):
@@ -157,13 +168,43 @@ def test_repeated_gradients_are_replayed_though_sums_are_taken_in_any_order(devi
     assert all(are_equal_to_rounding(gradients, found[0]) for gradients in found)
 
 
+@pytest.mark.parametrize("sums", [torch.int32, torch.float16])
 @pytest.mark.parametrize("magnitude", [2.0**-60, 2.0**-20, 2.0**40])
-def test_sums_in_fixed_point_fit_gradients_of_any_size(magnitude, device):
-    call = Draw(device).call("sage_bwd", 1, 2, 1, 300, 400, 128)
+def test_scaled_sums_fit_gradients_of_any_size(magnitude, sums, device):
+    """Float16 takes one block of keys, so that sums have one order."""
+    call = Draw(device).call("sage_bwd", 1, 2, 1, 300, 400 if sums == torch.int32 else 128, 128)
     kept = dispatch.attend_and_save(call.forward, "error")
-    expected = gradients(call, kept=kept)
-    found = gradients(replace(call, output_gradient=call.output_gradient * magnitude), kept=kept)
+    expected = gradients(call, sums, kept)
+    found = gradients(replace(call, output_gradient=call.output_gradient * magnitude), sums, kept)
     assert_equal(found, tuple(x * magnitude for x in expected))
+
+
+@pytest.mark.parametrize("kv_len", [700, int8_backward.FLOAT16_KEYS])
+@pytest.mark.parametrize("loud", ["", "value", "key", "both"])
+def test_sums_in_float16_serve_rows_of_any_size_next_to_each_other(loud, kv_len, device):
+    """Elements of dO are 1e-6 to 1e4; a token and a channel of V, and a channel of K, are far larger than others."""
+    draw = Draw(device)
+    call = draw.call("sage_bwd", 1, 2, 1, 300, kv_len, 128)
+    call.output_gradient.mul_(10 ** (draw.uniform(1, 2, 300, 1) * 10 - 6))
+    if loud in ("value", "both"):
+        call.value[:, :, 140] *= 50
+        call.value[..., 7] *= 50
+    if loud in ("key", "both"):
+        call.key[..., 5] *= 30
+    kept = dispatch.attend_and_save(call.forward, "error")
+    expected, others = gradients(call, torch.float32, kept), gradients(call, torch.float16, kept)
+    assert_equal(others[1:], expected[1:])
+    distance, size = ((x.double().abs().sum(-1)) for x in (others[0] - expected[0], expected[0]))
+    assert (distance <= 0.02 * size).all()
+    assert distance.sum() <= 0.006 * size.sum()
+    judge(call, torch.float16)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sums_in_float16_are_as_near_to_exact_attention_as_the_reference(is_causal, device):
+    call = Draw(device).call("sage_bwd", 1, 2, 1, 2048, 20000, 128, is_causal=is_causal, causal_offset=17952)
+    assert int8_backward.sums_of(128, torch.bfloat16, 20000) == torch.float16
+    judge(call).assert_as_small_as_the_references()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -182,9 +223,20 @@ def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is
     may_be_spoiled = torch.zeros_like(clean[2], dtype=torch.bool)
     may_be_spoiled[0, 0, : 256 if is_causal else 500, 7] = True
     assert torch.equal(found[2][~may_be_spoiled], clean[2][~may_be_spoiled])
-    floating = gradients(call, "float32", kept)
-    for x, y in zip(found, floating, strict=True):
-        assert torch.equal(x.isfinite(), y.isfinite())
+    for sums in (torch.float32, torch.float16):
+        for x, y in zip(found, gradients(call, sums, kept), strict=True):
+            assert torch.equal(x.isfinite(), y.isfinite())
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("position", ["value", "key", "query"])
+def test_a_bad_input_spoils_what_it_spoils_in_the_reference(position, bad, sums, device):
+    call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, 128)
+    getattr(call, position)[0, 1, 140, 7] = bad
+    kept = dispatch.attend_and_save(call.forward, "error")
+    query, expected = gradients(call, sums, kept)[0], reference_backward.backward(call.backward(*kept))[0]
+    assert torch.equal(query.isfinite().all(-1), expected.isfinite().all(-1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -1,10 +1,12 @@
 """Check what int8_backward.cu compiles to, and which calls the fused backward kernel serves, without a GPU."""
 
 import re
+import subprocess
 from itertools import product
 
 import pytest
 import torch
+from triton import knobs
 
 from sage_kernels.cuda import compiler, int8_backward
 from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, enforce_fused_backward
@@ -20,18 +22,19 @@ from sage_kernels.testing.aot import machine_code
 from tests.helpers import fake_gpu
 
 MOST_SHARED_BYTES = 232448  # that a block of Hopper can have
-VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), (False, True)))
-# Of a tile for each warpgroup: S, dP, dV and dK of the keys' two, and dQ.
-PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8}
+VARIANTS = list(product((64, 128), (torch.bfloat16, torch.float16), int8_backward.SUMS))
+ADDITIONS = {torch.float32: "F32.RN", torch.float16: "F16.RN", torch.int32: "S32"}
+# Of a tile for each warpgroup: S, dP, dV and dK of the keys' two, and dQ; with 128 channels dQ of the last tile again.
+PRODUCTS = {64: 2 + 4 + 4 + 4 + 8, 128: 4 + 8 + 4 + 4 + 8 + 8}
 
 
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
-@pytest.mark.parametrize(("channels", "dtype", "is_fixed"), VARIANTS, ids=str)
-def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, is_fixed):
+@pytest.mark.parametrize(("channels", "dtype", "sums"), VARIANTS, ids=str)
+def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channels, dtype, sums):
     """The compiler says by a warning that it waits; the loops have the products of a tile, and no other."""
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    kernels = int8_backward.kernels(channels, dtype, is_fixed)
+    kernels = int8_backward.kernels(channels, dtype, sums)
     assert kernels.backward.shared_bytes <= MOST_SHARED_BYTES
     for kernel in (kernels.backward, kernels.finish):
         log = kernel.source.compile().log
@@ -46,12 +49,42 @@ def test_nothing_spills_or_waits_for_each_product(tmp_path, monkeypatch, channel
 
 @pytest.mark.audit
 @pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
-@pytest.mark.parametrize(("channels", "limit"), [(64, 420), (128, 520)])
-def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, limit):
+@pytest.mark.parametrize(
+    ("channels", "sums", "limit"), [(64, torch.float32, 420), (128, torch.float32, 520), (128, torch.float16, 565)]
+)
+def test_a_tile_takes_few_instructions(tmp_path, monkeypatch, channels, sums, limit):
     """Return the loop of the keys' warpgroups in which nothing is masked."""
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    code = machine_code(int8_backward.kernels(channels, torch.bfloat16, False).backward.source.compile().image)
+    code = machine_code(int8_backward.kernels(channels, torch.bfloat16, sums).backward.source.compile().image)
     assert code.main_loop.least <= limit
+
+
+@pytest.mark.audit
+@pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
+@pytest.mark.parametrize("sums", int8_backward.SUMS, ids=str)
+def test_the_tma_adds_what_is_summed(tmp_path, monkeypatch, sums):
+    monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
+    (tmp_path / "cubin").write_bytes(int8_backward.kernels(128, torch.bfloat16, sums).backward.source.compile().image)
+    command = [knobs.nvidia.nvdisasm.path, "-c", str(tmp_path / "cubin")]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert set(re.findall(r"UBLKRED\.G\.S\.ADD\.(\S+)", code)) == {ADDITIONS[sums]}
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "kv_len", "sums"),
+    [
+        (128, torch.bfloat16, 32768, torch.float16),
+        (128, torch.bfloat16, 32769, torch.float32),
+        (128, torch.float16, 1024, torch.float32),
+        (64, torch.bfloat16, 1024, torch.float32),
+    ],
+)
+def test_sums_are_in_float16_where_that_is_faster_and_near_enough_and_in_int32_where_they_must_repeat(
+    monkeypatch, channels, dtype, kv_len, sums
+):
+    assert int8_backward.sums_of(channels, dtype, kv_len) == sums
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert int8_backward.sums_of(channels, dtype, kv_len) == torch.int32
 
 
 @pytest.fixture
@@ -164,20 +197,23 @@ def test_the_last_blocks_of_keys_are_split_where_multiprocessors_would_wait(head
     assert int8_backward.parts_of_last(call, 132) == parts
 
 
-@pytest.mark.parametrize(("is_fixed", "padded", "is_causal"), product((False, True), repeat=3))
+@pytest.mark.parametrize(
+    ("head_dim", "repeats", "padded", "is_causal"), product((64, 128), (False, True), (False, True), (False, True))
+)
 def test_all_kernels_are_compiled_beforehand_and_the_call_only_allocates_and_launches(
-    monkeypatch, is_fixed, padded, is_causal
+    monkeypatch, head_dim, repeats, padded, is_causal
 ):
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_fixed)
-    x = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeats)
+    x = torch.empty(1, 192, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     recipe = RECIPES["sage_bwd"]
     tensors = [x, x, x, *empty_saved(Call(x, x, x, recipe), torch.empty(1, 2, 192))]
     for compiles_only in (True, False):
         with trace.tracing(compiles_only=compiles_only) as traced:
             valid = traced.stand_in(torch.arange(192)[None] < 150) if padded else None
             gradient, value, output, *saved = map(traced.stand_in, tensors)
-            call = BackwardCall(gradient, value, output, Saved(*saved), 64, recipe, Mask.of_keys(valid), is_causal)
+            mask = Mask.of_keys(valid)
+            call = BackwardCall(gradient, value, output, Saved(*saved), head_dim, recipe, mask, is_causal)
             int8_backward.backward(call)
         launched = traced.compilations if compiles_only else traced.steps
         assert len(launched) == 4 + padded

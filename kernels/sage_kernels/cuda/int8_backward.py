@@ -1,8 +1,23 @@
 """Gradients of INT8 attention on Hopper in one pass, P and dS in 16 bits: `int8_backward.cu`.
 
-dQ is summed in memory, by additions in any order: in float32, or where PyTorch is to be deterministic
-(`torch.use_deterministic_algorithms`) in int32, which repeats to the bit. The sums take 4 bytes for each channel of the
-operands of Q.
+dQ is summed in memory, by one addition for each block of keys, in any order. `sums_of` says in what:
+
+- int32 where PyTorch is to be deterministic (`torch.use_deterministic_algorithms`), which repeats to the bit;
+- float16 where additions are what takes time: with 128 channels, for gradients in bfloat16 and up to FLOAT16_KEYS keys;
+- float32 otherwise.
+
+The sums take 4 bytes for each channel of the operands of Q, in float16 2.
+
+Sums in int32 and in float16 are of dQ times a factor of the query: half of the type's range, divided by
+(Σ|dO|·max|V| + |δ|)·max|K|. |dP - δ|·|K| is no larger for any key, and P sums to 1, so this bounds |dQ| and each of its
+partial sums, over whatever keys; the other half of the range is for roundings. A bound that is not finite makes the
+query's dQ NaN.
+
+In float16, 2¹⁵ is 2²⁹ times the smallest normal number, and dQ that much below its bound still keeps all 11 bits. A
+typical dQ of N keys is about √N · 2⁷ times below. An addition rounds the sum by 2⁻¹² of it or less (root mean square),
+independently of the others: dQ of n blocks of keys is off by 2⁻¹²·√n or less, 0.4 % where FLOAT16_KEYS keys are 256
+blocks. INT8 costs dQ 1.3 % of its size or more, and the two add up as squares: 4 % more error, and 1 % with 8,192 keys.
+Gradients in float16 are themselves rounded by less than that, and keep sums in float32.
 """
 
 from __future__ import annotations
@@ -22,6 +37,7 @@ from .item_order import last_parts
 from .launch import Kernel, Source, compile_together, launch
 from .padding import key_padding
 from .parameters import (
+    Bytes,
     ConstBytes,
     ConstFloats,
     ConstHalfWords,
@@ -46,9 +62,14 @@ PREPARING_THREADS, FINISHING_THREADS = 256, 128
 THREAD_CHANNELS = 8  # of a token, that a thread has which prepares
 STAGES = {64: 4, 128: 2}
 """Tiles of queries in shared memory by channels."""
-BUFFERS = 2  # of dS, and of parts of dQ
+BUFFERS = 2  # of dS
+PARTS_BYTES = 2**15  # of dQ on its way to memory
 CONTROL_BYTES = 256  # of shared memory, for barriers
-STATISTICS = 3  # of a query: its scale, its LSE, its delta
+STATISTICS = 4  # of a query: its scale, its LSE, its delta, and what its dQ is multiplied by, unless it is float32
+FLOAT16_KEYS = 2**15
+"""Keys up to which dQ may be summed in float16."""
+SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
+"""Names in CUDA C++ of what dQ is summed in."""
 HEADS_TOGETHER = 4
 MOST_PARTS, STEPS_OF_PART = 8, 4  # of a block of keys, whose partial sums are added up; the fewest tiles of one
 SUMS_BYTES = 24 * 2**20
@@ -105,8 +126,8 @@ class KeyArguments:
         valid: as in `operands.KeyPadding`, or None.
         key: K in 16 bits (operand batch, kv_heads, rows, channels), written.
         value_copy: V likewise, written; None: the caller's is read.
-        bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V, written; None unless dQ is
-            summed in fixed point, for which V is copied.
+        bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V among keys that exist, written;
+            None if dQ is summed in float32.
     """
 
     restoring: Restoring
@@ -133,10 +154,10 @@ class QueryArguments:
         bounds: as in `prepare_keys`, of `key_tiles` tiles, or None.
         query: Q in 16 bits (operand batch, q_heads, rows, channels), written.
         gradient_copy: dO likewise, written; None: the caller's is read.
-        statistics: (operand batch, q_heads, rows / TILE, STATISTICS · TILE), written: of each query its scale, times
-            that of the softmax, and its LSE, both for base 2; then of each delta = rowsum(dO∘O).
+        statistics: (operand batch, q_heads, rows / TILE, `statistics` · TILE), written: of each query its scale, times
+            that of the softmax, and its LSE, both for base 2; then of each delta = rowsum(dO∘O); then, unless dQ is
+            summed in float32, what each one's is multiplied by.
         sums: dQ, (operand batch, q_heads, rows, channels) in the order of `int8_backward.cu`, written with 0.
-        fixed_point: (operand batch, q_heads, rows), by what dQ is multiplied to be summed, written; or None.
         lse_batch, lse_head: strides.
     """
 
@@ -151,8 +172,7 @@ class QueryArguments:
     query: HalfWords
     gradient_copy: HalfWords
     statistics: Floats
-    sums: Floats
-    fixed_point: Floats
+    sums: Bytes
     lse_batch: Int64
     lse_head: Int64
     q_heads: Int
@@ -180,12 +200,12 @@ class Order:
 
 @dataclass(slots=True)
 class FinishingArguments:
-    """Arguments of `finish_query_gradient`: dQ, which is written, and its sums."""
+    """Arguments of `finish_query_gradient`: dQ, which is written, its sums, and what `prepare_queries` wrote."""
 
     gradient: Gradient
     queries: Axis
-    sums: ConstFloats
-    fixed_point: ConstFloats
+    sums: ConstBytes
+    statistics: ConstFloats
     q_heads: Int
     head_dim: Int
     softmax_scale: Float
@@ -224,7 +244,7 @@ class Arguments:
     Attributes:
         key_gradient, value_gradient: dK and dV.
         key_scale: K's of `operands.Saved`.
-        statistics, sums, fixed_point: as in `prepare_queries`; sums are added to.
+        statistics, sums: as in `prepare_queries`; sums are added to.
         valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
         partials: (blocks of keys that are split, parts, 2, BLOCK, channels), partial sums of dK and of dV, written; or
             None.
@@ -239,8 +259,7 @@ class Arguments:
     order: Order
     key_scale: ConstHalfWords
     statistics: ConstFloats
-    sums: Floats
-    fixed_point: ConstFloats
+    sums: Bytes
     partials: Floats
     valid: ConstBytes
     spans: ConstInts
@@ -303,10 +322,10 @@ class Kernels:
 
 
 @cache
-def kernels(channels: int, dtype: torch.dtype, is_fixed: bool) -> Kernels:
-    """Return the kernels for operands of so many channels; dQ is summed in int32 if `is_fixed`, else in float32."""
-    common = {**tokens.macros(channels, dtype), "FIXED": is_fixed, "TILE": TILE, "BLOCK": BLOCK}
-    shared_bytes = shared_memory(channels)
+def kernels(channels: int, dtype: torch.dtype, sums: torch.dtype) -> Kernels:
+    """Return the kernels for operands of so many channels, which sum dQ in a dtype of `SUMS`."""
+    common = {**tokens.macros(channels, dtype), "SUMS": SUMS[sums], "TILE": TILE, "BLOCK": BLOCK}
+    shared_bytes = shared_memory(channels, sums)
     operands = Source(
         "backward_operands.cu",
         {
@@ -328,17 +347,31 @@ def kernels(channels: int, dtype: torch.dtype, is_fixed: bool) -> Kernels:
     )
 
 
-def shared_memory(channels: int) -> int:
+def sums_of(channels: int, dtype: torch.dtype, kv_len: int) -> torch.dtype:
+    """Return in what dQ is summed, a dtype of `SUMS`, for operands of so many channels and so many keys."""
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.int32
+    is_short = channels == 128 and dtype == torch.bfloat16 and kv_len <= FLOAT16_KEYS
+    return torch.float16 if is_short else torch.float32
+
+
+def statistics(sums: torch.dtype) -> int:
+    """Return the number of statistics of a query."""
+    return STATISTICS - (sums == torch.float32)
+
+
+def shared_memory(channels: int, sums: torch.dtype) -> int:
     """Return the bytes of a block's keys, tiles of queries with statistics, dS, parts of dQ, and barriers."""
     codes_and_two_operands = (1 + 2 + 2) * channels
     of_keys = BLOCK * codes_and_two_operands
-    of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * STATISTICS)
-    return of_keys + of_queries + BUFFERS * (2 * BLOCK * TILE + 4 * TILE * PART_CHANNELS) + CONTROL_BYTES
+    of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * statistics(sums))
+    return of_keys + of_queries + BUFFERS * 2 * BLOCK * TILE + PARTS_BYTES + CONTROL_BYTES
 
 
 def unsupported(request: Request) -> str:
     """Return why the kernels of a request that `registration.HopperFusedBackward` serves cannot be had, or ""."""
-    found = kernels(power_of_two(request.head_dim), request.dtype, False)
+    channels = power_of_two(request.head_dim)
+    found = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
     return found.backward.source.unavailable() or found.finish.source.unavailable()
 
 
@@ -351,7 +384,8 @@ def heads_together(call: BackwardCall) -> int:
     if not call.is_causal:
         return 1
     group = call.output.shape[1] // call.value.shape[1]
-    bytes_of_head = 4 * group * call.channels * call.q_len
+    sums = sums_of(call.channels, call.value.dtype, call.kv_len)
+    bytes_of_head = sums.itemsize * group * call.channels * call.q_len
     return max(1, min(HEADS_TOGETHER // group, SUMS_BYTES // bytes_of_head))
 
 
@@ -390,24 +424,23 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     saved, channels, device = call.saved, call.channels, call.value.device
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
-    is_fixed = torch.are_deterministic_algorithms_enabled()
-    used = kernels(channels, call.value.dtype, is_fixed)
+    summed_in = sums_of(channels, call.value.dtype, keys.tokens)
+    used = kernels(channels, call.value.dtype, summed_in)
     compile_together((used.finish, used.backward), device)
     padding = None if call.mask.valid is None else key_padding(call.mask.valid)
 
     key = torch.empty_like(saved.key, dtype=call.value.dtype)
     query = torch.empty_like(saved.query, dtype=call.value.dtype)
     # V of keys that do not exist, and dO of rows without a key, must count as 0.
-    copies_value = queries.packed or padding is not None or is_fixed
+    copies_value = queries.packed or padding is not None
     copies_gradient = queries.packed or padding is not None or (call.is_causal and call.kernel_offset < 0)
     value_copy = torch.empty_like(key) if copies_value else None
     gradient_copy = torch.empty_like(query) if copies_gradient else None
-    key_tiles, bounds, fixed_point = 2 * keys.blocks, None, None
-    if is_fixed:
+    key_tiles, bounds = 2 * keys.blocks, None
+    if summed_in != torch.float32:
         bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
-        fixed_point = torch.empty_like(saved.query_scale)
-    statistics = saved.lse.new_empty((*saved.query_scale.shape, STATISTICS))
-    sums = saved.lse.new_empty(saved.query.shape)
+    of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics(summed_in)))
+    sums = torch.empty_like(saved.query, dtype=summed_in)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, multiprocessors), None
     left = blocks % multiprocessors if parts > 1 else 0
@@ -455,9 +488,8 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
                 bounds=bounds,
                 query=query,
                 gradient_copy=gradient_copy,
-                statistics=statistics,
+                statistics=of_queries,
                 sums=sums,
-                fixed_point=fixed_point,
                 lse_batch=lse_batch,
                 lse_head=lse_head,
                 q_heads=q_heads,
@@ -488,9 +520,8 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         keys=Axis.of(keys),
         order=order,
         key_scale=saved.key_scale,
-        statistics=statistics,
+        statistics=of_queries,
         sums=sums,
-        fixed_point=fixed_point,
         partials=partials,
         valid=valid,
         spans=spans,
@@ -526,7 +557,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
                 gradient=Gradient(query_gradient, *_strides(query_gradient, queries)),
                 queries=Axis.of(queries),
                 sums=sums,
-                fixed_point=fixed_point,
+                statistics=of_queries,
                 q_heads=q_heads,
                 head_dim=call.head_dim,
                 softmax_scale=call.scale,

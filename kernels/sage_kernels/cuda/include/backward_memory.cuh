@@ -1,7 +1,7 @@
 // Shared memory of the backward kernel: matrices of registers, and sums that the TMA adds to memory. Source of the
 // formats: PTX ISA, sections "stmatrix", "ldmatrix" and "cp.reduce.async.bulk".
 #pragma once
-#include "types.cuh"
+#include "backward_rows.cuh"
 
 // Store a thread's part of a tile of four 8 × 8 matrices in 16 bits; lane l gives the address of row l % 8 of matrix
 // l / 8.
@@ -34,20 +34,27 @@ DEVICE float2 load_shared2(uint32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
   return x;
 }
+DEVICE float load_shared(uint32 at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at));
+  return x;
+}
 DEVICE void store_shared4(uint32 at, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Have the TMA add numbers from shared memory to memory, which is not waited for: float32, or int32 if FIXED.
-DEVICE void add_to_memory(float* into, const void* from, int bytes) {
-  if (FIXED)
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;" ::"l"(into),
-                 "r"(shared_address(from)), "r"(bytes)
-                 : "memory");
+// Have the TMA add SUMS from shared memory to memory, which is not waited for.
+#define ADD_TO_MEMORY(OPERATION)                                                                               \
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." OPERATION " [%0], [%1], %2;" ::"l"(into), \
+               "r"(shared_address(from)), "r"(bytes)                                                           \
+               : "memory")
+DEVICE void add_to_memory(void* into, const void* from, int bytes) {
+  if constexpr (SUMS == FLOAT32_SUMS)
+    ADD_TO_MEMORY("add.f32");
+  else if constexpr (SUMS == FLOAT16_SUMS)
+    ADD_TO_MEMORY("add.noftz.f16");
   else
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(into),
-                 "r"(shared_address(from)), "r"(bytes)
-                 : "memory");
+    ADD_TO_MEMORY("add.s32");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // Wait until all but so many of this thread's additions have read shared memory.

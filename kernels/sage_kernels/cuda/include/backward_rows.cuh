@@ -6,15 +6,19 @@
 
 static_assert(CHANNELS == 64 || CHANNELS == 128, "CHANNELS of an operand's row must be 64 or 128");
 ASSERT_FLAG(FLOAT16, "gradients and operands are in float16, or in bfloat16");
-ASSERT_FLAG(FIXED, "dQ is summed in fixed point, or in float32");
+// In what dQ is summed: SUMS. Sums but those in float32 are of products times a factor, one of each query.
+enum Sums { FLOAT32_SUMS, FLOAT16_SUMS, INT32_SUMS };
+constexpr bool SCALED = SUMS != FLOAT32_SUMS;
+static_assert(SUMS == FLOAT32_SUMS || SUMS == FLOAT16_SUMS || SUMS == INT32_SUMS, "SUMS must name one of the enum");
 static_assert(TILE == 64, "TILE must be 64 queries: the rows of a warpgroup's products");
 static_assert(BLOCK == 2 * TILE, "BLOCK must be 128 keys: 64 for each of two warpgroups");
 
-constexpr int PARTS = CHANNELS / 64;    // of a tile of dQ, 64 channels each
-constexpr int PART_FLOATS = TILE * 64;  // sums of a part
-constexpr int STATISTICS = 3 * TILE;    // floats of a tile: pairs (scale, LSE), then deltas
+constexpr int PARTS = CHANNELS / 64;  // of a tile of dQ, 64 channels each
+constexpr int SUM_BYTES = SUMS == FLOAT16_SUMS ? 2 : 4, PART_BYTES = TILE * 64 * SUM_BYTES;  // of a part's sums
+constexpr int AT_ONCE = 16 / SUM_BYTES, ACCESSES = 32 / AT_ONCE;  // a thread's sums of a part: in an access, and these
+// Floats of a tile: pairs (scale, LSE), then deltas, then if SCALED factors.
+constexpr int STATISTICS = (SCALED ? 4 : 3) * TILE, DELTAS = 2 * TILE, FACTORS = 3 * TILE;
 constexpr int STATISTICS_BYTES = STATISTICS * 4;
-constexpr int DELTAS = 2 * TILE;  // the first delta of a tile
 
 // Tokens of a sequence: the first one in the caller's tensors, how many, and the first row in operands.
 struct Range {

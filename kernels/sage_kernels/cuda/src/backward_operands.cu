@@ -13,9 +13,9 @@ static_assert(THREADS == 256, "THREADS must be 256: the loops over a tile's rows
 constexpr int TOKENS_AT_ONCE = THREADS / LANES, LOADS = TILE / TOKENS_AT_ONCE;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845f : 0.125f;  // 1/√CHANNELS
-// Sums in fixed point reach half of an int32's range at the bound of a row's |dQ|, which counts as no smaller than
-// this.
-constexpr float FIXED_RANGE = 1073741824.0f, SMALLEST_BOUND = 8.077935669463161e-28f;
+// SCALED sums reach half of their type's range at the bound of a row's |dQ|; factors are at most 2¹²⁰.
+constexpr float SUMS_RANGE = SUMS == FLOAT16_SUMS ? 32768.0f : 1073741824.0f;
+constexpr float SMALLEST_BOUND = SUMS_RANGE * 7.52316384526264e-37f;
 
 // Undo the rotation of a token's codes, whose sums are exact; the signs are those of the thread's channels, bit by bit.
 DEVICE void unrotate(float (&x)[8], uint32 signs) {
@@ -74,16 +74,20 @@ DEVICE float finite_magnitude(float x) { return is_finite(x) ? fabsf(x) : 0.0f; 
 
 // Return the largest of a block's pairs of numbers, of each of the two.
 DEVICE float2 largest_of_block(float2 x) {
-  __shared__ float2 of_warp[THREADS / 32];
+  constexpr int WARPS = THREADS / 32;
+  __shared__ float2 of_warp[WARPS];
+  auto largest_of_lanes = [&](int lanes) {
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    x.x = fmaxf(x.x, __shfl_xor_sync(~0u, x.x, distance));
-    x.y = fmaxf(x.y, __shfl_xor_sync(~0u, x.y, distance));
-  }
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      x.x = fmaxf(x.x, __shfl_xor_sync(~0u, x.x, distance));
+      x.y = fmaxf(x.y, __shfl_xor_sync(~0u, x.y, distance));
+    }
+  };
+  largest_of_lanes(32);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < THREADS / 32; i++) x.x = fmaxf(x.x, of_warp[i].x), x.y = fmaxf(x.y, of_warp[i].y);
+  x = of_warp[threadIdx.x % WARPS];
+  largest_of_lanes(WARPS);
   return x;
 }
 
@@ -94,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
   const Range keys = range_of(a.keys, sequence);
   float2* bound = reinterpret_cast<float2*>(a.bounds) + blockIdx.x;
   if (tile / 2 * BLOCK >= keys.length) {  // whole blocks of keys are read
-    if (FIXED && threadIdx.x == 0) *bound = make_float2(0.0f, 0.0f);
+    if (SCALED && threadIdx.x == 0) *bound = make_float2(0.0f, 0.0f);
     return;
   }
   const int64 first = operand_row(a.keys, keys, sequence, head, a.kv_heads) + tile * TILE;
@@ -103,13 +107,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
                       a.v_head_dim);
   uint2 codes[LOADS];
   uint32 value[LOADS][4];
+  bool exists[LOADS];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     const int number = i * TOKENS_AT_ONCE, key = tile * TILE + own + number;
     codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
-    const bool exists =
-        reader.has(number) && (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
-    if (a.value_copy) reader.load<true>(number, exists, value[i]);
+    exists[i] = tile * TILE + own + number < keys.length &&
+                (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
+    if (SCALED || a.value_copy) reader.load<!SCALED>(number, exists[i] && reader.has(number), value[i]);
   }
   float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
 #pragma unroll
@@ -119,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
     const uint4 x = restored<false>(codes[i], scale, a.restoring, pair, channel);
     *reinterpret_cast<uint4*>(a.key + at) = x;
     if (a.value_copy) *reinterpret_cast<uint4*>(a.value_copy + at) = words_of(value[i]);
-    if (FIXED) {
+    if (SCALED && exists[i]) {
       const uint32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int c = 0; c < 8; c++) {
@@ -128,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
       }
     }
   }
-  if (FIXED) {
+  if (SCALED) {
     largest = largest_of_block(largest);
     if (threadIdx.x == 0) *bound = largest;
   }
@@ -142,9 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
   if (tile * TILE >= queries.length) return;
   const int kv_heads = a.q_heads / a.group, kv_pair = sequence * kv_heads + head / a.group;
   const int64 first = operand_row(a.queries, queries, sequence, head, a.q_heads) + tile * TILE;
-  float4* sums = reinterpret_cast<float4*>(a.sums + first / TILE * (PARTS * PART_FLOATS));
+  float4* sums = reinterpret_cast<float4*>(a.sums + first / TILE * (PARTS * PART_BYTES));
 #pragma unroll
-  for (int i = 0; i < PARTS * PART_FLOATS / 4 / THREADS; i++)
+  for (int i = 0; i < PARTS * PART_BYTES / 16 / THREADS; i++)
     sums[i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
   const int own = threadIdx.x / LANES;  // the thread's first token
@@ -163,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
     lse[i] = token + number < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token + number] : -INFINITE;
   }
   float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
-  if (FIXED) {
+  if (SCALED) {
     const float2* bounds = reinterpret_cast<const float2*>(a.bounds) + static_cast<int64>(kv_pair) * a.key_tiles;
     for (int i = threadIdx.x; i < a.key_tiles; i += THREADS)
       largest = make_float2(fmaxf(largest.x, bounds[i].x), fmaxf(largest.y, bounds[i].y));
@@ -186,22 +191,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
 #pragma unroll
     for (int lane = 1; lane < LANES; lane *= 2) {
       delta += __shfl_xor_sync(~0u, delta, lane);
-      if (FIXED) magnitude += __shfl_xor_sync(~0u, magnitude, lane);
+      if (SCALED) magnitude += __shfl_xor_sync(~0u, magnitude, lane);
     }
     if (a.gradient_copy) *reinterpret_cast<uint4*>(a.gradient_copy + at) = words_of(gradient[i]);
-    const float scale = a.query_scale[row];
-    *reinterpret_cast<uint4*>(a.query + at) = restored<true>(codes[i], scale, a.restoring, kv_pair, channel);
     if (channel == 0) {
-      // With an LSE of infinity P is 0.
-      reinterpret_cast<float2*>(statistics)[number] =
-          make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse[i] * LOG2E : INFINITE);
       statistics[DELTAS + number] = delta;
-      if (FIXED) {
+      if (SCALED) {
         // |dQ| ≤ Σ P·|dP - δ|·|K|, and |dP| ≤ Σ|dO|·max|V|; a bound that is not finite makes dQ NaN.
         const float bound = (magnitude * largest.y + fabsf(delta)) * largest.x;
-        a.fixed_point[row] = FIXED_RANGE / (bound < SMALLEST_BOUND ? SMALLEST_BOUND : bound);
+        statistics[FACTORS + number] = SUMS_RANGE / (bound < SMALLEST_BOUND ? SMALLEST_BOUND : bound);
       }
     }
+    const float scale = a.query_scale[row];
+    *reinterpret_cast<uint4*>(a.query + at) = restored<true>(codes[i], scale, a.restoring, kv_pair, channel);
+    if (channel == 0)  // with an LSE of infinity P is 0
+      reinterpret_cast<float2*>(statistics)[number] =
+          make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse[i] * LOG2E : INFINITE);
   }
 }
 
@@ -230,6 +235,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_key_gradients(FINIS
       make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
+// Return a sum whose bits are in a word, as one of two if they are float16: the second if its number is odd.
+DEVICE float sum_of(uint32 word, int number) {
+  if (SUMS == INT32_SUMS) return static_cast<int>(word);
+  if (SUMS == FLOAT32_SUMS) return __uint_as_float(word);
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16>(word >> number % 2 * 16)));
+  return x;
+}
+
 // Round dQ, whose sums lie as the registers of `int8_backward` do: 64 rows of queries and 64 channels, or with 64
 // channels transposed. A block of 128 threads has a part of a tile.
 extern "C" __global__ void __launch_bounds__(128) finish_query_gradient(FINISH_QUERY_GRADIENT_PARAMETERS) {
@@ -239,19 +253,19 @@ extern "C" __global__ void __launch_bounds__(128) finish_query_gradient(FINISH_Q
   const Range queries = range_of(a.queries, sequence);
   if (tile * TILE >= queries.length) return;
   const int64 first = operand_row(a.queries, queries, sequence, head, a.q_heads) + tile * TILE;
-  const float4* sums = reinterpret_cast<const float4*>(a.sums + (first / TILE * PARTS + part) * PART_FLOATS);
-  const int thread = threadIdx.x;
+  const uint4* sums = reinterpret_cast<const uint4*>(a.sums + (first / TILE * PARTS + part) * PART_BYTES);
+  const float* factors = a.statistics + first / TILE * STATISTICS + FACTORS;
+  const int thread = threadIdx.x, row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float4 x = sums[i * 128 + thread];
-    float y[4] = {x.x, x.y, x.z, x.w};
-    const int row = thread / 32 * 16 + thread % 32 / 4, column = i * 8 + thread % 4 * 2;
+  for (int i = 0; i < ACCESSES; i++) {
+    const uint4 x = sums[i * 128 + thread];
+    const uint32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int query = PARTS == 1 ? column + j % 2 : row + j / 2 * 8;
-      const int channel = PARTS == 1 ? row + j / 2 * 8 : column + j % 2;
-      if (FIXED) y[j] = __float_as_int(y[j]) / a.fixed_point[first + query];
-      rounded[query][channel] = pack(y[j] * a.softmax_scale, 0.0f);
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int sum = i * AT_ONCE + j, line = row + sum / 2 % 2 * 8, column = sum / 4 * 8 + thread % 4 * 2 + sum % 2;
+      const int query = PARTS == 1 ? column : line, channel = PARTS == 1 ? line : column;
+      const float scale = SCALED ? a.softmax_scale / factors[query] : a.softmax_scale;
+      rounded[query][channel] = pack(sum_of(words[j * SUM_BYTES / 4], j) * scale, 0.0f);
     }
   }
   __syncthreads();

@@ -6,7 +6,8 @@
 // are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
 // the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
 // transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
-// channels of dQ.
+// channels of dQ, and multiplies for it a tile later, while it takes the next tile's exponentials. So neither waits
+// long for the other's dS.
 //
 // Shared memory is what all this waits for, so with 64 channels K in INT8 and V stay in registers too.
 //
@@ -27,17 +28,19 @@ constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of it
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
-constexpr int DS_BYTES = BLOCK * LINE_BYTES, PART_BYTES = PART_FLOATS * 4;
-constexpr int BUFFERS = 2;           // of dS, and of parts of dQ on their way
+constexpr int DS_BYTES = BLOCK * LINE_BYTES;
+constexpr int BUFFERS = 2;  // of dS
+// Tiles whose parts of dQ are on their way at the same time: as many as shared memory holds.
+constexpr int TILES_ON_WAY = APART || SUMS == FLOAT16_SUMS ? 2 : 1, PARTS_ON_WAY = APART ? 2 : 2 * TILES_ON_WAY;
 constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
 
 struct Barriers {
-  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS], sums_full[BUFFERS],
-      sums_empty[BUFFERS];
+  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
+  uint64 sums_full[PARTS_ON_WAY], sums_empty[PARTS_ON_WAY];
 };
 struct Shared {
   uint8 key_codes[2][CODE_BYTES], value[2][TILE_BYTES], key[2][TILE_BYTES], stages[STAGES][STAGE_BYTES];
-  uint8 ds[BUFFERS][DS_BYTES], sums[BUFFERS][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
+  uint8 ds[BUFFERS][DS_BYTES], sums[PARTS_ON_WAY][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
   Barriers barriers;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
@@ -133,22 +136,30 @@ DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item,
 
 // ---- dQ ----
 
-DEVICE float* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
-  return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_FLOATS;
+DEVICE uint8* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
+  return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_BYTES;
 }
 
-// Return what is summed of a product: in fixed point if FIXED.
-DEVICE float summand(float x, float fixed_point) { return FIXED ? __int_as_float(__float2int_rn(x * fixed_point)) : x; }
-
-// Put a thread's products in shared memory, in the order in which `finish_query_gradient` reads them. Their factors in
-// fixed point are `fixed_point(i)`.
-template <typename FixedPoint>
-DEVICE void put_products(const float (&x)[32], uint8* into, FixedPoint fixed_point) {
+// Put a thread's products in shared memory as SUMS, in the order in which `finish_query_gradient` reads them. Their
+// factors, if SCALED, are `factor(i)`.
+template <typename Factor>
+DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
   const uint32 at = shared_address(into) + threadIdx.x % 128 * 16;
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    store_shared4(at + i * 2048, summand(x[4 * i], fixed_point(4 * i)), summand(x[4 * i + 1], fixed_point(4 * i + 1)),
-                  summand(x[4 * i + 2], fixed_point(4 * i + 2)), summand(x[4 * i + 3], fixed_point(4 * i + 3)));
+  for (int i = 0; i < ACCESSES; i++) {
+    float words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if constexpr (SUMS == FLOAT16_SUMS) {
+        const int first = 8 * i + 2 * j;
+        words[j] = __uint_as_float(pack_float16(x[first] * factor(first), x[first + 1] * factor(first + 1)));
+      } else {
+        const int own = 4 * i + j;
+        words[j] = SUMS == INT32_SUMS ? __int_as_float(__float2int_rn(x[own] * factor(own))) : x[own];
+      }
+    }
+    store_shared4(at + i * 2048, words[0], words[1], words[2], words[3]);
+  }
 }
 
 // ---- The warpgroups of the keys ----
@@ -188,8 +199,7 @@ struct Keys {
     const uint32 ds_at =
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
-    [[maybe_unused]] Walk walk(item);  // only sums in fixed point need to know the head
-    int tile = walk.tile;
+    int tile = Walk(item).tile;
     wait(barriers.held, 0);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
@@ -204,6 +214,26 @@ struct Keys {
         load_matrices(v[i], shared_address(shared.value[warpgroup]) + line * LINE_BYTES +
                                 ((i * 2 + matrix / 2) ^ of_matrix) * 16);
     }
+    uint32 ds[16] = {};
+    [[maybe_unused]] float dq[32], factors[2] = {};  // of the thread's two queries in dQ
+    [[maybe_unused]] auto multiply_query_gradient = [&](int buffer) {
+      const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
+                   right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
+      multiply_shared<true, false>(dq, left, right);
+#pragma unroll
+      for (int i = 1; i < 8; i++)
+        multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
+    };
+    [[maybe_unused]] auto part_of = [&](int step) { return step % TILES_ON_WAY * 2 + warpgroup; };
+    [[maybe_unused]] auto put_query_gradient = [&](int step) {
+      wait(barriers.sums_empty[part_of(step)], step / TILES_ON_WAY & 1 ^ 1);
+      put_products(dq, shared.sums[part_of(step)], [&](int i) { return factors[i / 2 % 2]; });
+    };
+    [[maybe_unused]] auto give_query_gradient = [&](int step) {
+      fence_shared();
+      __syncwarp();
+      arrive_as_warp(barriers.sums_full[part_of(step)]);
+    };
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++) {
       const int stage = step % STAGES, buffer = step % BUFFERS;
@@ -223,16 +253,18 @@ struct Keys {
 #pragma unroll
         for (int i = 1; i < CHANNELS / 32; i++) multiply_shared_int8<true>(s, key_codes + 2 * i, codes + 2 * i);
         commit_products();
-        multiply_shared<false, false>(dp, value, gradient);
-#pragma unroll
-        for (int i = 1; i < CHANNELS / 16; i++) {
-          const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
-          multiply_shared<false, true>(dp, value + at, gradient + at);
-        }
+        // dQ of the tile before; at the first tile a product of whatever is there, which nobody reads.
+        wait(barriers.ds_full[buffer ^ 1], (step + 1) / BUFFERS & 1 ^ 1);
+        multiply_query_gradient(buffer ^ 1);
       }
       commit_products();
       wait_products<1>();
       pin(s);
+      if (!APART) {
+        pin(dk);
+        keep(ds);
+        if (step) arrive_as_warp(barriers.empty[stage ^ 1]);
+      }
 
       auto hide = [&](float (&x)[32]) {
         if (tile >= masked_end) return;
@@ -251,24 +283,31 @@ struct Keys {
           p[4 * j + i] = exp2_approximate(__fmaf_rn(static_cast<float>(s[4 * j + i]), scale[i % 2], -lse[i % 2]));
       }
       hide(p);
-      uint32 weights[16], ds[16];
-      auto pack_weights = [&] {
-#pragma unroll
-        for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
-      };
-      auto add_to_value_gradient = [&] {
-#pragma unroll
-        for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
-      };
-      if (APART) {
-        pack_weights();
-        fence_products();
-        add_to_value_gradient();
-        commit_products();
-        wait_products<1>();
-      } else {
+      if constexpr (!APART) {
         wait_products<0>();
+        pin(dq);
+        if (step) {
+          arrive_as_warp(barriers.ds_empty[buffer ^ 1]);
+          put_query_gradient(step - 1);
+        }
+        fence_products();  // dP may have the registers of dQ
+        multiply_shared<false, false>(dp, value, gradient);
+#pragma unroll
+        for (int i = 1; i < CHANNELS / 16; i++) {
+          const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
+          multiply_shared<false, true>(dp, value + at, gradient + at);
+        }
+        commit_products();
+        if (step) give_query_gradient(step - 1);
       }
+      uint32 weights[16];
+#pragma unroll
+      for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      fence_products();
+#pragma unroll
+      for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      commit_products();
+      wait_products<1>();
       pin(dp);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -277,56 +316,45 @@ struct Keys {
         for (int i = 0; i < 4; i++) dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
       }
       hide(dp);
-      if (!APART) pack_weights();
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
-      if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
+      wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; i++) store_matrices((ds_at + buffer * DS_BYTES) ^ (i * 32), ds + 4 * i);
       fence_shared();
       __syncwarp();
-      if (APART) arrive_as_warp(barriers.ds_full[buffer]);
+      arrive_as_warp(barriers.ds_full[buffer]);
 
       fence_products();
-      [[maybe_unused]] float dq[32];
-      if (!APART) {
-        add_to_value_gradient();
-        commit_products();
-        sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
-        const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
-                     right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
-        multiply_shared<true, false>(dq, left, right);
-#pragma unroll
-        for (int i = 1; i < 8; i++)
-          multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
-        commit_products();
-      }
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
       commit_products();
-      if (!APART) {
-        wait_products<1>();
-        pin(dq);
-        pin(dv);
-        wait(barriers.sums_empty[warpgroup], step & 1 ^ 1);
-        float factors[2] = {};
-        if (FIXED) {
-          const float* fixed_point = a.fixed_point + walk.row(a, item) + row;
-          factors[0] = fixed_point[0], factors[1] = fixed_point[8];
-          walk.next(item);
-        }
-        put_products(dq, shared.sums[warpgroup], [&](int i) { return factors[i / 2 % 2]; });
-        fence_shared();
-        __syncwarp();
-        arrive_as_warp(barriers.sums_full[warpgroup]);
+      if (SCALED && !APART) {
+        const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
+        factors[0] = load_shared(at), factors[1] = load_shared(at + 8 * 4);
       }
-      wait_products<0>();
+      wait_products<APART ? 0 : 1>();
       pin(dv);
-      pin(dk);
       keep(weights);
-      keep(ds);
-      arrive_as_warp(barriers.empty[stage]);
+      if (APART) {
+        pin(dk);
+        keep(ds);
+        arrive_as_warp(barriers.empty[stage]);
+      }
       if (++tile == item.begin + item.count) tile = item.begin;
+    }
+    if (!APART && item.steps) {
+      const int last = item.steps - 1;
+      wait(barriers.ds_full[last % BUFFERS], last / BUFFERS & 1);
+      fence_products();
+      multiply_query_gradient(last % BUFFERS);
+      commit_products();
+      wait_products<0>();
+      pin(dq);
+      pin(dk);
+      keep(ds);
+      put_query_gradient(last);
+      give_query_gradient(last);
     }
     store(dk, dv);
   }
@@ -402,15 +430,21 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
     Walk walk(item);
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++, walk.next(item)) {
+      const int own = step % TILES_ON_WAY * 2;
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        wait(barriers.sums_full[part], step & 1);
-        add_to_memory(sums_of(a, item, walk, part), shared.sums[part], PART_BYTES);
+        wait(barriers.sums_full[own + part], step / TILES_ON_WAY & 1);
+        add_to_memory(sums_of(a, item, walk, part), shared.sums[own + part], PART_BYTES);
       }
-      wait_additions_read<1>();
-      arrive(barriers.sums_empty[0]);
-      wait_additions_read<0>();
-      arrive(barriers.sums_empty[1]);
+      if constexpr (TILES_ON_WAY == 1) {
+        wait_additions_read<1>();
+        arrive(barriers.sums_empty[0]);
+        wait_additions_read<0>();
+        arrive(barriers.sums_empty[1]);
+      } else {
+        wait_additions_read<2>();  // the tile before has been read, whose parts have the other two places
+        if (step) arrive(barriers.sums_empty[2 - own]), arrive(barriers.sums_empty[3 - own]);
+      }
     }
     wait_additions();
   }
@@ -435,10 +469,10 @@ DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& 
   for (int step = 0; step < item.steps; step++, walk.next(item)) {
     const int buffer = step % BUFFERS;
     float2 factors[8] = {};
-    if (FIXED) {
-      const float2* fixed_point = reinterpret_cast<const float2*>(a.fixed_point + walk.row(a, item)) + lane % 4;
+    if (SCALED) {
+      const float* of_tile = a.statistics + walk.row(a, item) / TILE * STATISTICS + FACTORS;
 #pragma unroll
-      for (int j = 0; j < 8; j++) factors[j] = fixed_point[j * 4];
+      for (int j = 0; j < 8; j++) factors[j] = reinterpret_cast<const float2*>(of_tile)[j * 4 + lane % 4];
     }
     float dq[32];
     wait(barriers.ds_full[buffer], step / BUFFERS & 1);
@@ -474,10 +508,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
   if (threadIdx.x == 0) {
     init(barriers.held, 1);
     for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
-    for (int i = 0; i < BUFFERS; i++) {
-      init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
+    for (int i = 0; i < BUFFERS; i++)
+      init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], (APART ? 4 : 8) * WARP_ARRIVALS);
+    for (int i = 0; i < PARTS_ON_WAY; i++)
       init(barriers.sums_full[i], 4 * WARP_ARRIVALS), init(barriers.sums_empty[i], 1);
-    }
     fence_shared();
   }
   __syncthreads();
