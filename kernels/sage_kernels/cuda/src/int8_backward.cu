@@ -6,8 +6,7 @@
 // are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
 // the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
 // transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
-// channels of dQ, and multiplies for it a tile later, while it takes the next tile's exponentials. So neither waits
-// long for the other's dS.
+// channels of dQ.
 //
 // Shared memory is what all this waits for, so with 64 channels K in INT8 and V stay in registers too.
 //
@@ -214,26 +213,6 @@ struct Keys {
         load_matrices(v[i], shared_address(shared.value[warpgroup]) + line * LINE_BYTES +
                                 ((i * 2 + matrix / 2) ^ of_matrix) * 16);
     }
-    uint32 ds[16] = {};
-    [[maybe_unused]] float dq[32], factors[2] = {};  // of the thread's two queries in dQ
-    [[maybe_unused]] auto multiply_query_gradient = [&](int buffer) {
-      const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
-                   right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
-      multiply_shared<true, false>(dq, left, right);
-#pragma unroll
-      for (int i = 1; i < 8; i++)
-        multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
-    };
-    [[maybe_unused]] auto part_of = [&](int step) { return step % TILES_ON_WAY * 2 + warpgroup; };
-    [[maybe_unused]] auto put_query_gradient = [&](int step) {
-      wait(barriers.sums_empty[part_of(step)], step / TILES_ON_WAY & 1 ^ 1);
-      put_products(dq, shared.sums[part_of(step)], [&](int i) { return factors[i / 2 % 2]; });
-    };
-    [[maybe_unused]] auto give_query_gradient = [&](int step) {
-      fence_shared();
-      __syncwarp();
-      arrive_as_warp(barriers.sums_full[part_of(step)]);
-    };
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++) {
       const int stage = step % STAGES, buffer = step % BUFFERS;
@@ -253,18 +232,16 @@ struct Keys {
 #pragma unroll
         for (int i = 1; i < CHANNELS / 32; i++) multiply_shared_int8<true>(s, key_codes + 2 * i, codes + 2 * i);
         commit_products();
-        // dQ of the tile before; at the first tile a product of whatever is there, which nobody reads.
-        wait(barriers.ds_full[buffer ^ 1], (step + 1) / BUFFERS & 1 ^ 1);
-        multiply_query_gradient(buffer ^ 1);
+        multiply_shared<false, false>(dp, value, gradient);
+#pragma unroll
+        for (int i = 1; i < CHANNELS / 16; i++) {
+          const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
+          multiply_shared<false, true>(dp, value + at, gradient + at);
+        }
       }
       commit_products();
       wait_products<1>();
       pin(s);
-      if (!APART) {
-        pin(dk);
-        keep(ds);
-        if (step) arrive_as_warp(barriers.empty[stage ^ 1]);
-      }
 
       auto hide = [&](float (&x)[32]) {
         if (tile >= masked_end) return;
@@ -283,24 +260,7 @@ struct Keys {
           p[4 * j + i] = exp2_approximate(__fmaf_rn(static_cast<float>(s[4 * j + i]), scale[i % 2], -lse[i % 2]));
       }
       hide(p);
-      if constexpr (!APART) {
-        wait_products<0>();
-        pin(dq);
-        if (step) {
-          arrive_as_warp(barriers.ds_empty[buffer ^ 1]);
-          put_query_gradient(step - 1);
-        }
-        fence_products();  // dP may have the registers of dQ
-        multiply_shared<false, false>(dp, value, gradient);
-#pragma unroll
-        for (int i = 1; i < CHANNELS / 16; i++) {
-          const int at = i / 4 * (CHUNK_BYTES / 16) + i % 4 * 2;
-          multiply_shared<false, true>(dp, value + at, gradient + at);
-        }
-        commit_products();
-        if (step) give_query_gradient(step - 1);
-      }
-      uint32 weights[16];
+      uint32 weights[16], ds[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
       fence_products();
@@ -318,43 +278,51 @@ struct Keys {
       hide(dp);
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
-      wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
+      if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; i++) store_matrices((ds_at + buffer * DS_BYTES) ^ (i * 32), ds + 4 * i);
       fence_shared();
       __syncwarp();
-      arrive_as_warp(barriers.ds_full[buffer]);
+      if (APART) arrive_as_warp(barriers.ds_full[buffer]);
 
       fence_products();
+      [[maybe_unused]] float dq[32];
+      if (!APART) {
+        sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
+        const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
+                     right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
+        multiply_shared<true, false>(dq, left, right);
+#pragma unroll
+        for (int i = 1; i < 8; i++)
+          multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
+        commit_products();
+      }
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
       commit_products();
-      if (SCALED && !APART) {
-        const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
-        factors[0] = load_shared(at), factors[1] = load_shared(at + 8 * 4);
+      if (!APART) {
+        float factors[2] = {};  // of the thread's two queries in dQ
+        if (SCALED) {
+          const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
+          factors[0] = load_shared(at), factors[1] = load_shared(at + 8 * 4);
+        }
+        wait_products<1>();
+        pin(dq);
+        pin(dv);
+        const int part = step % TILES_ON_WAY * 2 + warpgroup;
+        wait(barriers.sums_empty[part], step / TILES_ON_WAY & 1 ^ 1);
+        put_products(dq, shared.sums[part], [&](int i) { return factors[i / 2 % 2]; });
+        fence_shared();
+        __syncwarp();
+        arrive_as_warp(barriers.sums_full[part]);
       }
-      wait_products<APART ? 0 : 1>();
-      pin(dv);
-      keep(weights);
-      if (APART) {
-        pin(dk);
-        keep(ds);
-        arrive_as_warp(barriers.empty[stage]);
-      }
-      if (++tile == item.begin + item.count) tile = item.begin;
-    }
-    if (!APART && item.steps) {
-      const int last = item.steps - 1;
-      wait(barriers.ds_full[last % BUFFERS], last / BUFFERS & 1);
-      fence_products();
-      multiply_query_gradient(last % BUFFERS);
-      commit_products();
       wait_products<0>();
-      pin(dq);
+      pin(dv);
       pin(dk);
+      keep(weights);
       keep(ds);
-      put_query_gradient(last);
-      give_query_gradient(last);
+      arrive_as_warp(barriers.empty[stage]);
+      if (++tile == item.begin + item.count) tile = item.begin;
     }
     store(dk, dv);
   }
@@ -509,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
     init(barriers.held, 1);
     for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
     for (int i = 0; i < BUFFERS; i++)
-      init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], (APART ? 4 : 8) * WARP_ARRIVALS);
+      init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
     for (int i = 0; i < PARTS_ON_WAY; i++)
       init(barriers.sums_full[i], 4 * WARP_ARRIVALS), init(barriers.sums_empty[i], 1);
     fence_shared();
