@@ -202,7 +202,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
 @pytest.mark.parametrize("chosen", [False, True])
 def test_both_backward_kernels_of_hopper_are_measured_whatever_the_table_says(chosen, monkeypatch):
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
-    monkeypatch.setattr(cost_model, "is_measured_to_train_faster", lambda *_: chosen)
+    monkeypatch.setattr(cost_model, "trains_as_fast", lambda *_: chosen)
     facts = {"device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "aligned": True}
     request = nominal_request("sage_bwd", torch.device("cpu"), **facts)
     ran = []

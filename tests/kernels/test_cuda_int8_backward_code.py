@@ -148,13 +148,14 @@ def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     [
         (None, (3, 6), False),
         (50.0, (3, 6), True),
+        (104.0, (3, 6), True),  # as fast, to within the errors of the fits
         (200.0, (3, 6), False),
         (200.0, (3, 5), True),
         (200.0, (99, 0), True),
         (400.0, (3, 5), False),
     ],
 )
-def test_runs_where_it_is_measured_faster_than_what_would_run_otherwise(can_compile, monkeypatch, ours, triton, chosen):
+def test_runs_where_it_is_measured_as_fast_as_what_would_run_otherwise(can_compile, monkeypatch, ours, triton, chosen):
     """Gluon's kernel takes 100 µs, and Triton's, which runs where Gluon's does not know the version, 300."""
     times = {"int8_backward_hopper": 100.0, "int8_backward": 300.0, "int8_backward_fused": ours}
     monkeypatch.setattr(gluon_registration, "triton_version", lambda: triton)

@@ -187,8 +187,8 @@ class NVFP4Forward(CudaKernel):
 class HopperFusedBackward(CudaKernel):
     """The backward kernel of `cuda.int8_backward`, of P and dS in 16 bit, which multiplies each tile of scores once.
 
-    It serves calls for which the table of costs, the one that ships for Hopper included, says that it is faster than
-    the kernel that would run otherwise: Gluon's, or Triton's where Triton's version has no Gluon that we know.
+    It serves calls for which the table of costs, the one that ships for Hopper included, says that it is as fast as the
+    kernel that would run otherwise: Gluon's, or Triton's where Triton's version has no Gluon that we know.
     """
 
     name = "int8_backward_fused"
@@ -205,7 +205,7 @@ class HopperFusedBackward(CudaKernel):
             return reason
         phases = request.recipe, HopperForward.name, HopperQuantizer.name
         runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
-        return _choice(self.name, lambda: cost_model.is_measured_to_train_faster(request, *runners))
+        return _choice(self.name, lambda: cost_model.trains_as_fast(request, *runners))
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `int8_backward.backward`."""

@@ -62,6 +62,8 @@ UNMEASURED_KV_LEN = 4096
 UNMEASURED_SCORES = 2**28
 UNMEASURED_HEAD_DIMS = (33, 128)
 
+TIE = 1.05
+"""Ratio of two predicted times of training up to which the kernel that is preferred runs."""
 DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next one has another number of keys."""
 FA3 = "fa3"
@@ -292,13 +294,16 @@ def why_slower_training(
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
-def is_measured_to_train_faster(request: Request, runner: str, other: str) -> bool:
-    """Return whether the table says that the first of two runners trains faster (`training_runner`)."""
+def trains_as_fast(request: Request, runner: str, other: str) -> bool:
+    """Return whether the table has times of training by the first runner (`training_runner`), and none much longer.
+
+    Curves are fitted to within a few percent: up to TIE times as long counts as fast.
+    """
     table = table_of(request.capability)
     if table is None:
         return False
     own_us, other_us = (_training_us(table, request, "", both, False) for both in (runner, other))
-    return own_us < other_us
+    return own_us < TIE * other_us
 
 
 def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
