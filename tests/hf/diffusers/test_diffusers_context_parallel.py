@@ -50,12 +50,13 @@ def test_processes_agree_with_one(processes: int, names: tuple[str, ...], tmp_pa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("head_dim", "offset"), [(64, 0), (64, 3), (10, 0)], ids=["wide", "unaligned", "odd"])
-def test_tensors_of_any_layout_are_stacked_as_they_are(head_dim: int, offset: int, dtype: torch.dtype):
+def test_tensors_of_any_layout_are_joined_as_they_are(head_dim: int, offset: int, dtype: torch.dtype):
     memory = torch.randn(offset + 3 * 2 * 5 * 4 * head_dim).to(dtype)
     memory[offset + 1] = torch.nan
     tensors = memory[offset:].view(3, 2, 5, 4, head_dim).permute(0, 3, 1, 2, 4).unbind()
-    found, wanted = (stack(tensors, 1).nan_to_num(7) for stack in (shards._stack, torch.stack))
-    assert found.dtype == dtype and torch.equal(found, wanted)
+    for join in (torch.stack, torch.cat):
+        found, wanted = shards._join(join, tensors, 1), join(tensors, 1)
+        assert found.dtype == dtype and torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
 @pytest.mark.parametrize("case", WITHOUT_PLAN, ids=str)
