@@ -470,8 +470,9 @@ def parallel_table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         if "ms" in row:
             ms.setdefault(row["model"], {})[row["provider"], row["gpus"], row["mode"], row["p2p"]] = row["ms"]
+    commits = " and ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
-        f"ms of a step on {result['gpu']}s, commit {result['commit'][:7]}; in brackets × the same recipe on one GPU. A "
+        f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
         "dash: diffusers has no plan, or it was not measured."
     )
     lines = []
