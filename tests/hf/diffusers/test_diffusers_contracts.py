@@ -234,6 +234,28 @@ def test_a_users_processor_that_names_no_backend_runs_the_recipe(sage_log):
     assert any("NamesNoBackend names no attention backend" in message for message in sage_log)
 
 
+class EverySecond:
+    """A user's processor that keeps count, and attends in every second call."""
+
+    calls = 0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        self.calls += 1
+        dispatched = dispatch_attention_fn(*[attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3).flatten(2)
+        return attn.to_out[0](dispatched * (self.calls % 2))
+
+
+def test_what_a_users_processor_writes_down_is_its_own():
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    processors = {name: EverySecond() for name in attention_layers(model)}
+    for name, module in attention_layers(model).items():
+        module.set_processor(processors[name])
+    expected = [run(model, inputs) for _ in range(2)]
+    with sage_hf.apply(model, "exact"):
+        assert all(torch.equal(run(model, inputs), one) for one in expected)
+    assert {processor.calls for processor in processors.values()} == {4}
+
+
 def test_explain_says_where_attention_passed_by(sage_log):
     class Elsewhere:
         """A user's processor that dispatches in some calls only."""
