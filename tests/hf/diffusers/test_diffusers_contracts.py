@@ -256,6 +256,42 @@ def test_what_a_users_processor_writes_down_is_its_own():
     assert {processor.calls for processor in processors.values()} == {4}
 
 
+class Weighted(nn.Module):
+    """A user's processor with a weight and a setting."""
+
+    _attention_backend = None
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+        self.strength = 0.0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        heads = [attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3
+        attended = dispatch_attention_fn(*heads, backend=self._attention_backend).flatten(2)
+        return attn.to_out[0](attended * self.weight) + self.strength
+
+
+def test_settings_of_a_users_processor_with_weights_are_one_whoever_changes_them():
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    layers = attention_layers(model).values()
+    processors = [Weighted() for _ in layers]
+    for module, processor in zip(layers, processors, strict=True):
+        module.set_processor(processor)
+    off = run(model, inputs)
+    for processor in processors:
+        processor.strength = 1.0
+    on = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), on)
+        for module in layers:
+            module.processor.strength = 0.0
+        assert torch.equal(run(model, inputs), off)
+        for processor in processors:
+            processor.strength = 1.0
+        assert {module.processor.strength for module in layers} == {1.0}
+
+
 def test_explain_says_where_attention_passed_by(sage_log):
     class Elsewhere:
         """A user's processor that dispatches in some calls only."""
