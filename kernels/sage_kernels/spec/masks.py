@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
@@ -15,6 +17,21 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
     if mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return mask[:, 0, 0].expand(-1, kv_len)
+
+
+def causal_offset_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> int | None:
+    """Return the causal offset that PyTorch's CausalBias stands for, a tensor without values; None for other masks.
+
+    Raises:
+        ValueError: it was made for other numbers of queries and keys.
+    """
+    bias = sys.modules.get("torch.nn.attention.bias")  # to import it would load PyTorch's compiler
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return None
+    lengths, given = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    if lengths != given:
+        raise ValueError(f"a CausalBias of (queries, keys) {lengths} was given for {given}: make one for these")
+    return lengths[1] - lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:
