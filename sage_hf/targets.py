@@ -91,7 +91,8 @@ def _target(name: str, model: nn.Module) -> Target:
     plain = inner(model)
     if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
         return _target(name, plain.get_base_model())
-    if isinstance(module := getattr(plain, "module", None), nn.Module):  # of PyTorch's wrapper, which takes any argument
+    # PyTorch's wrappers (DDP, FSDP, DataParallel, AveragedModel) take any argument.
+    if isinstance(module := getattr(plain, "module", None), nn.Module):
         return _target(name, module)
     library = "transformers" if is_pretrained_model(plain) else "diffusers"
     if library == "transformers":
