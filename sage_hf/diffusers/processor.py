@@ -85,8 +85,12 @@ class SageAttnProcessor(BackendProcessor):
 
     @show_parameters_of_families
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute the attention of `attn` with the arguments of its family; unknown arguments raise TypeError."""
-        return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
+        """Compute the attention of `attn` with the arguments of its family; unknown arguments raise TypeError.
+
+        Keywords that diffusers' module would drop are dropped: `Layer.expected`.
+        """
+        layer = self._layer_in(attn)
+        return run_in_layer(attn, layer, self, attn, *args, **layer.expected(attn, kwargs))
 
     def _layer_in(self, attn: torch.nn.Module) -> Layer:
         layer = self._known_layer(attn)

@@ -292,6 +292,27 @@ def test_settings_of_a_users_processor_with_weights_are_one_whoever_changes_them
         assert {module.processor.strength for module in layers} == {1.0}
 
 
+class Boosts:
+    """A user's processor that takes a keyword of its own."""
+
+    _attention_backend = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, mask=None, image_rotary_emb=None, boost=1.0):
+        heads = [attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3
+        attended = dispatch_attention_fn(*heads, backend=self._attention_backend).flatten(2) * boost
+        return attended if encoder_hidden_states is None else (attn.to_out[0](attended), encoder_hidden_states)
+
+
+def test_a_keyword_of_some_processors_is_dropped_for_the_others_as_diffusers_does(sage_log):
+    model, inputs = family("flux").build(), family("flux").make_inputs()
+    model.transformer_blocks[0].attn.set_processor(Boosts())
+    inputs |= {"joint_attention_kwargs": {"boost": 3.0}}
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+    assert any("['boost'] are not expected by FluxAttnProcessor" in message for message in sage_log)
+
+
 def test_explain_says_where_attention_passed_by(sage_log):
     class Elsewhere:
         """A user's processor that dispatches in some calls only."""
