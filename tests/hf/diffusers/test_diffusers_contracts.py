@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -9,12 +10,13 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
 import sage_hf
 from sage_hf.app.planning import plan
 from sage_hf.config import SageConfig
-from sage_hf.diffusers import SageAttnProcessor, attention_layers
+from sage_hf.diffusers import SageAttnProcessor, UnsupportedAttentionError, attention_layers
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -206,6 +208,18 @@ def test_processors_that_name_no_backend_run_the_recipe_all_the_same():
         assert calls == {("sage_bwd", 1), ("exact", 1)}  # text: causal behind a prefix, which is a mask
     assert 0 < (found - expected).norm() < 0.02 * expected.norm()
     assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_processor_of_diffusers_that_was_patched_is_refused(wraps, monkeypatch):
+    call = AttnProcessor2_0.__call__
+
+    def half(self, *args, **kwargs):
+        return call(self, *args, **kwargs) / 2
+
+    monkeypatch.setattr(AttnProcessor2_0, "__call__", functools.wraps(call)(half) if wraps else half)
+    with pytest.raises(UnsupportedAttentionError, match="AttnProcessor2_0"):
+        sage_hf.apply(family("unet").build(), "exact")
 
 
 class NamesNoBackend:
