@@ -113,7 +113,7 @@ def sage_attention(
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
         value: (batch, kv_heads, kv_len, v_head_dim); exact attention runs for a v_head_dim outside 16…256.
         attn_mask: bool (True: may attend) or floating point (added to the scores), broadcastable to (batch, q_heads,
-            q_len, kv_len).
+            q_len, kv_len); or PyTorch's CausalBias.
         dropout_p: probability of dropping a weight; exact attention runs unless it is 0.
         is_causal: query i attends to keys 0…i, aligned upper left as in PyTorch; not together with attn_mask.
         scale: finite factor of the scores, which may be 0 or negative; default head_dim ** -0.5.

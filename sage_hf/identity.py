@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 
 
@@ -13,13 +12,17 @@ def path_of(cls: type, method: str | None = None) -> str:
 
     Args:
         cls: the class.
-        method: name of a method that must be the one written in that module.
+        method: name of a method that must be the one written in that module; its library and sage_hf may wrap it.
     """
     module = sys.modules.get(cls.__module__)
     if module is None or vars(module).get(cls.__name__) is not cls:
         return ""
     if method is not None:
-        function = inspect.unwrap(getattr(cls, method))
+        function, library = getattr(cls, method), cls.__module__.partition(".")[0]
+        while hasattr(function, "__wrapped__"):  # and says by __module__ that it was written where that was
+            if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] not in (library, "sage_hf"):
+                return ""
+            function = function.__wrapped__
         if getattr(function, "__globals__", None) is not vars(module):
             return ""
     return f"{cls.__module__}.{cls.__name__}"

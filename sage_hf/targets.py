@@ -23,7 +23,7 @@ class Target:
 
     Attributes:
         name: the model's name in the pipeline if several of its models are switched, else "".
-        model: the model as given, possibly compiled; of PEFT's or DDP's wrapper the model inside.
+        model: the model as given, possibly compiled; of PEFT's or PyTorch's wrapper (DDP) the model inside.
         library: "diffusers" or "transformers".
         layers: the attention layers, by dotted name in the (uncompiled) model.
     """
@@ -91,8 +91,9 @@ def _target(name: str, model: nn.Module) -> Target:
     plain = inner(model)
     if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
         return _target(name, plain.get_base_model())
-    if isinstance(plain, nn.parallel.DistributedDataParallel):  # whose forward takes any argument
-        return _target(name, plain.module)
+    # PyTorch's wrappers (DDP, FSDP, DataParallel, AveragedModel) take any argument.
+    if isinstance(module := getattr(plain, "module", None), nn.Module):
+        return _target(name, module)
     library = "transformers" if is_pretrained_model(plain) else "diffusers"
     if library == "transformers":
         if reason := transformers.unsupported(plain):

@@ -16,6 +16,7 @@ from .spec.autocast import autocast_dtype, in_autocast_dtype
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Mask
 from .spec.derivatives import has_tangent, wants_gradient
+from .spec.masks import without_causal_bias
 from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
@@ -46,6 +47,8 @@ def attend(
     check_fallback(options.fallback)
     get_recipe(options.recipe)
     checks.check_kinds(query, key, value, mask, options)
+    if mask is not None:
+        mask, options = without_causal_bias(mask, options, query, key)
     if autocast_dtype(query) is not None:
         checks.check_memory(query, key, value)
         query, key, value = in_autocast_dtype(query, key, value)

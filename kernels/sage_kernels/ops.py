@@ -17,7 +17,7 @@ from .spec.block_list import BlockList, check_blocks
 from .spec.call import Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
 from .spec.layout import Lengths, with_tokens_first
-from .spec.masks import mask_in_dtype
+from .spec.masks import mask_in_dtype, without_causal_bias
 from .spec.options import Fallback, Options
 from .spec.recipe import get_recipe
 
@@ -142,6 +142,7 @@ def call_operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `attention`, by the operator; packed sequences, whose `lengths` are given, lie in one batch element."""
     checks.check_kinds(query, key, value, mask, options)
+    mask, options = without_causal_bias(mask, options, query, key)
     refuse_tangents(query, key, value, mask)
     return torch.ops.sage_kernels.attention(query, key, value, mask, *Arguments.of(blocks, lengths, options))
 

@@ -16,22 +16,17 @@ from .bridge import BackendProcessor, parallel_config_of, set_parallel_config
 class ServedAdapter(BackendProcessor):
     """Base of IP-Adapter processors whose attention a SageAttnProcessor computes; see `serve`.
 
+    All attributes but these are the adapter's, in one dictionary: who reads or assigns one here does so there.
+
     Attributes:
         adapter: the processor of diffusers that it stands in for, with the same weights and scale.
         sage: the SageAttnProcessor that computes the attention.
     """
 
+    __slots__ = ("adapter", "sage")
+
     adapter: torch.nn.Module
     sage: Any
-
-    @property
-    def scale(self) -> Any:
-        """Return the adapter's scale, which `pipe.set_ip_adapter_scale` assigns."""
-        return self.adapter.scale
-
-    @scale.setter
-    def scale(self, scale: Any) -> None:
-        self.adapter.scale = scale
 
     @property
     def parallel_config(self) -> Any:
@@ -61,9 +56,10 @@ def _served_class(family: Any) -> Any:
 
 
 def serve(adapter: Any, sage: Any) -> Any:
-    """Return a processor of the adapter's class that shares its weights and whose attention `sage` computes."""
+    """Return a processor of the adapter's class that shares its attributes and whose attention `sage` computes."""
     family: Any = type(adapter)
     served_class = _served_class(family)
     served = served_class.__new__(served_class)
-    vars(served).update(vars(adapter), adapter=adapter, sage=sage)  # not as submodules: the weights are there already
+    for name, value in {"__dict__": vars(adapter), "adapter": adapter, "sage": sage}.items():
+        object.__setattr__(served, name, value)  # not as submodules: the weights are there already
     return served

@@ -144,18 +144,23 @@ def active_backend(dispatch: ModuleType) -> str:
 
 
 class StandIn:
-    """Stand-in for an object during one call: it has some attributes of its own, and all others of the object.
+    """Stand-in for an object during one call: it has some attributes of its own, and all others are the object's.
 
-    A compiled call finds the object as it was traced, for nothing is written to it.
+    A compiled call finds the object as it was traced, for its own attributes are not written to the object.
     """
 
     def __init__(self, original: Any, own: Mapping[str, Any]) -> None:
-        self._original = original
-        for name, value in own.items():
-            setattr(self, name, value)
+        for name, value in {"_original": original, **own}.items():
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._original, name, value)
 
 
 class ParallelProcessor:

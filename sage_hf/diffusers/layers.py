@@ -88,6 +88,7 @@ class Layer:
     def __init__(self, original: Any, parameters: Iterable[str]) -> None:
         self.original = original
         self.parameters = tuple(parameters)
+        self._names = frozenset(self.parameters)
         self.holds_weights = isinstance(original, torch.nn.Module)
         self._show_parameters()
 
@@ -99,6 +100,19 @@ class Layer:
         if not self.holds_weights and not _shown.keys() >= set(self.parameters):
             _shown.update(dict.fromkeys(self.parameters))
             _write_signatures()
+
+    def expected(self, attn: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the keywords of a call that the module would not have passed to the original processor.
+
+        Modules of diffusers drop what their processor's signature does not name, and ours names more.
+        """
+        if kwargs.keys() <= self._names:
+            return kwargs
+        module_class: Any = type(attn)
+        ignored = [name for name in kwargs if name not in self._names and drops(module_class, name)]
+        if ignored:
+            say_ignored(type(self.original).__name__, *ignored)
+        return {name: value for name, value in kwargs.items() if name not in ignored}
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the layer would see only one process's tokens in context parallelism."""
@@ -139,6 +153,21 @@ class Layer:
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+@dynamo.assume_constant_result
+@functools.cache
+def drops(module_class: Any, keyword: str) -> bool:
+    """Check whether modules of a class drop a further keyword that their processor's signature does not name."""
+    code = inspect.unwrap(module_class.forward).__code__
+    return "signature" in code.co_names and keyword not in code.co_varnames[: code.co_argcount]
+
+
+@dynamo.assume_constant_result
+@functools.cache
+def say_ignored(family: str, *names: str) -> None:
+    """Log once, as diffusers does at each call, that a processor does not get these keywords."""
+    logger.warning(f"attention keywords {list(names)} are not expected by {family} and will be ignored")
 
 
 class ExplicitLayer(Layer):

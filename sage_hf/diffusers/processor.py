@@ -27,6 +27,9 @@ from .layers import Layer, recognize, show_parameters_of_families
 logger = logging.get_logger(__name__)
 
 
+_SETTINGS = frozenset({"_recipe", "fallback", "training", "sparse", "_before", "_by_backend"})
+
+
 class SageAttnProcessor(BackendProcessor):
     """Attention processor for diffusers models.
 
@@ -49,6 +52,19 @@ class SageAttnProcessor(BackendProcessor):
         self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: all tiles are computed
         self._before: Any = None  # the processor that `exchange_processor` took out of a module
         self._by_backend = False  # whether that was for `set_attention_backend`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a setting; refuse one of the processor that this one stands in for, where it would have no effect.
+
+        Raises:
+            AttributeError: neither this class nor one derived from it has such a setting.
+        """
+        if name not in _SETTINGS and not hasattr(type(self), name):
+            raise AttributeError(
+                f"{type(self).__name__} has no setting {name!r}: assign it to the processor that was there before, "
+                "which is asked at each call, or declare it in a class of your own"
+            )
+        object.__setattr__(self, name, value)
 
     @property
     def recipe(self) -> str:
@@ -85,8 +101,12 @@ class SageAttnProcessor(BackendProcessor):
 
     @show_parameters_of_families
     def __call__(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute the attention of `attn` with the arguments of its family; unknown arguments raise TypeError."""
-        return run_in_layer(attn, self._layer_in(attn), self, attn, *args, **kwargs)
+        """Compute the attention of `attn` with the arguments of its family; unknown arguments raise TypeError.
+
+        Keywords that diffusers' module would drop are dropped: `Layer.expected`.
+        """
+        layer = self._layer_in(attn)
+        return run_in_layer(attn, layer, self, attn, *args, **layer.expected(attn, kwargs))
 
     def _layer_in(self, attn: torch.nn.Module) -> Layer:
         layer = self._known_layer(attn)

@@ -40,9 +40,12 @@ def methods(module_class: type) -> Iterator[CodeType]:
     """
     for name in dir(module_class):
         for base in module_class.__mro__:
-            function: Any = inspect.unwrap(vars(base).get(name, object.__init__))
-            if isinstance(function, FunctionType) and function.__module__ not in EVERY_MODEL:
-                yield from _nested(function.__code__)
+            chain: list[Any] = []  # with what wraps it, which may be a patch
+            function: Any = vars(base).get(name, object.__init__)
+            function = inspect.unwrap(function, stop=chain.append)
+            for one in (*chain, function):
+                if isinstance(one, FunctionType) and one.__module__ not in EVERY_MODEL:
+                    yield from _nested(one.__code__)
             if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
                 break
 

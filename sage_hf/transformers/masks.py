@@ -170,11 +170,11 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
 def _hands_padding_on(config_class: type) -> bool:
     """Check whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 
-    Models that transformers runs with flash attention do, unless they ask for its name. Other models may combine it
-    with masks of four dimensions, and causality would be lost.
+    Models that transformers runs with flash attention do, unless they ask for its name, or compute with masks. Others
+    may combine it with masks of four dimensions, and causality would be lost.
     """
     models = models_of(config_class)
-    return bool(models) and all(runs_flash_attention(model) and not asks_for_sdpa(model) for model in models)
+    return bool(models) and all(map(runs_flash_attention, models)) and not _reading_of(config_class)
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:

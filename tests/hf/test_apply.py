@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -439,6 +440,18 @@ def test_of_ddps_wrapper_the_model_inside_is_switched():
             assert llama.module.config._attn_implementation == "sage_bwd"
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel])
+def test_of_a_wrapper_whose_forward_takes_any_argument_the_model_inside_is_switched(wrap):
+    wrapped = wrap(tiny.transformer())
+    steps = (StepRule(0, 1, "sage1"),)
+    config = SageConfig("sage2", steps=steps, sparse=Sparse("mean", keep=0.5, from_tokens=64))
+    with sage_hf.apply(wrapped, config), torch.no_grad():
+        wrapped(**tiny.transformer_inputs())
+        assert all("4×4×4 order" in kept for _, kept in sage_hf.explain(wrapped).sparse)
+    with sage_hf.apply(llama := wrap(tiny.llama()), "sage_bwd"):
+        assert llama.module.config._attn_implementation == "sage_bwd"
 
 
 def test_models_without_attention_are_refused():

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sage_hf
 from sage_hf import attention, sage_attention
@@ -171,6 +172,20 @@ def test_masks_of_every_rank_broadcast(recipe, shape):
     inputs = draw()
     output = sage_attention(*inputs, attn_mask=torch.ones(shape, dtype=torch.bool), recipe=recipe)
     assert torch.allclose(output, sage_attention(*inputs, recipe=recipe), atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage1"])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_pytorchs_causal_bias_is_read_by_what_it_says_and_not_by_its_memory(make, recipe):
+    query, key, value = draw()
+    bias, offset = make(70, 90), 20 if make is causal_lower_right else 0
+    mask = torch.ones(70, 90, dtype=torch.bool).tril(offset)
+    expected = sage_attention(query, key, value, attn_mask=mask, recipe="exact")
+    output = sage_attention(query, key, value, attn_mask=bias, recipe=recipe)
+    assert (output - expected).norm() <= (1e-6 if recipe == "exact" else 0.02) * expected.norm()
+    torch.testing.assert_close(sage_attention(query[0], key[0], value[0], bias, recipe=recipe), output[0])
+    with pytest.raises(ValueError, match="CausalBias"):
+        sage_attention(query, key[:, :, :-1], value[:, :, :-1], attn_mask=bias, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd"])

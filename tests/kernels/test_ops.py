@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 import sage_kernels
 from sage_kernels import ops, training
@@ -105,6 +106,12 @@ def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     assert (output - truth).abs().sum() <= 1.01 * (expected - truth).abs().sum() + 1e-5 * truth.abs().sum()
     assert torch.equal(lse == -torch.inf, truth_lse == -torch.inf)
     assert not output[:, :, : max(0, -offset)].any()
+
+
+def test_pytorchs_causal_bias_moves_the_diagonal_too():
+    inputs = draw()
+    expected = ops.attention(*inputs, is_causal=True, causal_offset=20, recipe="sage1")[0]
+    assert torch.equal(ops.attention(*inputs, mask=causal_lower_right(70, 90), recipe="sage1")[0], expected)
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])

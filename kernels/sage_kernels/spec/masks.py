@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
+
+from .options import Options
 
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
 
@@ -15,6 +19,25 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
     if mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return mask[:, 0, 0].expand(-1, kv_len)
+
+
+def without_causal_bias(
+    mask: torch.Tensor | None, options: Options, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor | None, Options]:
+    """Return a call's mask and options; a CausalBias of PyTorch, a tensor without values, as the options that it means.
+
+    Raises:
+        ValueError: it was made for other numbers of queries and keys.
+    """
+    bias = sys.modules.get("torch.nn.attention.bias")  # to import it would load PyTorch's compiler
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return mask, options
+    lengths, given = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    if lengths != given:
+        raise ValueError(f"a CausalBias of (queries, keys) {lengths} was given for {given}: make one for these")
+    offset = lengths[1] - lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
+    offset = min(offset, options.causal_offset) if options.is_causal else offset
+    return None, options._replace(is_causal=True, causal_offset=offset)
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -9,12 +10,13 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
 import sage_hf
 from sage_hf.app.planning import plan
 from sage_hf.config import SageConfig
-from sage_hf.diffusers import SageAttnProcessor, attention_layers
+from sage_hf.diffusers import SageAttnProcessor, UnsupportedAttentionError, attention_layers
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -208,6 +210,18 @@ def test_processors_that_name_no_backend_run_the_recipe_all_the_same():
     assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"
 
 
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_processor_of_diffusers_that_was_patched_is_refused(wraps, monkeypatch):
+    call = AttnProcessor2_0.__call__
+
+    def half(self, *args, **kwargs):
+        return call(self, *args, **kwargs) / 2
+
+    monkeypatch.setattr(AttnProcessor2_0, "__call__", functools.wraps(call)(half) if wraps else half)
+    with pytest.raises(UnsupportedAttentionError, match="AttnProcessor2_0"):
+        sage_hf.apply(family("unet").build(), "exact")
+
+
 class NamesNoBackend:
     """A user's processor that leaves its attention to diffusers."""
 
@@ -232,6 +246,85 @@ def test_a_users_processor_that_names_no_backend_runs_the_recipe(sage_log):
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(run(compiled, inputs), expected)
     assert any("NamesNoBackend names no attention backend" in message for message in sage_log)
+
+
+class EverySecond:
+    """A user's processor that keeps count, and attends in every second call."""
+
+    calls = 0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        self.calls += 1
+        dispatched = dispatch_attention_fn(*[attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3).flatten(2)
+        return attn.to_out[0](dispatched * (self.calls % 2))
+
+
+def test_what_a_users_processor_writes_down_is_its_own():
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    processors = {name: EverySecond() for name in attention_layers(model)}
+    for name, module in attention_layers(model).items():
+        module.set_processor(processors[name])
+    expected = [run(model, inputs) for _ in range(2)]
+    with sage_hf.apply(model, "exact"):
+        assert all(torch.equal(run(model, inputs), one) for one in expected)
+    assert {processor.calls for processor in processors.values()} == {4}
+
+
+class Weighted(nn.Module):
+    """A user's processor with a weight and a setting."""
+
+    _attention_backend = None
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+        self.strength = 0.0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        heads = [attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3
+        attended = dispatch_attention_fn(*heads, backend=self._attention_backend).flatten(2)
+        return attn.to_out[0](attended * self.weight) + self.strength
+
+
+def test_settings_of_a_users_processor_with_weights_are_one_whoever_changes_them():
+    model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
+    layers = attention_layers(model).values()
+    processors = [Weighted() for _ in layers]
+    for module, processor in zip(layers, processors, strict=True):
+        module.set_processor(processor)
+    off = run(model, inputs)
+    for processor in processors:
+        processor.strength = 1.0
+    on = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), on)
+        for module in layers:
+            module.processor.strength = 0.0
+        assert torch.equal(run(model, inputs), off)
+        for processor in processors:
+            processor.strength = 1.0
+        assert {module.processor.strength for module in layers} == {1.0}
+
+
+class Boosts:
+    """A user's processor that takes a keyword of its own."""
+
+    _attention_backend = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, mask=None, image_rotary_emb=None, boost=1.0):
+        heads = [attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3
+        attended = dispatch_attention_fn(*heads, backend=self._attention_backend).flatten(2) * boost
+        return attended if encoder_hidden_states is None else (attn.to_out[0](attended), encoder_hidden_states)
+
+
+def test_a_keyword_of_some_processors_is_dropped_for_the_others_as_diffusers_does(sage_log):
+    model, inputs = family("flux").build(), family("flux").make_inputs()
+    model.transformer_blocks[0].attn.set_processor(Boosts())
+    inputs |= {"joint_attention_kwargs": {"boost": 3.0}}
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+    assert any("['boost'] are not expected by FluxAttnProcessor" in message for message in sage_log)
 
 
 def test_explain_says_where_attention_passed_by(sage_log):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import textwrap
@@ -153,9 +154,14 @@ def test_norms_stay_while_hooks_watch_all_modules(served):
             assert heads.norm_of(module.norm_q, sample) is not None
 
 
-def test_a_class_whose_forward_was_patched_is_foreign(served, monkeypatch):
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_class_whose_forward_was_patched_is_foreign(served, wraps, monkeypatch):
     module = attention("flux")[0]
-    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: x)
+
+    def patch(self, x):
+        return x
+
+    monkeypatch.setattr(nn.RMSNorm, "forward", functools.wraps(nn.RMSNorm.forward)(patch) if wraps else patch)
     with torch.no_grad():
         assert heads.norm_of(module.norm_q, torch.zeros(1, 6, module.to_q.in_features)) is None
 

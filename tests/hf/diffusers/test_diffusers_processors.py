@@ -97,6 +97,17 @@ def test_recipe_of_a_shared_processor_may_change_between_calls():
     assert processor.recipe == "sage3"
 
 
+def test_a_setting_that_our_processors_do_not_have_is_refused_and_not_ignored():
+    class Counting(SageAttnProcessor):
+        calls = 0
+
+    processor = Counting("sage1")
+    processor.calls = 1
+    for name in ("receipe", "strength"):
+        with pytest.raises(AttributeError, match=f"no setting '{name}'"):
+            setattr(processor, name, "sage2")
+
+
 @pytest.mark.parametrize("name", ["flux-2", "hunyuan-video", "wan-t2v"])
 def test_a_processor_that_apply_set_may_be_set_in_all_layers_and_in_other_models(name):
     """Each layer computes what it did, and gets its own processor back."""

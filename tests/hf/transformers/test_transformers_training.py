@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface, LlamaConfig, PreTrainedModel, StaticCache, masking_utils
+from transformers import (
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+    masking_utils,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import sage_hf
 from sage_hf import SageConfig, record
@@ -176,6 +185,57 @@ def test_padding_comes_alone_where_another_class_only_holds_the_model(asked_for_
     models_of.cache_clear()
     assert RewardModel.config_class is LlamaConfig
     assert sage_training_mask(**asked_for_a_mask) is asked_for_a_mask["attention_mask"]
+
+
+NEAR_KEYS = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS) < 40
+
+
+class Near(LlamaAttention):
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: object) -> tuple:
+        return super().forward(hidden_states, attention_mask=attention_mask & NEAR_KEYS, **kwargs)
+
+
+class WrappedNear(LlamaAttention):
+    @functools.wraps(LlamaAttention.forward)
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: object) -> tuple:
+        return LlamaAttention.forward(self, hidden_states, attention_mask=attention_mask & NEAR_KEYS, **kwargs)
+
+
+class NearConfig(LlamaConfig):
+    pass
+
+
+class WrappedNearConfig(LlamaConfig):
+    pass
+
+
+class NearLlama(LlamaForCausalLM):
+    config_class = NearConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[0].self_attn = Near(config, 0)
+
+
+class WrappedNearLlama(LlamaForCausalLM):
+    config_class = WrappedNearConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[0].self_attn = WrappedNear(config, 0)
+
+
+@pytest.mark.parametrize("model_class", [NearLlama, WrappedNearLlama])
+def test_a_layer_of_your_own_that_computes_with_its_mask_keeps_causality(model_class: type) -> None:
+    """In one sequence padding alone would broadcast with what it is combined with."""
+    inputs = {name: x[1:] for name, x in LLAMA.inputs("left").items()}
+    outputs = []
+    for implementation in ("sdpa", "sage_bwd_emulate"):
+        torch.manual_seed(0)
+        config = model_class.config_class(**LLAMA.config)
+        model = model_class._from_config(config, attn_implementation=implementation).eval()
+        outputs.append(of_real_tokens(run(model, **inputs), inputs))
+    assert (outputs[1] - outputs[0]).norm() < 0.1 * outputs[0].norm()
 
 
 CASES = [
