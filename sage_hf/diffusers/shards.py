@@ -236,7 +236,7 @@ class SplitTokens:
         """
         near = self.shards.ulysses
         lengths = [sum(lengths[at : at + near]) for at in range(0, len(lengths), near)]
-        longest, sent = max(lengths), _join(torch.stack, [x.permute(2, 0, 1, 3) for x in split], 1)
+        longest, sent = max(lengths), _joined(torch.stack, [x.permute(2, 0, 1, 3) for x in split], 1)
         whole, room = self._room(shared, split, split[0].shape[1], sum(lengths))
         if min(lengths) == longest:
             _all_gather(room, sent, self.shards.ring_group)
@@ -258,13 +258,13 @@ class SplitTokens:
             shared, split = self._cut(by_token, sum(lengths), 0)
             order = 1 if self.last else -1
             messages = [x for part in split.split(lengths) for x in (shared, part)[::order]]
-        sent = (by_token if not rest and by_token.is_contiguous() else _join(torch.cat, messages, 0)).view(-1)
+        sent = (by_token if not rest and by_token.is_contiguous() else _joined(torch.cat, messages, 0)).view(-1)
         sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
         received = sent.new_empty(sum(sizes))
         _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
         parts = [part.view(number, batch, -1, head_dim).transpose(0, 1) for part in received.split(sizes)]
-        return _join(torch.cat, parts, 2).transpose(1, 2)
+        return _joined(torch.cat, parts, 2).transpose(1, 2)
 
 
 def across_processes(
@@ -322,10 +322,10 @@ def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
     A message is (tokens, tensors, batch, heads of its process, head_dim).
     """
     parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
-    return _join(torch.stack, parts, 2).view(-1)
+    return _joined(torch.stack, parts, 2).view(-1)
 
 
-def _join(join: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+def _joined(join: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Stack tensors of any strides, or put them one behind another.
 
     Where all can be seen as elements of 16 bytes they are, because PyTorch copies these faster.

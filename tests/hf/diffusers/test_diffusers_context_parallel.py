@@ -55,7 +55,7 @@ def test_tensors_of_any_layout_are_joined_as_they_are(head_dim: int, offset: int
     memory[offset + 1] = torch.nan
     tensors = memory[offset:].view(3, 2, 5, 4, head_dim).permute(0, 3, 1, 2, 4).unbind()
     for join in (torch.stack, torch.cat):
-        found, wanted = shards._join(join, tensors, 1), join(tensors, 1)
+        found, wanted = shards._joined(join, tensors, 1), join(tensors, 1)
         assert found.dtype == dtype and torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
