@@ -109,7 +109,8 @@ def sage_attention(
 
     Args:
         query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. Exact attention runs for float64
-            and for a head_dim outside 16…256. Query, key and value may all have fewer or more leading dimensions.
+            and for a head_dim outside 16…256. Query, key and value may all have fewer or more leading dimensions, and
+            a batch or heads of size 1, which are repeated.
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
         value: (batch, kv_heads, kv_len, v_head_dim); exact attention runs for a v_head_dim outside 16…256.
         attn_mask: bool (True: may attend) or floating point (added to the scores), broadcastable to (batch, q_heads,

@@ -64,6 +64,8 @@ def attend(
         run.announce(entry.replay.plan)
         return entry.replay(query, key, value, mask, *lists)
 
+    if (common := _in_common_sizes(query, key, value, options)) is not None:
+        return attend(*common[:3], mask, blocks, common[3])
     checks.check_tensors(query, key, value, mask, options.enable_gqa)
     grad = grad or has_tangent(query, key, value, mask)
     keys = NO_MASK
@@ -125,6 +127,29 @@ def _attend_in_four_dims(
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
     output, lse = attend(query, key, value, mask, blocks, options)
     return output.reshape(sizes), lse.reshape(sizes[:-1]) if options.return_lse and lse is not None else None
+
+
+def _in_common_sizes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options] | None:
+    """Return tensors whose batch or heads of size 1 are repeated as PyTorch repeats them; None if nothing is.
+
+    One head of keys for all queries is not repeated: then queries are grouped.
+    """
+    tensors = query, key, value
+    if any(x.dim() != 4 for x in tensors):
+        return None
+    repeated, given = [-1, -1], options
+    for dim in range(2):
+        sizes = {x.shape[dim] for x in tensors}
+        if len(sizes) == 2 and 1 in sizes:
+            repeated[dim] = next(size for size in sizes if size != 1)
+    if repeated[1] != -1 and key.shape[1] == value.shape[1] == 1:
+        repeated[1], options = -1, options._replace(enable_gqa=True)
+    if repeated == [-1, -1] and options == given:
+        return None
+    query, key, value = (x.expand(*repeated, -1, -1) for x in tensors)
+    return query, key, value, options
 
 
 def _run_exactly(

@@ -1,6 +1,7 @@
 """The front door: every argument is honoured, or refused with a message that says what to do."""
 
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -292,6 +293,21 @@ def test_a_wrong_default_fallback_names_the_variable(monkeypatch):
         attention.fallback_of_environment()
 
 
+def test_batches_and_heads_of_one_are_repeated_as_pytorch_repeats_them():
+    for batches, heads in product(product((1, 2), repeat=3), product((1, 4), repeat=3)):
+        inputs = [torch.randn(*sizes, 32) for sizes in zip(batches, heads, (40, 80, 80), strict=True)]
+        output, wanted = sage_attention(*inputs, recipe="exact"), F.scaled_dot_product_attention(*inputs)
+        assert torch.allclose(output, wanted, atol=1e-5) and output.shape == wanted.shape
+
+
+def test_recipes_repeat_a_batch_and_group_queries_with_one_head_of_keys():
+    query, key, value = draw()
+    repeated = [x[:1].expand(2, -1, -1, -1) for x in (key, value)]
+    assert torch.equal(sage_attention(query, key[:1], value[:1]), sage_attention(query, *repeated))
+    one = key[:, :1], value[:, :1]
+    assert torch.equal(sage_attention(query, *one), sage_attention(query, *one, enable_gqa=True))
+
+
 def nested(x, layout):
     return torch.nested.nested_tensor([x[0], x[1, :, :50]], layout=layout)
 
@@ -301,7 +317,7 @@ BAD_CALLS = {
     "integers": (lambda q, k, v: ((q.int(), k.int(), v.int()), {}), TypeError, "quantising is done inside"),
     "dtypes": (lambda q, k, v: ((q, k.half(), v), {}), ValueError, "key is torch.float16"),
     "devices": (lambda q, k, v: ((q, k.to("meta"), v), {}), ValueError, "key is .* on meta"),
-    "batch": (lambda q, k, v: ((q[:1], k, v), {}), ValueError, "batch sizes differ"),
+    "batch": (lambda q, k, v: ((torch.cat([q, q]), k, v), {}), ValueError, "batch sizes differ"),
     "head_dim": (lambda q, k, v: ((q, k[..., :32], v), {}), ValueError, "head_dim of query and key differ"),
     "key and value": (lambda q, k, v: ((q, k, v[:, :, :80]), {}), ValueError, "heads or tokens of key and value"),
     "gqa not enabled": (lambda q, k, v: ((q, k[:, :2], v[:, :2]), {}), ValueError, "pass enable_gqa=True"),
