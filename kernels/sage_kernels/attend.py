@@ -139,17 +139,22 @@ def _in_common_sizes(
     tensors = query, key, value
     if any(x.dim() != 4 for x in tensors):
         return None
-    repeated, given = [-1, -1], options
-    for dim in range(2):
-        sizes = {x.shape[dim] for x in tensors}
-        if len(sizes) == 2 and 1 in sizes:
-            repeated[dim] = next(size for size in sizes if size != 1)
-    if repeated[1] != -1 and key.shape[1] == value.shape[1] == 1:
-        repeated[1], options = -1, options._replace(enable_gqa=True)
-    if repeated == [-1, -1] and options == given:
+    batch, heads = (_repeated_size(*(x.shape[dim] for x in tensors)) for dim in range(2))
+    is_grouped = heads != -1 and key.shape[1] == value.shape[1] == 1
+    if is_grouped:
+        heads = -1
+    if batch == heads == -1 and (options.enable_gqa or not is_grouped):
         return None
-    query, key, value = (x.expand(*repeated, -1, -1) for x in tensors)
-    return query, key, value, options
+    query, key, value = (x.expand(batch, heads, -1, -1) for x in tensors)
+    return query, key, value, options._replace(enable_gqa=options.enable_gqa or is_grouped)
+
+
+def _repeated_size(*sizes: int) -> int:
+    """Return the size to which sizes of 1 are repeated; -1 if none is, or if the others differ."""
+    others = [size for size in sizes if size != 1]
+    if len(others) in (0, len(sizes)):
+        return -1
+    return others[0] if all(size == others[0] for size in others) else -1
 
 
 def _run_exactly(

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sage_hf
@@ -200,15 +201,17 @@ def test_autocast_does_not_reach_into_the_kernels(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["exact", "sage3"])
-def test_lse_compiles_once_for_all_lengths(recipe):
-    compiled = torch.compile(
-        lambda *x: sage_attention(*x, recipe=recipe, return_lse=True), fullgraph=True, dynamic=True, backend="eager"
-    )
-    for length in (64, 65, 83):
-        inputs = draw(q_len=length, kv_len=length)
-        assert torch.allclose(
-            compiled(*inputs)[1], sage_attention(*inputs, recipe=recipe, return_lse=True)[1], atol=1e-5
-        )
+def test_output_and_lse_compile_once_for_all_lengths_and_batches(recipe):
+    counter = CompileCounter()
+
+    def attend(*inputs):
+        return sage_attention(*inputs, recipe=recipe, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for repeats, length in ((1, 70), (1, 65), (2, 83)):  # none is as long as head_dim
+        inputs = [x.repeat(repeats, 1, 1, 1) for x in draw(q_len=length, kv_len=length)]
+        assert torch.allclose(compiled(*inputs)[1], attend(*inputs)[1], atol=1e-5)
+    assert counter.frame_count == 1
 
 
 def test_a_learned_bias_keeps_its_gradient():
