@@ -8,6 +8,7 @@ import torch
 import sage_hf
 from sage_kernels import kv_cache, kv_step
 from sage_kernels.reference import kv_cache as reference
+from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_decode
 from tests.helpers.cached_models import NEW, build, new_cache, prompt
@@ -127,9 +128,9 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_steps_one_by_one_store_what_replayed_steps_store(format, monkeypatch):
-    """The second step repeats launches and compares them with new ones, and must count once."""
-    monkeypatch.setattr(kv_decode, "_repeated", {})
+def test_steps_one_by_one_store_what_replayed_steps_store(format):
+    """The first step repeats its launches to compare them, and must count once."""
+    replay.forget()
     query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
     one = KVCache(get_format(format), key)
     one.fix(512)

@@ -1,12 +1,14 @@
 """The kernels of the low-bit KV cache: the reference's bits are stored, and float64 attention to them is computed."""
 
 import copy
-from types import SimpleNamespace
+import ctypes
 
 import pytest
 import torch
 
+from sage_kernels.language import launch
 from sage_kernels.reference import kv_cache as reference
+from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_append, kv_decode
 
@@ -142,17 +144,57 @@ def test_rows_without_a_key_are_zero():
     assert (output == 0).all()
 
 
-def test_launches_whose_first_repetition_gives_another_output_are_never_repeated(monkeypatch):
-    step, repeated = ("a step",), SimpleNamespace(is_checked=False)
-    monkeypatch.setattr(kv_decode, "_repeated", {step: repeated})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    output = torch.full((1, 3, 2, 4), torch.nan).transpose(1, 2)
-    assert kv_decode._checked(step, repeated, output, output.clone()).shape == output.shape
-    assert repeated.is_checked and kv_decode._repeated[step] is repeated
-    expected = output.clone()
-    expected[0, 0, 0, 0] = 1.0
-    assert kv_decode._checked(step, repeated, output, expected) is expected
-    assert kv_decode._repeated[step] is None
+class Repeated:
+    """`RepeatedLaunches` without a driver: tensors at other addresses and other numbers, to the same kernels."""
+
+    error, runs = 0.0, 0
+
+    def __init__(self, calls, changing):
+        self.calls = calls
+
+    def run(self, index, changing):
+        type(self).runs += 1
+        for kernel, grid, arguments in self.calls:
+            changed = {name: self.changed(name, arguments[name], changing) for name in arguments.keys() & changing}
+            launch.launch(kernel, grid, **arguments | changed)
+            if "output" in changed:
+                changed["output"] += self.error
+
+    def changed(self, name, before, changing):
+        if not isinstance(before, torch.Tensor):
+            return changing[name]
+        size = sum((n - 1) * stride for n, stride in zip(before.shape, before.stride(), strict=True)) + 1
+        memory = (ctypes.c_byte * (size * before.element_size())).from_address(changing[name])
+        return torch.frombuffer(memory, dtype=before.dtype).as_strided(before.shape, before.stride())
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_steps_are_repeated_if_the_first_repetition_gives_their_output(error, fixed, monkeypatch):
+    monkeypatch.setattr(kv_decode, "can_repeat", lambda device: True)
+    monkeypatch.setattr(kv_decode, "RepeatedLaunches", type("One", (Repeated,), {"error": error}))
+    monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    replay.forget()
+    query, key, value = draw(64, 2, 205)
+    one = KVCache(get_format("int4"), key)
+    reference.freeze(one, *(x[:, :, :200] for x in (query, key, value)))
+    if fixed:
+        one.fix(512)
+    kv_append.append(one, key[:, :, :200], value[:, :, :200])
+    two = copy.deepcopy(one)
+    for length in range(200, 205):
+        new = [x[:, :, length : length + 1].clone() for x in (query, key, value)]
+        output = step(one, *new, None, 0.125) if fixed else kv_decode.decode(one, *new, None, 0.125)
+        with monkeypatch.context() as patched:
+            patched.setattr(kv_decode, "can_repeat", lambda device: False)
+            expected = step(two, *new, None, 0.125) if fixed else kv_decode.decode(two, *new, None, 0.125)
+        assert torch.equal(output, expected)
+    assert kv_decode.RepeatedLaunches.runs == (1 if error else 5)
+    for cache in (one, two):
+        cache.read_counts()
+    assert_same(one, two)
+    replay.forget()
 
 
 @pytest.mark.parametrize("tokens", [4096, 32768, 131072])

@@ -20,13 +20,7 @@ Call = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 
 
 class RepeatedLaunches:
-    """Launches that run one behind the other, as often as there are steps that differ only in `changing`.
-
-    Attributes:
-        is_checked: the first repetition gave what the launches give one by one.
-    """
-
-    is_checked = False
+    """Launches that run one behind the other, as often as there are steps that differ only in `changing`."""
 
     def __init__(self, calls: Sequence[Call], changing: Mapping[str, int]) -> None:
         """Pack the launches, whose kernels have been compiled.

@@ -177,7 +177,7 @@ def traced(
     def run(*tensors: torch.Tensor | None) -> Any:
         return result(launches.run(*[x for x in tensors if x is not None]))
 
-    _compare(run, tensors, expected, rounds)
+    check(run, tensors, expected, rounds)
     return Replay(plan, run)
 
 
@@ -185,7 +185,7 @@ def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected:
     """Return a replay by a function that does without checks and planning; arguments and errors as of `traced`."""
     if not is_small(expected):
         return None
-    _compare(run, tensors, expected)
+    check(run, tensors, expected)
     return Replay(plan, run)
 
 
@@ -194,7 +194,7 @@ def is_small(results: Tensors) -> bool:
     return sum(x.numel() * x.element_size() for x in results if x is not None) <= MOST_BYTES
 
 
-def _compare(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
+def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
     """Check that `run(*tensors)` gives what is expected: the same bits, or with `rounds` what is equal to rounding.
 
     Raises:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from ..language.launch import ALIGNMENT, INTERPRETED, UNSPECIALIZED, launch, str
 from ..language.repeated import Call, RepeatedLaunches, can_repeat
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
-from ..replay.trace import NotRepeatableError
+from ..replay import cache as replay
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
 from .configs import LITTLE_SHARED_MEMORY
@@ -57,9 +56,6 @@ MORE_ROWS = Config(32, 2, 3)
 """For more rows, whose scores of 64 tokens would take twice the registers."""
 SMALL_SHARED = Config(32, 4, 2)
 """On GPUs of LITTLE_SHARED_MEMORY."""
-MAX_REPEATED = 256
-_repeated: dict[tuple[Any, ...], RepeatedLaunches | None] = {}
-"""By all that a step's launches are packed for, the launches; None: their first repetition gave another output."""
 
 
 def config_for(capability: tuple[int, int], bits: int, rows: int) -> Config:
@@ -112,36 +108,61 @@ def decode(
         changing["valid"], changing["valid_stride"] = valid.data_ptr(), valid.stride(0)
     if counts is not None:
         changing["counts"] = counts.data_ptr()
-    can = can_repeat(device) and not (changing["query"] | changing["key"] | changing["value"]) % ALIGNMENT
-    same = (
-        *(device, cache.format.name, parts, scale, capability, query.dtype, key.dtype, value.dtype),
-        *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
+    facts = (
+        *(cache.format.name, parts, scale, capability, counts is None),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
-        counts is None,
     )
-    repeated = _repeated.get(same) if can else None
-    before = None
-    if repeated is not None and (repeated.is_checked or not torch.cuda.is_current_stream_capturing()):
-        before = None if counts is None or repeated.is_checked else counts.clone()
-        current = torch.cuda.current_device()
-        with contextlib.nullcontext() if current == query.device.index else torch.cuda.device(device):
-            repeated.run(query.device.index, changing)
-    if repeated is None or not repeated.is_checked:
-        expected = output if repeated is None else torch.empty_like(output)
-        calls = _calls(cache, query, key, value, valid, scale, expected, buffers, config, capability)
-        if counts is not None and before is not None:
-            counts.copy_(before)
-        for kernel, grid, arguments in calls:  # the tokens are stored once more, at their places
+    entry = replay.find("kv_decode", (query, key, value), facts) if can_repeat(device) else None
+    if entry is not None and entry.replay is not None:
+        entry.replay.run(changing)
+    else:
+        before = None if counts is None or entry is None or entry.calls else counts.clone()
+        calls = _calls(cache, query, key, value, valid, scale, output, buffers, config, capability)
+        for kernel, grid, arguments in calls:
             launch(kernel, grid, **arguments)
-        output = _checked(same, repeated, output, expected)
-        if can and same not in _repeated:
-            if len(_repeated) == MAX_REPEATED:
-                _repeated.clear()
-            with contextlib.suppress(AttributeError, NotRepeatableError, OSError), torch.cuda.device(device):
-                _repeated[same] = RepeatedLaunches(calls, changing)
+        if entry is not None:
+            entry.consider(partial(_repetition, calls, changing, output, counts, before), at_once=True)
     if counts is None:
         cache.advance(q_len)
     return output
+
+
+def _repetition(
+    calls: list[Call],
+    changing: dict[str, int],
+    output: torch.Tensor,
+    counts: torch.Tensor | None,
+    before: torch.Tensor | None,
+) -> replay.Replay:
+    """Return the replay of a step that has just run: (changing) -> None.
+
+    To compare outputs, the step is run again: its tokens are stored once more, at their places.
+
+    Args:
+        calls: the step's launches.
+        changing: as of `RepeatedLaunches`.
+        output: what the step gave.
+        counts: what the device has counted, and `before`, a copy from before the step; None where the host counts.
+
+    Raises:
+        NotRepeatableError: the launches give another output when they are repeated.
+    """
+    launches, device = RepeatedLaunches(calls, changing), output.device
+
+    def run(changing: dict[str, int]) -> None:
+        current = torch.cuda.current_device()
+        with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
+            launches.run(device.index, changing)
+
+    def run_again() -> list[torch.Tensor]:
+        if counts is not None and before is not None:
+            counts.copy_(before)
+        again = torch.empty_like(output)
+        run(changing | {"output": again.data_ptr()})
+        return [again]
+
+    replay.check(run_again, (), [output])
+    return replay.Replay(None, run)
 
 
 def _code_parts(pairs: int, tiles: int, device: torch.device) -> int:
@@ -149,18 +170,6 @@ def _code_parts(pairs: int, tiles: int, device: torch.device) -> int:
     processors = multiprocessors(device.index or 0) if device.type == "cuda" else 4
     waves = FEW_WAVES if pairs <= FEW_PAIRS else MANY_WAVES
     return max(1, min(max(FEWEST_PARTS, waves * processors // pairs), tiles // FEWEST_TILES, MAX_PARTS))
-
-
-def _checked(
-    same: tuple[Any, ...], repeated: RepeatedLaunches | None, output: torch.Tensor, expected: torch.Tensor
-) -> torch.Tensor:
-    """Return the expected output; launches that gave another one to the bit are not repeated again."""
-    if repeated is not None and not torch.cuda.is_current_stream_capturing():
-        if torch.equal(output.view(torch.uint8), expected.view(torch.uint8)):
-            repeated.is_checked = True
-        else:
-            _repeated[same] = None
-    return expected
 
 
 class _Buffers:
@@ -182,7 +191,7 @@ class _Buffers:
         return self.memory[place : place + dtype.itemsize * math.prod(size)].view(dtype).view(size)
 
 
-@lru_cache(maxsize=MAX_REPEATED)
+@lru_cache(maxsize=replay.CALLS)
 def _places(
     pairs: int, parts: int, rows: int, channels: int
 ) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
