@@ -5,6 +5,7 @@ FOLDER receives the gradients, `<model>-ddp.pt` and `<model>-fsdp.pt`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -71,3 +72,4 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # FSDP keeps gloo's threads alive, and one that needs the interpreter after its end aborts the process
