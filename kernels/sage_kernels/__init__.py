@@ -10,20 +10,20 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-_DOORS = {
+_ENTRY_POINTS = {
     "attention": ("ops", "attention"),
     "packed_attention": ("ops", "packed_attention"),
     "packed_training_attention": ("training", "packed_attention"),
     "training_attention": ("training", "attention"),
 }
 
-__all__ = sorted(_DOORS)
+__all__ = sorted(_ENTRY_POINTS)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DOORS:
-        module, door = _DOORS[name]
-        return getattr(import_module(f"{__name__}.{module}"), door)
+    if name in _ENTRY_POINTS:
+        module, function = _ENTRY_POINTS[name]
+        return getattr(import_module(f"{__name__}.{module}"), function)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ import torch
 
 from . import ops, training
 from .dispatch import exact_choice, run
-from .dispatch.plan import KernelUnavailableError
 from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
@@ -52,8 +51,8 @@ def attend(
     if autocast_dtype(query) is not None:
         checks.check_memory(query, key, value)
         query, key, value = in_autocast_dtype(query, key, value)
-    own_dims = options.recipe == "exact" and blocks is None  # by which PyTorch chooses among its kernels
-    if mask is not None and mask.dim() < (least := 2 if own_dims else 4):
+    keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses a kernel by the mask's dimensions
+    if mask is not None and mask.dim() < (least := 2 if keeps_dims else 4):
         mask = mask[(None,) * (least - mask.dim())]
     grad = wants_gradient(query, key, value, mask)
     lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
@@ -77,12 +76,7 @@ def attend(
         keys = Mask.of_blocks(blocks, mask, key.shape[2])
     elif grad and options.recipe != "exact":
         keys = Mask.of(mask, key.shape[2])
-    plan, reason = None, exact_choice.why_exact(query, key, value, keys, options, grad)
-    if reason and options.fallback == "error":
-        advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
-        raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
-    if grad and not reason and options.recipe != "exact":
-        plan, reason = exact_choice.choose_training(query, key, value, keys, options)
+    plan, reason = exact_choice.decide(query, key, value, keys, options, grad)
     if reason or options.recipe == "exact":
         return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
     if grad:
@@ -91,7 +85,8 @@ def attend(
         return training.forward(query, key, value, keys, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)
-    call = ops.new_call(query, key, value, mask, blocks, None, options)  # nothing watches operators
+    # An entry of the cache says that no mode is active which would want to see the operator.
+    call = ops.new_call(query, key, value, mask, blocks, None, options)
     return ops.forward(call, mask, options.fallback, entry)
 
 

@@ -1,4 +1,4 @@
-"""The doors of a Hub kernel: FlashAttention's functions and transformers' attention function, in few bits.
+"""The entry points of a Hub kernel: FlashAttention's functions and transformers' attention function, in few bits.
 
 transformers loads a Hub kernel by these names. It calls `flash_attn_func` and `flash_attn_varlen_func` from its own
 FlashAttention wrapper, or `flash_attn_forward` with the masks of `sdpa`. Parameters of FlashAttention that are missing

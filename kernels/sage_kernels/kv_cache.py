@@ -1,4 +1,4 @@
-"""Doors of the low-bit KV cache: store tokens, decode, and give back whole K and V.
+"""Entry points of the low-bit KV cache: store tokens, decode, and give back whole K and V.
 
 `reference.kv_cache` specifies the format, `spec.kv_cache` the tensors.
 """

@@ -71,7 +71,7 @@ def attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    # All by place: torch.compile would take a default that is a float, of dropout, for an input of the graph.
+    # Every field is given: torch.compile turns a default that is a float into an input of the graph.
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     return call_operator(query, key, value, mask, blocks, None, options)
 

@@ -1,4 +1,4 @@
-"""The door of packed sequences: any recipe, any head_dim, with gradients, as `attend` for batches of one length."""
+"""The entry point of packed sequences: any recipe and head_dim, with gradients, as `attend` is for batches."""
 
 from __future__ import annotations
 
@@ -71,10 +71,9 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opti
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
     if not derivative:
         return not options.dropout_p
-    call = query, key, value, NO_MASK, options
-    if options.recipe == "exact" or options.return_lse or exact_choice.why_exact(*call, derivative):
+    if options.recipe == "exact" or options.return_lse:
         return False
-    return options.fallback == "error" or not exact_choice.choose_training(*call)[1]
+    return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True)[1]
 
 
 def _attend_one_by_one(

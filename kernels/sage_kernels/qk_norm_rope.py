@@ -15,7 +15,7 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
-from .dispatch.head_kernels import HeadKernel, head_kernel, plain_kernel
+from .dispatch.head_kernels import HeadKernel, head_kernel, reference_kernel
 from .replay import cache
 from .runtime import torch_private
 from .spec.checks import check_memory
@@ -47,7 +47,7 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
     """
     if torch_private.modes_are_active():
         check_heads(x, norm, rope)
-        return plain_kernel().forward(x, norm, rope)
+        return reference_kernel().forward(x, norm, rope)
     if not torch.is_grad_enabled():
         return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)

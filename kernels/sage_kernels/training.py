@@ -257,7 +257,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
         request = run.request_of(_call(query, key, value, valid, given), grad=True)
         kernel = run.plan_training(request, given.fallback).backward
-    ctx.phase = query.shape[3], kernel
+    ctx.head_dim, ctx.kernel = query.shape[3], kernel
     ctx.given = given.with_tensors((None,) * len(given.tensors))
 
 
@@ -268,7 +268,9 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
     kept = ctx.saved_tensors
     forward, valid, tensors = kept[: _PARTS + 2], kept[_PARTS + 2], kept[_PARTS + 3 :]
     given = ctx.given.with_tensors(tensors)[:-1]
-    gradients = torch.ops.sage_kernels.training_attention_backward(output_gradient, *forward, *ctx.phase, valid, *given)
+    gradients = torch.ops.sage_kernels.training_attention_backward(
+        output_gradient, *forward, ctx.head_dim, ctx.kernel, valid, *given
+    )
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if needed else None for gradient, needed in wanted), *rest
 

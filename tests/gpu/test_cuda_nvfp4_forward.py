@@ -227,7 +227,7 @@ def test_scores_of_means_are_those_of_triton(head_dim, tokens):
     kv_rows = operands.key.shape[2]
     found, expected = (torch.zeros(1, 4, 17, kv_rows, device="cuda") for _ in range(2))
     smooth_q_scores.smooth_q_scores(operands, call.tail, 1, 1, 3, found)
-    of_triton.smooth_q_scores(operands, call.tail, None, 1, 3, expected)
+    of_triton.smooth_q_scores(operands, call.tail, None, 1, 3, expected, torch.cuda.get_device_capability())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 

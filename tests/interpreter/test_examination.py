@@ -64,12 +64,12 @@ class InterpretedKVKernel(TritonKVKernel):
         kv_append.append(cache, key, value)
 
     def decode(self, *arguments):
-        return kv_decode.decode(*arguments)
+        return kv_decode.decode(*arguments, (9, 0))
 
 
 @pytest.mark.parametrize(("format", "head_dim"), [("int4", 128), ("int8", 64)])
 def test_the_kv_caches_kernel_passes(format, head_dim, monkeypatch):
-    kernels = {"kv_decode": InterpretedKVKernel(), "reference": kv_kernels.plain_kernel()}
+    kernels = {"kv_decode": InterpretedKVKernel(), "reference": kv_kernels.reference_kernel()}
     monkeypatch.setattr(kv_kernels, "_kernels", kernels)
     found = examination.examine_kv(format, head_dim, torch.device("cpu"))
     assert (found.kernel, found.reason) == ("kv_decode", "")

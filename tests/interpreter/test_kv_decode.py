@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_append, kv_decode
 
+decode = partial(kv_decode.decode, capability=(9, 0))
 CASES = [
     # format, head_dim, group, prompt, steps of tokens, padding
     ("int4", 64, 4, 300, (1, 1, 1), True),
@@ -84,7 +86,7 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
         part = slice(length, length + step)
         length += step
         seen = None if valid is None else valid[:, :length]
-        output = kv_decode.decode(one, *(x[:, :, part] for x in (query, key, value)), seen, head_dim**-0.5)
+        output = decode(one, *(x[:, :, part] for x in (query, key, value)), seen, head_dim**-0.5)
         reference.append(two, key[:, :, part], value[:, :, part])
         assert_same(one, two)
         expected, bound = bounds(two, query[:, :, part], seen, head_dim**-0.5)
@@ -113,7 +115,7 @@ def test_after_a_crop_the_kernels_go_on_as_the_reference_does():
         one.crop(length)
         two = copy.deepcopy(one)
         part = slice(length, length + 3)
-        output = kv_decode.decode(one, *(x[:, :, part] for x in (query, key, value)), None, 0.125)
+        output = decode(one, *(x[:, :, part] for x in (query, key, value)), None, 0.125)
         reference.append(two, key[:, :, part], value[:, :, part])
         assert_same(one, two)
         expected = reference.attend_to_cache(two, query[:, :, part].double(), None, 0.125)
@@ -129,7 +131,7 @@ def test_a_value_that_is_not_finite_never_becomes_a_finite_number():
     for append, one in ((kv_append.append, cache), (reference.append, two)):
         append(one, key[:, :, :199], value[:, :, :199])
     assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())
-    output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
+    output = decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
     assert not output.isfinite().any()
     assert not reference.attend_to_cache(two, query[:, :, 199:], None, 0.125).isfinite().any()
 
@@ -140,7 +142,7 @@ def test_rows_without_a_key_are_zero():
     reference.freeze(cache, query, key, value)
     kv_append.append(cache, key[:, :, :199], value[:, :, :199])
     hidden = torch.zeros(2, 200, dtype=torch.bool)
-    output = kv_decode.decode(cache, *(x[:, :, 199:] for x in (query, key, value)), hidden, 0.125)
+    output = decode(cache, *(x[:, :, 199:] for x in (query, key, value)), hidden, 0.125)
     assert (output == 0).all()
 
 
@@ -185,10 +187,10 @@ def test_steps_are_repeated_if_the_first_repetition_gives_their_output(error, fi
     two = copy.deepcopy(one)
     for length in range(200, 205):
         new = [x[:, :, length : length + 1].clone() for x in (query, key, value)]
-        output = step(one, *new, None, 0.125) if fixed else kv_decode.decode(one, *new, None, 0.125)
+        output = step(one, *new, None, 0.125) if fixed else decode(one, *new, None, 0.125)
         with monkeypatch.context() as patched:
             patched.setattr(kv_decode, "can_repeat", lambda device: False)
-            expected = step(two, *new, None, 0.125) if fixed else kv_decode.decode(two, *new, None, 0.125)
+            expected = step(two, *new, None, 0.125) if fixed else decode(two, *new, None, 0.125)
         assert torch.equal(output, expected)
     assert kv_decode.RepeatedLaunches.runs == (1 if error else 5)
     for cache in (one, two):
@@ -213,9 +215,7 @@ def test_few_codes_are_not_divided():
 def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:
     """Decode from a cache of fixed capacity as the operator does, which knows its tensors alone."""
     tensors = [getattr(cache, name) for name in KVCache.FIXED]
-    return kv_decode.decode(
-        KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale
-    )
+    return decode(KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
     for length in range(prompt, prompt + steps):
         new = [x[:, :, length : length + 1] for x in (query, key, value)]
         seen = valid[:, : length + 1].contiguous() if padded else None
-        expected = kv_decode.decode(one, *new, seen, head_dim**-0.5)
+        expected = decode(one, *new, seen, head_dim**-0.5)
         assert torch.equal(step(two, *new, valid if padded else None, head_dim**-0.5), expected)
         assert two.counts.tolist() == [one.length, one.coded]
     two.read_counts()

@@ -220,7 +220,7 @@ def test_the_scores_of_the_means_are_accurate_to_their_two_parts(dtype, accuracy
     call = new_call(query, key, value, replace(RECIPES["sage3"], heavy_keys=0))
     operands = quantize(call)
     delta = torch.full((1, 2, 3, 256), torch.nan)
-    smooth_q_scores(operands, call, None, 0, 0, delta)
+    smooth_q_scores(operands, call, None, 0, 0, delta, (12, 0))
     p = torch.arange(256)
     keys = p // 32 * 32 + p % 32 // 8 * 2 + p % 8 // 2 * 8 + p % 2
     smooth_key = torch.nn.functional.pad(key.double() - key.double().mean(2, keepdim=True), (0, 0, 0, 56))[:, :, keys]

@@ -35,7 +35,7 @@ def table(routed, monkeypatch):
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return exact_choice.why_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return exact_choice.why_training_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():

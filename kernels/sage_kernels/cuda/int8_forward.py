@@ -267,7 +267,7 @@ def unsupported(request: Request, quantizes_query: bool) -> str:
     return reason or (block_lists.kernel(request.is_causal, padded).source.unavailable() if lists else "")
 
 
-def attend(call: Call, quantizer: Quantizer, is_ours: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (output, lse or None) of a call that `registration.HopperForward` serves.
 
     Without the LSE, rows of P in e4m3 are divided by the sums of their rounded weights, else by sums in float32.
@@ -275,27 +275,27 @@ def attend(call: Call, quantizer: Quantizer, is_ours: bool) -> tuple[torch.Tenso
     Args:
         call: the call.
         quantizer: makes the operands.
-        is_ours: it does so by `quantize`, which may leave Q to the kernel.
+        may_leave_query: it does so by `quantize`, which may leave Q to the kernel.
     """
     output, lse = call.new_outputs()
     if not call.is_empty:
-        _quantize_and_attend(call.for_kernel(), quantizer, is_ours, output, lse)
+        _quantize_and_attend(call.for_kernel(), quantizer, may_leave_query, output, lse)
     return output, lse
 
 
-def attend_and_save(call: Call, quantizer: Quantizer, is_ours: bool) -> tuple[torch.Tensor, Saved]:
+def attend_and_save(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, Saved]:
     """Return the output, 0 in rows without a key, and what its gradients need; parameters as of `attend`."""
-    return saving(call, partial(_quantize_and_attend, quantizer=quantizer, is_ours=is_ours))
+    return saving(call, partial(_quantize_and_attend, quantizer=quantizer, may_leave_query=may_leave_query))
 
 
 def _quantize_and_attend(
-    call: Call, quantizer: Quantizer, is_ours: bool, output: torch.Tensor, lse: torch.Tensor | None
+    call: Call, quantizer: Quantizer, may_leave_query: bool, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
     padded, return_lse = padding is not None, lse is not None
     # Before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
-    if is_ours:
+    if may_leave_query:
         leaves_query = _leaves_query(call, padded, return_lse)
         config = _config(call, padded, leaves_query)
         attend = kernel(config, call.is_causal, return_lse, output.dtype, call.late_keys)

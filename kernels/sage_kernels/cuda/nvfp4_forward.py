@@ -211,9 +211,9 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     output, lse = call.new_outputs()
     if not call.is_empty:
         call = call.for_kernel()
-        existing = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
-        operands = quantizer.quantize(call, *(() if existing is None else (existing.valid, existing.spans)))
-        forward(operands, output, lse, call, native, existing)
+        key_padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
+        operands = quantizer.quantize(call, *(() if key_padding is None else (key_padding.valid, key_padding.spans)))
+        forward(operands, output, lse, call, native, key_padding)
     return output, lse
 
 
@@ -223,7 +223,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     native: bool,
-    existing: KeyPadding | None = None,
+    key_padding: KeyPadding | None = None,
 ) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
@@ -234,7 +234,7 @@ def forward(
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: one of `Call.for_kernel`.
         native: see `attend`.
-        existing: which keys exist; None: all.
+        key_padding: which keys exist; None: all.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -254,7 +254,7 @@ def forward(
     config = Config(
         channels,
         call.is_causal,
-        existing is not None,
+        key_padding is not None,
         lse is not None,
         delta is not None,
         call.recipe.denominator == "quantized_p",
@@ -269,7 +269,7 @@ def forward(
     if heavy is not None:
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
-    valid_stride, spans_stride = (0, 0) if existing is None else existing.strides
+    valid_stride, spans_stride = (0, 0) if key_padding is None else key_padding.strides
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
@@ -289,8 +289,8 @@ def forward(
             output=output,
             lse=lse,
             late=None if heavy is None else heavy.late,
-            valid=None if existing is None else existing.valid,
-            spans=None if existing is None else existing.spans,
+            valid=None if key_padding is None else key_padding.valid,
+            spans=None if key_padding is None else key_padding.spans,
             output_stride_batch=output.stride(0),
             output_stride_head=output.stride(1),
             output_stride_token=output.stride(2),

@@ -1,7 +1,7 @@
 """Decide that a call runs exactly: by its dropout and derivatives, or by the kernels for it.
 
-All decide by the call alone, never by what ran before. The reason stands in the plan, so it is logged, and `explain`
-shows it.
+Each function decides by the call alone, never by what ran before. The plan keeps the reason, which is logged and shown
+by `explain`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,43 @@ from ..spec.derivatives import has_tangent
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import cost_model, run
-from .plan import Plan
+from .plan import KernelUnavailableError, Plan
 from .request import Request
 from .select import routing, select
 
 DROPOUT = "attention dropout is computed by exact attention alone"
 
 
-def why_exact(
+def decide(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
-) -> str:
-    """Return why exact attention runs in place of the recipe, whatever kernels there are; "" if kernels decide.
+) -> tuple[Plan | None, str]:
+    """Decide whether exact attention runs in place of the recipe; with gradients, choose the kernels of both passes.
 
     Args:
-        query, key, value, mask: the call's tensors.
+        query, key, value, mask: the call's tensors; with gradients, a mask that is none, of keys, or a block list.
         options: its options.
         wants_gradient: whether a derivative is wanted of one of the tensors.
+
+    Returns:
+        (plan, reason): as of `choose_training`. Without gradients there is no plan yet, and the reason is "" where
+        kernels decide (`select.select`).
+
+    Raises:
+        KernelUnavailableError: exact attention would run, and fallback is "error".
     """
+    reason = _why_exact(query, key, value, mask, options, wants_gradient)
+    if reason and options.fallback == "error":
+        advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
+        raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
+    if reason or not wants_gradient or options.recipe == "exact":
+        return None, reason
+    return choose_training(query, key, value, mask, options)
+
+
+def _why_exact(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
+) -> str:
+    """Return why exact attention runs in place of the recipe, whatever kernels there are; "" if kernels decide."""
     recipe = options.recipe
     if recipe == "exact":
         return ""
@@ -84,10 +104,10 @@ def choose_training(
     if plan.numerics == "exact":
         return plan, plan.reason
     routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
-    return plan, why_slower(plan) if routed else ""
+    return plan, why_training_slower(plan) if routed else ""
 
 
-def why_slower(plan: Plan) -> str:
+def why_training_slower(plan: Plan) -> str:
     """Return why exact attention trains faster than a plan with gradients; "" if it does not.
 
     In a checkpoint, the forward pass counts twice.

@@ -24,7 +24,7 @@ from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.recipe import Recipe, get_recipe
 from . import kv_kernels
-from .head_kernels import head_kernel, plain_kernel
+from .head_kernels import head_kernel, reference_kernel
 from .plan import Plan
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
@@ -192,7 +192,7 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = head_kernel(x, norm, rope, grad=True), plain_kernel()
+        kernel, reference = head_kernel(x, norm, rope, grad=True), reference_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
@@ -229,7 +229,7 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
     with _plainly(device):
         query, key, value = (normal(2, heads, KV_LEN, head_dim).bfloat16() for heads in (4, 2, 2))
         mean, factors, scale = normal(2, 2, head_dim), normal(2, 2, head_dim).exp(), softmax_scale(None, head_dim)
-        reference = kv_kernels.plain_kernel()
+        reference = kv_kernels.reference_kernel()
 
         def new_cache() -> KVCache:
             cache = KVCache(get_format(format), key)

@@ -52,6 +52,6 @@ def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: boo
     )
 
 
-def plain_kernel() -> HeadKernel:
+def reference_kernel() -> HeadKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

@@ -61,6 +61,6 @@ def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str
     raise LookupError("no kernel of the KV cache is registered")
 
 
-def plain_kernel() -> KVKernel:
+def reference_kernel() -> KVKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

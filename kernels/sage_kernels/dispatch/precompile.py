@@ -37,13 +37,12 @@ def compile_backward(call: Call, plan: Plan) -> None:
         call: of the forward pass.
         plan: whose backward kernel will run.
     """
-    if call.query.device.type != "cuda" or call.is_empty or call.lengths is not None or call.mask.blocks is not None:
+    if not _is_served(call):
         return
     sizes = call.query.shape[3], call.value.shape[3]
     kind = (plan.backward, plan.recipe, call.query.dtype, call.query.device, *sizes, call.mask.kind, call.is_causal)
-    if kind in _begun or torch.cuda.is_current_stream_capturing():
+    if not _begins(kind):
         return
-    _begun.add(kind)
     backward, device = get_backward(plan.backward), call.query.device
     alike = replace(call.without_memory(), recipe=get_recipe(plan.recipe))
 
@@ -84,7 +83,7 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
         plan: of the call.
         run: launches the kernels.
     """
-    if call.query.device.type != "cuda" or call.is_empty or call.lengths is not None or call.mask.blocks is not None:
+    if not _is_served(call):
         return
     request, tensors = plan.request, [call.query, call.key, call.value]
     if call.mask.tensor is not None:
@@ -94,9 +93,8 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
     kept = call.heavy_keys, call.late_keys, call.chooses_heavy_keys, tensors[-1].dtype
     width = power_of_two(call.kv_len) if plan.numerics == "exact" else 0
     kind = (sizes, plan.recipe, plan.kernel, plan.quantizer, *kept, width, *layouts)
-    if kind in _begun or torch.cuda.is_current_stream_capturing():
+    if not _begins(kind):
         return
-    _begun.add(kind)
     device = call.query.device
     with torch.cuda.device(device), tracing(compiles_only=True) as traced:
         query, key, value, *masks = map(traced.stand_in, tensors)
@@ -113,10 +111,23 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
 
 def finish() -> None:
     """Wait until all that was begun is compiled: to launch a kernel before that would compile it a second time."""
-    while _running:
-        _running[-1].join()
-        with contextlib.suppress(IndexError):  # another thread waited for it too
-            _running.pop()
+    for thread in tuple(_running):
+        thread.join()
+        with contextlib.suppress(ValueError):  # another thread waited for it too
+            _running.remove(thread)
+
+
+def _is_served(call: Call) -> bool:
+    on_gpu, is_list = call.query.device.type == "cuda", call.mask.blocks is not None
+    return on_gpu and not call.is_empty and call.lengths is None and not is_list
+
+
+def _begins(kind: tuple[object, ...]) -> bool:
+    """Return whether kernels for calls of this kind are to be compiled now; they count as begun then."""
+    if kind in _begun or torch.cuda.is_current_stream_capturing():
+        return False
+    _begun.add(kind)
+    return True
 
 
 def _compile_on(device: torch.device, compile: Callable[[], object]) -> None:

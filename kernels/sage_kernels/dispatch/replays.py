@@ -1,4 +1,4 @@
-"""Replays of attention (`replay.cache`): by the launches that a call made, or without its checks and its planning."""
+"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and its planning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
     Args:
         call: the call.
         plan: what ran.
-        mask: the caller's mask, 4-D; a call with another mask, made of the caller's, is not replayed.
+        mask: the caller's mask, 4-D; a call whose mask is derived from it is not replayed.
         result: what `run.compute` returned.
 
     Returns:
@@ -167,18 +167,18 @@ class _Training:
 
 
 def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
-    """Run a call as `of_training` takes it by the kernels of its plan; return the output, with gradients."""
+    """Run a call with gradients by its plan, and return the output; `of_training` says which calls."""
     alike = calls_like(call, plan)
 
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _apart(*run.run_and_save(alike(*tensors), plan))
+        return _with_own_memory(*run.run_and_save(alike(*tensors), plan))
 
     training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=False)
     output: torch.Tensor = _Attention.apply(call.query, call.key, call.value, call.mask.tensor, training)
     return output
 
 
-def _apart(output: torch.Tensor, saved: Saved) -> list[torch.Tensor]:
+def _with_own_memory(output: torch.Tensor, saved: Saved) -> list[torch.Tensor]:
     """Return the output and the parts of `saved`, each with memory of its own."""
     return [with_tokens_first(output), *(part.contiguous() for part in saved)]
 
@@ -207,7 +207,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _apart(*kernel.attend_and_save(alike(*tensors), quantizer))
+        return _with_own_memory(*kernel.attend_and_save(alike(*tensors), quantizer))
 
     with torch.no_grad():
         output, saved = run.run_and_save(call, plan)
@@ -215,7 +215,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     forward = cache.traced(plan, launched, tensors, [output, *saved])
     if forward is None:
         return None
-    training = _Training(forward.run, call.query.shape[3], plan.backward, options, recurs=True)
+    training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=True)
     return Replay(plan, lambda *tensors: (_Attention.apply(*tensors, training), None))
 
 

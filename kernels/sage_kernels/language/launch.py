@@ -42,7 +42,7 @@ UNSPECIALIZED = [
 ]
 
 ALIGNED_PARAMETERS = re.compile(r"^channels$|head_dim$|^(?!mask_).*stride_(batch|head|token|row)$")
-"""Parameters that Q, K, V, outputs and gradients decide, and which together decide how wide their tiles are loaded."""
+"""Sizes and strides of the caller's tensors: only if all of them are multiples of 16 are loads wide."""
 ALIGNMENT = 16  # of sizes, strides and addresses, of which Triton knows whether they are multiples
 
 TOKEN_AXES = ("batch", "head", "token", "channel")
@@ -96,8 +96,8 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
         yield contextlib.nullcontext()
         return
     if (traced := trace.current()) is not None:
-        with traced.overlapping() as apart:
-            yield apart
+        with traced.overlapping() as on_side:
+            yield on_side
         return
     current = torch.cuda.current_stream(device)
     with driver.side_stream(current.device_index, current.cuda_stream) as side:

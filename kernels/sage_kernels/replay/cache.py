@@ -45,15 +45,15 @@ class Replay:
 
     Attributes:
         plan: what runs, to be announced.
-        run: (tensors as `find` was given them) -> what the ordinary call returns.
+        run: (what changes between calls) -> what the ordinary call returns.
     """
 
     plan: Any
     run: Callable[..., Any]
 
-    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+    def __call__(self, *changing: Any) -> Any:
         """Run."""
-        return self.run(*tensors)
+        return self.run(*changing)
 
 
 @dataclass(slots=True, eq=False)

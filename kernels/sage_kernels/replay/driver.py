@@ -1,6 +1,6 @@
 """The CUDA driver, by ctypes: load and launch kernels, describe tensors to them, and order streams.
 
-Each function acts on the thread's current context, which `device_context` makes a GPU's.
+Each function acts on the calling thread's context, which `device_context` sets.
 """
 
 from __future__ import annotations

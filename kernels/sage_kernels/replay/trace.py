@@ -101,14 +101,14 @@ class Trace:
         memories: those it reads and those it allocates, by number.
         steps: its launches in order, each with whether it runs next to the stream (`language.launch.overlapping`);
             "fork" and "join", between which it may; and operators, which run on the stream.
-        apart: whether launches run next to the stream now.
+        on_side: whether launches run on the side stream now.
         compilations: functions that compile the kernels that would be launched, where only that is wanted; None:
             launches are noted.
     """
 
     memories: list[Memory] = field(default_factory=list)
     steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
-    apart: bool = False
+    on_side: bool = False
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
@@ -124,7 +124,7 @@ class Trace:
 
     def launched(self, launch: PackedLaunch) -> None:
         """Note a launch."""
-        self.steps.append((launch, self.apart))
+        self.steps.append((launch, self.on_side))
 
     def ran(self, run: Callable[..., object], *arguments: torch.Tensor) -> None:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
@@ -140,14 +140,14 @@ class Trace:
     def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
         """Do as `language.launch.overlapping`."""
         self.steps.append("fork")
-        yield self._run_apart()
+        yield self._run_on_side()
         self.steps.append("join")
 
     @contextlib.contextmanager
-    def _run_apart(self) -> Iterator[None]:
-        self.apart = True
+    def _run_on_side(self) -> Iterator[None]:
+        self.on_side = True
         yield
-        self.apart = False
+        self.on_side = False
 
 
 def is_stand_in(address: int) -> bool:

@@ -8,8 +8,12 @@ Capability = tuple[int, int]
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Return the compute capability of a GPU; None for other devices."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """Return the compute capability of an NVIDIA GPU; None for other devices, AMD's GPUs among them.
+
+    PyTorch numbers AMD's architectures alike: gfx90a would pass for Hopper.
+    """
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if is_nvidia else None
 
 
 def device_of(capability: Capability | None) -> torch.device:

@@ -303,11 +303,10 @@ def int8_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; with it
-    FIRST is 0.
+    With MASK "blocks" or "block_keys" (some keys are missing), a block list serves LIST_M rows, and FIRST is 0.
 
-    `kv_len`, `causal_offset`, `mask` and `tiles` of kind "keys" count FIRST keys, which `key` and `value` do not have.
-    In place of each of the LATE keys these have the first key that gave way to it.
+    `kv_len`, `causal_offset`, `mask` and `tiles` include the FIRST heavy keys; `key` and `value` do not. The place of
+    each of the LATE keys holds the first key that it displaced.
     """
     # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)

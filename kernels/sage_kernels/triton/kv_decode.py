@@ -72,7 +72,7 @@ def decode(
     value: torch.Tensor,
     valid: torch.Tensor | None,
     scale: float,
-    capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int],
 ) -> torch.Tensor:
     """Append tokens and attend with them to the cache; see `reference.kv_cache.attend_to_cache`.
 
@@ -114,7 +114,7 @@ def decode(
     )
     entry = replay.find("kv_decode", (query, key, value), facts) if can_repeat(device) else None
     if entry is not None and entry.replay is not None:
-        entry.replay.run(changing)
+        entry.replay(changing)
     else:
         before = None if counts is None or entry is None or entry.calls else counts.clone()
         calls = _calls(cache, query, key, value, valid, scale, output, buffers, config, capability)
@@ -434,7 +434,7 @@ def attend_to_part(
     sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
     if counts is not None:
-        length, coded, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
+        length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
         length = tl.where(fits, length, length - q_len)
     coded, length = coded_after, length + q_len
     parts = code_parts + OTHER_PARTS

@@ -98,7 +98,7 @@ def forward(
     q_heads, v_head_dim = output.shape[1], output.shape[3]
     config = choose_config(call, max(channels, v_channels), capability, native)
     sequences, blocks, columns, delta = batch, q_sequences.blocks, tail_sequences.blocks * BLOCK, None
-    counts = None if tiles is None or tiles.valid is None else tiles.valid[:, call.first_keys :]
+    valid = None if tiles is None or tiles.valid is None else tiles.valid[:, call.first_keys :]
     kind: MaskKind = "none"
     mask, list_m = None, config.block_m
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -116,7 +116,7 @@ def forward(
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            smooth_q_scores(operands, call.tail, counts, first_sequence, first_block, delta)
+            smooth_q_scores(operands, call.tail, valid, first_sequence, first_block, delta, capability)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,

@@ -29,16 +29,18 @@ def smooth_q_scores(
     first_sequence: int,
     first_block: int,
     delta: torch.Tensor,
+    capability: tuple[int, int],
 ) -> None:
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
         operands: the call's; they have a query_mean.
         call: without heavy keys (`Call.tail`).
-        valid: int32 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
+        valid: uint8 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
         first_sequence, first_block: where the ranges begin.
         delta: float32 (sequences, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided by the
             tensor scales of Q and K; the accumulators of a tile start from it. Keys are in the order of the operand.
+        capability: the GPU's, which determines the tile.
     """
     assert operands.query_mean is not None
     key, (q_sequences, kv_sequences) = call.key, call.token_axes
@@ -46,11 +48,8 @@ def smooth_q_scores(
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
     split = key.dtype != torch.float32 and channels <= 128
-    if split:
-        hopper = key.is_cuda and torch.cuda.get_device_capability(key.device)[0] == 9
-        means = max(16, min(64 if hopper else 32, power_of_two(blocks)))  # elsewhere 64 means spill
-    else:
-        means = 16
+    most = 64 if capability[0] == 9 else 32  # on other GPUs than Hopper's, 64 means spill
+    means = max(16, min(most, power_of_two(blocks))) if split else 16
     keys, tiles = 64 if channels <= 128 else 32, 16 if split else 1
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(
