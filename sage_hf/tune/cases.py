@@ -17,8 +17,9 @@ from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, run
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_exact
-from sage_kernels.exact import masked_rows
+from sage_kernels.exact.attend import attend_exactly
 from sage_kernels.spec.call import Call, Mask
+from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
 BACKENDS = {
@@ -48,9 +49,8 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
         with sdpa_kernel(backend):
             if not case.training:
                 return run.compute(call, run.choose(run.request_of(call), "native"))[0]
-            return masked_rows.attend_with_zero_rows(
-                query, key, value, mask=mask, is_causal=case.is_causal, enable_gqa=inputs.grouped
-            )
+            options = Options(case.is_causal, case.causal_offset, enable_gqa=inputs.grouped)
+            return attend_exactly(query, key, value, mask, blocks=None, options=options)[0]
 
     def forward(name: str) -> Callable[[], Tensor]:
         if name in BACKENDS:

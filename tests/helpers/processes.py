@@ -82,6 +82,7 @@ def main(rank: int, store: str, processes: str, device_type: str, report: str, n
         torch.cuda.set_device(device)
     else:
         torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+        torch.accelerator.current_accelerator = lambda *check: None  # PyTorch for CUDA names one where there is none
     diffusers.logging.set_verbosity_error()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=int(processes))

@@ -134,6 +134,7 @@ def gpu(monkeypatch, tmp_path):
     properties = SimpleNamespace(name="NVIDIA RTX 4090", major=8, minor=9, multi_processor_count=128)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def measure(device, points, seconds):
         for point in points[:200]:
@@ -177,6 +178,7 @@ def test_kinds_that_there_was_no_time_for_are_as_the_table_that_ships_has_them(g
 def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_path):
     properties = SimpleNamespace(name="NVIDIA RTX 5090", major=12, minor=0, multi_processor_count=170)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def measure(device, points, seconds):
         kernel = NVFP4Forward()
