@@ -225,8 +225,8 @@ def _fake_training_attention(
 def _training_attention_backward(
     output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
-    saved, (head_dim, kernel, valid) = Saved(*arguments[:_PARTS]), arguments[_PARTS : _PARTS + 3]
-    given = Arguments(*arguments[_PARTS + 3 :])
+    *parts, head_dim, kernel, valid = arguments[: _PARTS + 3]
+    saved, given = Saved(*parts), Arguments(*arguments[_PARTS + 3 :])
     recipe, mask, scale = get_recipe(given.recipe), _mask(valid, given.blocks), softmax_scale(given.scale, head_dim)
     if not kernel:  # a traced graph, whose sizes are known only now; output and V have the sizes of Q and K
         forward = Call(output, value, value, recipe, mask, given.is_causal, lengths=given.lengths)

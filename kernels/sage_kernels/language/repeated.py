@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 
-from ..replay import driver, trace
+from ..replay import cache, driver, trace
 from ..replay.launch_plan import Launch
 from ..runtime import torch_private
 from . import triton_abi
-from .launch import DEFAULT_OPTIONS, fitting, is_recording
+from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
 
 Call = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 """Kernel, grid, and the arguments and options of `launch.launch`."""
@@ -42,16 +44,16 @@ class RepeatedLaunches:
             dependent = arguments.pop("dependent", False)
             kernel = fitting(kernel, arguments)
             packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
-            launch = Launch(packed)
+            one = Launch(packed)
             signature = triton_abi.compile_kernel(kernel, grid, arguments, options).src.signature
             names = [name for name, kind in signature.items() if kind != "constexpr"]
-            numbers = launch.words.cast("B").cast("i")
+            numbers = one.words.cast("B").cast("i")
             for name, start in zip(names, packed.starts, strict=False):
                 if name in changing:
                     is_address = isinstance(arguments[name], torch.Tensor)
-                    view, size = (launch.words, 8) if is_address else (numbers, 4)
+                    view, size = (one.words, 8) if is_address else (numbers, 4)
                     self._patches.append((view, start // size, name))
-            self._launches.append(launch)
+            self._launches.append(one)
 
     def run(self, index: int, values: Mapping[str, int]) -> None:
         """Launch on the current stream of GPU `index`, which is the current one.
@@ -63,12 +65,76 @@ class RepeatedLaunches:
         with self._lock:
             for view, place, name in self._patches:
                 view[place] = values[name]
-            for launch in self._launches:
-                launch.config.stream = stream
-                if status := launch.launch():
+            for one in self._launches:
+                one.config.stream = stream
+                if status := one.launch():
                     if driver.ensure_context(index):  # the thread had none, and nothing was launched
-                        status = launch.launch()
+                        status = one.launch()
                     driver.check("cuLaunchKernelEx", status)
+
+
+def run_step(
+    kind: str,
+    calls: Callable[[], Sequence[Call]],
+    output: torch.Tensor,
+    counts: torch.Tensor | None,
+    changing: Mapping[str, int],
+    tensors: Sequence[torch.Tensor],
+    facts: tuple[object, ...],
+) -> None:
+    """Run the launches of a step of decoding, or repeat an earlier step's, which differ in `changing` alone.
+
+    The first repetition comes at once, to be compared: it stores the step's tokens once more, at their places.
+
+    Args:
+        kind: name of the function whose steps these are.
+        calls: makes the launches.
+        output: of the step, written.
+        counts: what the device counts, and the launches count on; None where the host counts.
+        changing: as of `RepeatedLaunches`; the output's address is in it.
+        tensors: the step's arguments. Steps are alike if these have the same layout, and the facts are equal.
+        facts: all else that the launches depend on and `changing` does not hold.
+    """
+    entry = cache.find(kind, tensors, facts) if can_repeat(output.device) else None
+    if entry is not None and entry.replay is not None:
+        entry.replay(changing)
+        return
+    before = None if counts is None or entry is None or entry.calls else counts.clone()
+    launches = calls()
+    for kernel, grid, arguments in launches:
+        launch(kernel, grid, **arguments)
+    if entry is not None:
+        entry.consider(partial(_repetition, launches, output, counts, before, changing), at_once=True)
+
+
+def _repetition(
+    calls: Sequence[Call],
+    output: torch.Tensor,
+    counts: torch.Tensor | None,
+    before: torch.Tensor | None,
+    changing: Mapping[str, int],
+) -> cache.Replay:
+    """Return the replay of a step that has just run: (changing) -> None; `before` copies the counts of before the step.
+
+    Raises:
+        NotRepeatableError: the launches give another output when they are repeated.
+    """
+    launches, device = RepeatedLaunches(calls, changing), output.device
+
+    def run(changing: Mapping[str, int]) -> None:
+        current = torch.cuda.current_device()
+        with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
+            launches.run(device.index, changing)
+
+    def run_again() -> list[torch.Tensor]:
+        if counts is not None and before is not None:
+            counts.copy_(before)
+        again = torch.empty_like(output)
+        run({**changing, "output": again.data_ptr()})
+        return [again]
+
+    cache.check(run_again, (), [output])
+    return cache.Replay(None, run)
 
 
 def can_repeat(device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
 from ..language.tiles import load_key, load_key_scale, load_value, opaque
 from ..spec.call import Call, MaskKind
-from ..spec.layout import batch_strides, ceil_div, padded_channels, power_of_two
+from ..spec.layout import batch_strides, ceil_div, padded_channels
 from ..spec.operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..spec.saved import saving
 from .block_tiles import BlockTiles, block_tiles
@@ -56,12 +56,11 @@ def _quantize_and_attend(
     tiles: MaskTiles | BlockTiles | None = None
     padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
     valid = None if padding is None else padding.valid
+    channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
+    config = choose_config(call, channels, call.recipe.pv, capability)
     if call.mask.blocks is not None:
-        channels = max(padded_channels(call.query.shape[3]), padded_channels(call.value.shape[3]))
-        tiles = block_tiles(call, choose_config(call, channels, call.recipe.pv, capability).block_n)
+        tiles = block_tiles(call, config.block_n)
     elif call.mask.tensor is not None and padding is None:
-        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
-        config = int8_forward_config(capability, channels, call.recipe.pv, masked=True)
         tiles = mask_tiles(call, config.block_m, config.block_n)
         valid = tiles.valid
     operands = quantizer.quantize(call, valid, None if padding is None else padding.spans)

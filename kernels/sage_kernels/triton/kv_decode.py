@@ -8,7 +8,6 @@ has tokens, maxima and sums of its own, so that warps do not wait for each other
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import ALIGNMENT, INTERPRETED, UNSPECIALIZED, launch, strides
-from ..language.repeated import Call, RepeatedLaunches, can_repeat
+from ..language.launch import ALIGNMENT, INTERPRETED, UNSPECIALIZED, strides
+from ..language.repeated import Call, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
-from ..replay import cache as replay
+from ..replay.cache import CALLS
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
 from .configs import LITTLE_SHARED_MEMORY
@@ -112,57 +111,11 @@ def decode(
         *(cache.format.name, parts, scale, capability, counts is None),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
     )
-    entry = replay.find("kv_decode", (query, key, value), facts) if can_repeat(device) else None
-    if entry is not None and entry.replay is not None:
-        entry.replay(changing)
-    else:
-        before = None if counts is None or entry is None or entry.calls else counts.clone()
-        calls = _calls(cache, query, key, value, valid, scale, output, buffers, config, capability)
-        for kernel, grid, arguments in calls:
-            launch(kernel, grid, **arguments)
-        if entry is not None:
-            entry.consider(partial(_repetition, calls, changing, output, counts, before), at_once=True)
+    calls = partial(_calls, cache, query, key, value, valid, scale, output, buffers, config, capability)
+    run_step("kv_decode", calls, output, counts, changing, (query, key, value), facts)
     if counts is None:
         cache.advance(q_len)
     return output
-
-
-def _repetition(
-    calls: list[Call],
-    changing: dict[str, int],
-    output: torch.Tensor,
-    counts: torch.Tensor | None,
-    before: torch.Tensor | None,
-) -> replay.Replay:
-    """Return the replay of a step that has just run: (changing) -> None.
-
-    To compare outputs, the step is run again: its tokens are stored once more, at their places.
-
-    Args:
-        calls: the step's launches.
-        changing: as of `RepeatedLaunches`.
-        output: what the step gave.
-        counts: what the device has counted, and `before`, a copy from before the step; None where the host counts.
-
-    Raises:
-        NotRepeatableError: the launches give another output when they are repeated.
-    """
-    launches, device = RepeatedLaunches(calls, changing), output.device
-
-    def run(changing: dict[str, int]) -> None:
-        current = torch.cuda.current_device()
-        with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
-            launches.run(device.index, changing)
-
-    def run_again() -> list[torch.Tensor]:
-        if counts is not None and before is not None:
-            counts.copy_(before)
-        again = torch.empty_like(output)
-        run(changing | {"output": again.data_ptr()})
-        return [again]
-
-    replay.check(run_again, (), [output])
-    return replay.Replay(None, run)
 
 
 def _code_parts(pairs: int, tiles: int, device: torch.device) -> int:
@@ -191,7 +144,7 @@ class _Buffers:
         return self.memory[place : place + dtype.itemsize * math.prod(size)].view(dtype).view(size)
 
 
-@lru_cache(maxsize=replay.CALLS)
+@lru_cache(maxsize=CALLS)
 def _places(
     pairs: int, parts: int, rows: int, channels: int
 ) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:

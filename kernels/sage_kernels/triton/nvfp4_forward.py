@@ -59,12 +59,10 @@ def attend(
         return output, lse
     call = call.for_kernel()
     tiles: MaskTiles | BlockTiles | None = None
+    config = choose_config(call, power_of_two(max(call.query.shape[3], call.value.shape[3])), capability, native)
     if call.mask.blocks is not None:
-        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
-        tiles = block_tiles(call, choose_config(call, channels, capability, native).block_n)
+        tiles = block_tiles(call, config.block_n)
     elif call.mask.tensor is not None:
-        channels = power_of_two(max(call.query.shape[3], call.value.shape[3]))
-        config = nvfp4_forward_config(capability, channels, native)
         tiles = mask_tiles(call, config.block_m, config.block_n)
     operands = quantizer.quantize(call, None if tiles is None else tiles.valid)
     forward(operands, output, lse, call, capability, native, tiles)
