@@ -25,7 +25,7 @@ from sage_kernels.runtime import dynamo
 from .backends import backend_member, choosing
 from .bridge import (
     DISPATCH,
-    StandIn,
+    Overlay,
     fixed_backends,
     passes_parallel_config,
     set_parallel_config,
@@ -140,7 +140,7 @@ class Layer:
         if fused is None:
             return run(attn, *args, **kwargs)
         own = partial(self._run_original, sage, attn, *args, **kwargs)
-        ours = partial(run, StandIn(attn, fused.norms), **fused.given)
+        ours = partial(run, Overlay(attn, fused.norms), **fused.given)
         if not agrees(fused, attn, own, ours):
             return run(attn, *args, **kwargs)
         record.with_qk_norm_rope.add(attn)
