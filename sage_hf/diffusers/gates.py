@@ -217,7 +217,7 @@ def _gates_of(model: Any, name: str, checkpoint: str | Path | None) -> dict[str,
 
 
 def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path]:
-    """Yield the folders, or the file, in which a denoiser's gates may lie: its subfolder first."""
+    """Yield the folders, or the file, that may hold a denoiser's gates: its subfolder first."""
     if not origin:
         return
     path = Path(origin)
@@ -237,7 +237,7 @@ def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path
 def _make_gate(block: Any, computed: torch.dtype, weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
     """Return a gate like the block's projections; 0 without weights.
 
-    Its dtype is theirs, or the one that the model computes in where they are stored in fewer bits.
+    Its dtype is the projections' dtype; if they are stored in fewer bits, the dtype in which the model computes.
     """
     query = block.attn1.to_q.weight
     dtype = query.dtype if query.is_floating_point() and query.dtype.itemsize > 1 else computed
