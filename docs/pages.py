@@ -83,7 +83,7 @@ _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def render(text: str) -> str:
-    """Return a page with its generated sections replaced by new ones.
+    """Return a page with new generated sections.
 
     Raises:
         KeyError: a section's name is not in SECTIONS.
@@ -432,7 +432,7 @@ def kv_speed() -> str:
 
 
 def kv_models() -> str:
-    """Return a table of the time of a token of a whole model, with caches that grow and with static ones."""
+    """Return a table of the time of a token of a whole model, with growing and with static caches."""
     result = read_result(KV_CACHE)
     found: dict[tuple[int, int], dict[tuple[str, bool], dict[str, Any]]] = {}
     for row in result["models"]:

@@ -90,10 +90,10 @@ def apply(
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a model.
         ValueError: the configuration is unknown or cannot be read, it is for another architecture, a pattern matches no
-            layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" leaves
-            such a module as it is), or there are step rules for a model without steps; the KV cache of a model cannot
-            be quantised, or the model is not a transformers model; a transformers model shares its config, which names
-            its attention, with another switched model.
+            layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" does not
+            change such a module), or there are step rules for a model without steps; the KV cache of a model cannot be
+            quantised, or the model is not a transformers model; a transformers model shares its config, which names its
+            attention, with another switched model.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")

@@ -250,7 +250,7 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
         recipe, _ = NAMES[backend]
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
     if reason := fixed_backend(processor):
-        return "", f"{reason}: the layer is left as it is"
+        return "", f"{reason}: the layer is not changed"
     try:
         layer_of(layer)
     except UnsupportedAttentionError:

@@ -172,8 +172,7 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         type=_file,
         default=Path("calibrated.json"),
         metavar="JSON",
-        help="default: calibrated.json; what was measured stands in calibrated.measurements.json, from where a second "
-        "run goes on",
+        help="default: calibrated.json; a second run continues from calibrated.measurements.json",
     )
     _add_html_argument(parser)
     _add_pipeline_arguments(parser)

@@ -142,7 +142,7 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
     one prompt's frames are kept in memory. If there are several processes, the first process writes.
 
     Args:
-        options: what to render, and how.
+        options: prompts and settings.
         on_written: called with each file's path after the file was written for the first time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prediction of what each layer of a model will run on this machine, from its configuration, without weights."""
+"""Prediction of the kernels that a model's layers will run on this machine, from its configuration, without weights."""
 
 from __future__ import annotations
 

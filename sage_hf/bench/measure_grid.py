@@ -78,7 +78,7 @@ def run(
             except RuntimeError as error:  # No later call would run in this process.
                 result["rows"].append(sizes(case) | {"unavailable": reason(error)})
                 write(result)
-                message = f"the GPU failed at {case.name}, {case}; what is missing can be timed by --resume"
+                message = f"the GPU failed at {case.name}, {case}; --resume times the missing calls"
                 raise RuntimeError(message) from error
             result["rows"].append(row)
             progress(f"{case.name}, {case}: {told(row)} ({time.perf_counter() - started:.2f} s)")

@@ -116,7 +116,7 @@ def low_bit_gain(result: Result, most: int) -> str:
         ]
         for gain in low_bit[:most]
     ]
-    header.append("what ran in its attention calls")
+    header.append("kernels of its attention calls")
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
     found = "none" if not slower else "one" if slower == 1 else f"{slower:d}"

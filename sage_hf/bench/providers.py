@@ -89,7 +89,7 @@ class Provider:
 
     @property
     def ours(self) -> bool:
-        """Return whether the provider is one of ours."""
+        """Return whether the provider is sage-hf."""
         return self.name.startswith("sage_hf:")
 
 

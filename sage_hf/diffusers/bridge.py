@@ -49,7 +49,8 @@ def _has_timesteps(pipe: Any) -> bool:
 
 @functools.cache
 def follow_pipelines() -> None:
-    """Let `running_pipeline` see the calls of diffusers' pipelines, modular ones too, and of classes derived from them.
+    """Let `running_pipeline` see the calls of diffusers' pipelines, including modular pipelines, and of derived
+    classes.
 
     Their `__call__` is wrapped, in later subclasses as well.
     """

@@ -84,7 +84,7 @@ def _check_supported(model: Any, processor: Any) -> None:
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
     """Put back the processors that `set_attention_backend` replaced when it got one of our names.
 
-    If another processor of ours was set later, restoring that processor will skip the backend's processor.
+    If another of our processors was set later, restoring it will skip the backend's processor.
 
     Returns:
         The modules whose processor was put back, with our processor that was removed.

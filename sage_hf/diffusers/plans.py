@@ -152,8 +152,8 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
 def split_attention(model: torch.nn.Module) -> None:
     """Let a model's layers attend across processes, after `enable_parallelism` has split its tokens by our plan.
 
-    Layers without a processor of ours get one that computes the recipe "exact": now, and before each forward pass, as
-    when `restore` put diffusers' processors back.
+    Layers without our processor get a processor with the recipe "exact": now, and before each forward pass, for example
+    after `restore` put diffusers' processors back.
     """
     config = parallel_config_of(model).context_parallel_config
     split = SplitTokens(Shards.of(config), FAMILIES[name_in_diffusers(type(model), "forward")].text_first)

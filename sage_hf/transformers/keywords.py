@@ -105,7 +105,7 @@ def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
     eager = _eager_attention(type(module))
     if eager is None:
         raise ValueError(
-            f"{type(module).__name__} has no eager attention of its own to compute what is asked of it: call "
+            f"{type(module).__name__} has no eager attention that could compute this call: call "
             'model.set_attn_implementation("eager")'
         )
     return eager

@@ -227,7 +227,7 @@ def _options(
         raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
     return Options(
         is_causal=is_causal,
-        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # the door checks it
+        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # `attend` checks it
         dropout_p=dropout_p,  # type: ignore[arg-type]
         recipe="sage_bwd" if wants_gradient(*tensors) else recipe,
         fallback=chosen_fallback(None),
