@@ -1,11 +1,11 @@
-"""Measure what a user's first call waits for: each kind of call in a process of its own, with empty caches.
+"""Measure the waiting time of a user's first call: each kind of call in a separate process, with empty caches.
 
-The rows of <gpu>-first_calls.json have call, recipe and kernel (what ran), and times: "import_s" of
-sage_hf once torch is imported, "first_s" of the first call with all that it loads and compiles, "second_ms" of the
-second one, "other_length_ms" of one that is longer by no multiple of anything, and "exact_ms" of PyTorch's own
-first call, which comes before ours: what PyTorch imports and loads itself counts there. A call with gradients includes
-its backward pass. "cached_s" is "first_s" of a second process, which finds in the caches what the first one left there.
-Processes run one after the other, because compilers need the cores.
+The rows of <gpu>-first_calls.json have call, the recipe and kernel that ran, and times: "import_s" of importing sage_hf
+after torch, "first_s" of the first call with all that it loads and compiles, "second_ms" of the second call,
+"other_length_ms" of a call of another, odd length, and "exact_ms" of PyTorch's own first call, which comes before ours:
+the time in which PyTorch imports and loads its libraries counts there. A call with gradients includes its backward
+pass. "cached_s" is "first_s" of a second process, which finds the caches that the first process filled. Processes run
+one after the other, because compilers need the cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "decoding": {"q_len": 1},
     "training": {"recipe": "sage_bwd"},
 }
-"""Calls of 24 heads of 128 channels and 8,192 tokens, but for what is said."""
+"""Calls of 24 heads of 128 channels and 8,192 tokens, unless the call says otherwise."""
 
 
 def measure_call(
@@ -44,7 +44,7 @@ def measure_call(
     mask: str = "none",
     is_causal: bool = False,
 ) -> dict[str, Any]:
-    """Return the row of a call, in a process that has not called anything yet."""
+    """Return the row of a call, in a process without earlier calls."""
     import time
 
     import torch
@@ -53,7 +53,7 @@ def measure_call(
     grad = recipe == "sage_bwd"
 
     def step(tokens: int) -> Any:
-        """Return a function that runs an attention of a length, and its backward pass where gradients are wanted."""
+        """Return a function that runs attention of a length, and its backward pass if gradients are wanted."""
         lengths = q_len or tokens, tokens, tokens
         shapes = ((batch, length, 24, head_dim) for length in lengths)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
@@ -71,7 +71,7 @@ def measure_call(
         def run(attend: Any, **options: Any) -> None:
             with torch.set_grad_enabled(grad):
                 output = attend(*inputs, attn_mask, is_causal=is_causal, **options)
-            if grad:  # as a linear layer hands it back
+            if grad:  # as a linear layer returns it
                 output.transpose(1, 2).flatten(2).backward(gradient)
                 for x in inputs:
                     x.grad = None
@@ -91,7 +91,7 @@ def measure_call(
     from sage_hf import record, sage_attention
 
     import_s = time.perf_counter() - start
-    # Training in few bits, also where exact attention trains faster.
+    # Low-bit training, even where exact attention trains faster.
     ours = partial(timed, attend=sage_attention, recipe=recipe, fallback="error" if grad else "native")
     ran: list[Any] = []
     with record.observe(ran.append):
@@ -103,7 +103,8 @@ def measure_call(
 
 
 def run_alone(name: str) -> dict[str, Any]:
-    """Return the row of a call in a new process whose caches are empty, ours, Triton's and NVRTC's, and in another."""
+    """Return the row of a call in a new process with empty caches (ours, Triton's, NVRTC's), and in a second
+    process."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": "triton", "SAGE_KERNELS_CACHE": "sage", "CUDA_CACHE_PATH": "cuda"}
         environment = {**os.environ, **{variable: f"{folder}/{name}" for variable, name in caches.items()}}
@@ -136,5 +137,5 @@ def execute(args: argparse.Namespace) -> None:
     print(f"wrote {path}")
 
 
-if __name__ == "__main__":  # in a process that has not called anything yet
+if __name__ == "__main__":  # in a process without earlier calls
     print(json.dumps(measure_call(**CALLS[sys.argv[1]])))

@@ -1,13 +1,13 @@
-"""Measure append and decode of one layer from a low-bit KV cache, with exact attention of 16 bits in the same table.
+"""Measure append and decode of one layer with a low-bit KV cache, and compare with exact 16-bit attention.
 
-With --model a whole model instead, into the same file, with transformers' caches in the same table. With --dry one
-small shape on a CPU, to see that the program runs; it writes nothing.
+With --model, measure a whole model instead, into the same file, and compare with transformers' caches. With --dry, run
+one small shape on a CPU, to check that the program runs; nothing is written.
 
-A row's time is the GPU's, a step, by replaying a graph of many layers' copies, which are several times the L2. A
-provider that is not installed or fails is left out, and named. A model's time is the clock's, a token, of its forward:
-with random weights, and 8 of Llama-3-8B's 32 layers. Caches that grow run in eager mode; those of static shapes in the
-model that transformers compiles for decoding. Transformers' own `QuantizedCache` runs with each backend that is
-installed, in 4 bits or FP8; its bytes are what it leaves allocated.
+A row's time is the GPU time of a step, by replaying a graph of many copies of the layer, which are several times as
+large as the L2 cache. A provider that is not installed or fails is left out, and named. A model's time is the wall time
+of a token's forward pass, with random weights and 8 of Llama-3-8B's 32 layers. Growing caches run in eager mode; static
+caches run in the model that transformers compiles for decoding. transformers' own `QuantizedCache` runs with each
+installed backend, in 4 bits or FP8; its bytes are the memory that it leaves allocated.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 TINY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 WARM_STEPS = 5
-"""Steps before those that are measured, among them one that compiles and one that is captured."""
+"""Number of steps before the measured steps, including a step that compiles and a step that is captured."""
 COLD_BYTES = 2.2e8
-"""Bytes of the caches that take turns, several times the L2."""
+"""Bytes of the caches that take turns: several times the L2 cache."""
 
 Step = Callable[[], Any]
 
 
 class Shape:
-    """Tensors of one shape: K and V of all tokens, the newest of which is the step's."""
+    """Tensors of one shape: K and V of all tokens; the newest token is the step's."""
 
     def __init__(self, batch: int, tokens: int, heads: tuple[int, int, int], device: str) -> None:
         self.batch, self.tokens, (self.q_heads, self.kv_heads, self.head_dim) = batch, tokens, heads
@@ -66,7 +66,7 @@ class Shape:
         self.new = self.key[:, :, -1:].clone(), self.value[:, :, -1:].clone()
 
     def copies(self, size: float) -> int:
-        """Return how many layers of so many bytes are measured."""
+        """Return the number of layers of this size to measure."""
         return max(1, min(48, math.ceil(COLD_BYTES / size)))
 
 
@@ -93,7 +93,7 @@ def quantized_steps(shape: Shape, format: str) -> list[Step]:
 def exact_steps(
     shape: Shape, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], tokens_first: bool = False
 ) -> list[Step]:
-    """Return steps that write the newest token in a cache of 16 bits and attend."""
+    """Return steps that write the newest token into a 16-bit cache and attend."""
     number = shape.copies(2 * shape.key.nbytes)
     axis = 1 if tokens_first else 2
 
@@ -114,7 +114,7 @@ def exact_steps(
 
 
 def sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-    """Return PyTorch's attention by one backend."""
+    """Return PyTorch's attention with one backend."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -124,7 +124,7 @@ def sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
 
 
 def flash_attention3(shape: Shape) -> list[Step]:
-    """Return steps of FlashAttention 3, which splits the keys as it chooses."""
+    """Return steps of FlashAttention 3, which chooses its number of splits."""
     import fa3_fwd._C  # noqa: F401 - it registers the operator
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ PROVIDERS: dict[tuple[str, str], Callable[[Shape], list[Step]]] = {
 
 
 def milliseconds(steps: list[Step], repeats: int = 5) -> float:
-    """Return the GPU's time of one step, the median of replays of a graph of all."""
+    """Return the GPU time of one step: the median of replays of a graph of all steps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -188,14 +188,15 @@ def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
 def model_row(
     model: LlamaForCausalLM, batch: int, tokens: int, format: str, static: bool, steps: int
 ) -> dict[str, Any]:
-    """Measure the tokens of a model behind a prompt.
+    """Measure the time of a model's tokens after a prompt.
 
     Args:
         model: a model with random weights.
-        batch, tokens: of the prompt.
-        format: of our cache; "bf16": transformers' default cache; of BACKENDS: its QuantizedCache; these with its SDPA.
-        static: whether the cache has a static shape, which BACKENDS have not.
-        steps: tokens that are timed.
+        batch, tokens: batch and length of the prompt.
+        format: format of our cache; "bf16": transformers' default cache; an entry of BACKENDS: its QuantizedCache.
+            Caches of transformers run with its SDPA.
+        static: whether the cache has a static shape; BACKENDS have none.
+        steps: number of timed tokens.
     """
     device, config = model.device, model.config
     ids = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
@@ -241,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Measure, and write <gpu>-kv_cache.json; the file's other table stays."""
+    """Measure, and write <gpu>-kv_cache.json; the file's other table is kept."""
     if args.dry:
         run_dry()
         return
@@ -265,7 +266,7 @@ def run_dry() -> None:
 
 
 def measure_layers(path: Path, written: dict[str, Any]) -> None:
-    """Measure append and decode of a layer, of all shapes and providers."""
+    """Measure append and decode of a layer, for all shapes and providers."""
     rows: list[dict[str, Any]] = []
     for heads in HEADS:
         for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
@@ -287,7 +288,7 @@ def measure_layers(path: Path, written: dict[str, Any]) -> None:
 
 
 def measure_models(path: Path, written: dict[str, Any]) -> None:
-    """Measure a model's tokens, of all shapes and formats."""
+    """Measure a model's tokens, for all shapes and formats."""
     model, rows = model_of(MODEL | MODEL_HEADS, "cuda"), []
     for batch, tokens in MODEL_SHAPES:
         ours = itertools.product(("bf16", "int8", "int4"), (False, True))

@@ -1,4 +1,4 @@
-"""Measure whole steps of denoisers on one GPU and on several, whose processes share the tokens of one step.
+"""Measure whole steps of denoisers on one GPU, and on several GPUs whose processes share a step's tokens.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py
     torchrun --nproc-per-node 2 benchmarks/parallel.py --p2p off
@@ -6,9 +6,9 @@
 
 Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
 <gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model), gpus, mode, p2p, ms (the
-median step, host time included), peak_bytes of the fullest GPU, and rel_l1: how far the output is from the unmodified
-model's on one GPU. A row that cannot be measured says why. Rows that are in the file from the same commit and
-versions are not measured again, so a run that is cut goes on where it was.
+median step, host time included), peak_bytes of the fullest GPU, and rel_l1, the output's distance from the unmodified
+model's output on one GPU. The row of a failed measurement holds the reason. Rows of the same commit and versions are
+not measured again, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = {
     "mochi": "mochi",
     "flux": "flux-1024",
 }
-"""Names on the command line -> names in `sage_hf.bench.models`, the more important ones first."""
+"""Names on the command line -> names in `sage_hf.bench.models`, the most important first."""
 KEYS = "model", "provider", "gpus", "mode", "p2p"
 UNFINISHED = "the run ended while this was measured"
 WARM_UP, BLOCKS, MOST_STEPS, BLOCK_SECONDS = 3, 3, 10, 0.3
@@ -57,11 +57,11 @@ KINDS = {
     "products": r"gemm|nvjet|cutlass|addmm|::mm|linear|cublas",
     "copies": r"copy|CatArray|::cat|Memcpy|Memset|transpose",
 }
-"""Kinds of kernels, or of operators on a CPU -> what their names match."""
+"""Kinds of kernels, or of operators on a CPU -> patterns of their names."""
 
 
 class TinyDraw(Draw):
-    """Inputs of the same kinds, with few video tokens."""
+    """Inputs like the real models' inputs, but with few video tokens."""
 
     def normal(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Return standard normal elements; a latent video has 8 × 8 places and at most 16 frames."""
@@ -83,13 +83,13 @@ class Bench:
     """Settings that all rows of a run share.
 
     Attributes:
-        device: of this process.
-        control: a group of all processes for what they agree on, on CPUs.
+        device: device of this process.
+        control: a process group on CPUs, by which all processes agree on decisions.
         path: the JSON file.
         result: facts and rows.
-        deadline: when no row is begun any more, in seconds of `time.monotonic`.
+        deadline: time after which no row begins, in seconds of `time.monotonic`.
         profile: whether the kernels of each row are printed.
-        references: by model, the output of one GPU as the model comes.
+        references: by model, the unmodified model's output on one GPU.
     """
 
     device: torch.device
@@ -107,7 +107,7 @@ class Bench:
         return values
 
     def row(self, **keys: Any) -> Row | None:
-        """Return the row of these keys that the first process has; None if it has none."""
+        """Return the first process's row with these keys; None if it has none."""
         found = [row for row in self.result["rows"] if all(row[key] == keys[key] for key in KEYS)]
         return self.everyones(found[0] if found else None)[0]
 
@@ -116,21 +116,22 @@ class Bench:
         return self.everyones(time.monotonic() < self.deadline)[0]
 
     def write(self, row: Row) -> None:
-        """Put a row into the file, in place of an earlier one with its keys."""
+        """Put a row into the file, in place of an earlier row with the same keys."""
         rows = self.result["rows"]
         rows[:] = [one for one in rows if any(one[key] != row[key] for key in KEYS)] + [row]
         if dist.get_rank() == 0:
             results.write(self.path, self.result)
 
     def measure(self, row: Row, prepare: Callable[[], Callable[[], torch.Tensor]]) -> None:
-        """Measure a row unless it was, there is no time, or `prepare`, which returns the step, raises."""
+        """Measure a row, unless it was measured, time is over, or `prepare`, which returns the step, raises an
+        error."""
         if self.row(**row) is not None or not self.has_time():
             return
         self.write({**row, "unavailable": UNFINISHED})
         failed = ""
         try:
             step = prepare()
-        except Exception as error:  # a row says why
+        except Exception as error:  # the row holds the reason
             failed = reason(error)
         if not any(failures := self.everyones(failed)):
             try:
@@ -173,7 +174,7 @@ class Bench:
 
 
 def print_kinds(step: Callable[[], object], device: torch.device) -> None:
-    """Print a step's wall time, and the times and numbers of the kernels of each kind, as the first process sees it."""
+    """Print the first process's wall time of a step, and the times and numbers of kernels of each kind."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
@@ -213,7 +214,7 @@ def build(model: Model, device: torch.device, layers: int | None) -> Loaded:
 def measure_model(
     bench: Bench, model: Model, layers: int | None, providers: Sequence[str], modes: Sequence[str], p2p: str
 ) -> Iterator[None]:
-    """Measure a model on one GPU and in the first mode, and then in one mode after another at each step."""
+    """Measure a model on one GPU and in the first mode; then, at each iteration, in the next mode."""
     processes = dist.get_world_size()
     for number, mode in enumerate(modes):
         loaded = build(model, bench.device, layers)
@@ -229,12 +230,12 @@ def measure_model(
             row = {**of_all, "provider": provider, "gpus": processes, "mode": mode, "p2p": p2p}
             with Applied(loaded, provider, sharded) as applied:
                 bench.measure(row, applied)
-        del loaded, sharded, applied  # or the next model's peak would hold this one
+        del loaded, sharded, applied  # otherwise the next model's peak would include this model
         yield
 
 
 class Sharded:
-    """A model whose tokens are split among all processes once it is called.
+    """A model whose tokens are split among all processes when it is called.
 
     Args:
         loaded: the model.
@@ -247,14 +248,14 @@ class Sharded:
         self.enabled = False
 
     def __call__(self) -> None:
-        """Split the tokens, unless they are."""
+        """Split the tokens, unless they are split already."""
         if not self.enabled:
             self.module.enable_parallelism(config=self.config)
             self.enabled = True
 
 
 class Applied:
-    """Preparation of a model's step with a provider, which is taken out when the context ends."""
+    """Preparation of a model's step with a provider, which is removed when the context ends."""
 
     def __init__(self, loaded: Loaded, provider: str, sharded: Callable[[], None] = lambda: None) -> None:
         self.loaded, self.provider, self.sharded = loaded, provider, sharded
@@ -286,7 +287,7 @@ def degrees_of(mode: str, processes: int) -> dict[str, int]:
 
 
 def name_of(facts: results.Result, processes: int) -> str:
-    """Return the file's name, by the GPU's short name where that is known."""
+    """Return the file's name, with the GPU's short name if it is known."""
     gpu = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower())
     gpu = next((f"nvidia-{short}" for short in ("h100", "h200", "b200") if short in gpu), gpu)
     return f"{gpu}x{processes}-parallel.json"
@@ -312,11 +313,11 @@ def main() -> None:
         os.environ["NCCL_P2P_DISABLE"] = "1"
     device = torch.device("cpu") if args.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if args.tiny:
-        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by this number
     else:
         torch.cuda.set_device(device)
     diffusers.logging.set_verbosity_error()
-    limit = timedelta(seconds=120)  # a process that waits for one that failed ends, and all others with it
+    limit = timedelta(seconds=120)  # a process that waits for a failed process ends, and all other processes with it
     dist.init_process_group("gloo" if args.tiny else "nccl", timeout=limit)
     control = dist.new_group(backend="gloo", timeout=limit)
 
@@ -332,7 +333,7 @@ def main() -> None:
         providers, modes = args.providers.split(","), args.modes.split(",")
         runs.append(measure_model(bench, model, args.layers, providers, modes, args.p2p))
     with torch.no_grad():
-        for _ in args.modes.split(","):  # the first mode of every model comes before the second of any
+        for _ in args.modes.split(","):  # the first mode of every model comes before the second mode of any
             for run in runs:
                 next(run, None)
     dist.barrier(group=control)

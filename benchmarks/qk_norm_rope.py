@@ -1,4 +1,4 @@
-"""Measure norm and rotation of queries, as models call them: by PyTorch's operators, compiled, and by our kernel.
+"""Measure norm and rotation of queries as models call them: with PyTorch's operators, compiled, and with our kernel.
 
 The "rows" of <gpu>-qk_norm_rope.json have model, batch, tokens, heads, head_dim, direction ("forward" or
 "forward_backward"), "copy_ms", which a copy of the tensor takes, and in ms: "operators_ms" of the model's own code,
@@ -27,7 +27,7 @@ CALLS = 20
 Sizes = tuple[int, int, int, int]
 """Batch, tokens, heads, head_dim."""
 Made = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Any]]
-"""The model's own code, our call, and the parameters that both have."""
+"""The model's own code, our call, and their common parameters."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Case:
     """A model's call.
 
     Attributes:
-        model: for the table.
-        sizes: of the queries.
-        make: makes what is measured of tensors of these sizes.
-        trains: with its backward pass.
+        model: name in the table.
+        sizes: sizes of the queries.
+        make: returns the functions to measure, for tensors of these sizes.
+        trains: measure the backward pass too.
     """
 
     model: str
@@ -116,7 +116,7 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
-    """Return the row of a case; ArithmeticError: our output is another one."""
+    """Return the row of a case; raise ArithmeticError if our output differs."""
     x = torch.randn(case.sizes, device="cuda", dtype=torch.bfloat16, requires_grad=case.trains)
     gradient = torch.randn_like(x)
     operators, ours, parameters = case.make(case.sizes)

@@ -1,12 +1,12 @@
-"""Measure on this GPU what the tables of README and docs show.
+"""Measure on this GPU the numbers in the tables of README and docs.
 
 python benchmarks/run.py --output benchmarks/results               forward attention at named shapes, as `sage-hf bench`
 python benchmarks/run.py --grid --output benchmarks/results        and so on, with all options of `sage-hf bench`
-python benchmarks/run.py --unseen 33 --output benchmarks/results   calls of the grid's kinds that a seed draws
-python benchmarks/run.py qk-norm-rope --output benchmarks/results     norm and rotation of queries
-python benchmarks/run.py first-calls --output benchmarks/results   first calls, with empty caches and with full ones
-python benchmarks/run.py sparse --output benchmarks/results        attention over block lists
-python benchmarks/run.py kv-cache --output benchmarks/results      low-bit KV caches, of a layer; --model: of a model
+python benchmarks/run.py --unseen 33 --output benchmarks/results   random calls of the grid's kinds, by a seed python
+benchmarks/run.py qk-norm-rope --output benchmarks/results     norm and rotation of queries python benchmarks/run.py
+first-calls --output benchmarks/results   first calls, with empty and with full caches python benchmarks/run.py sparse
+--output benchmarks/results        attention over block lists python benchmarks/run.py kv-cache --output
+benchmarks/results      low-bit KV caches in a layer; --model: in a model
 
 A benchmark writes <gpu>-<benchmark>.json; `python docs/pages.py` draws the pictures and fills in the tables.
 """
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_unseen(args: argparse.Namespace) -> None:
-    """Measure drawn calls, write <gpu>-unseen.json as they come, and print how well they were chosen for."""
+    """Measure random calls, write <gpu>-unseen.json after each, and print how well routing chose."""
     device = command.gpu(args.device)
     drawn = {"seed": args.unseen, "table": table_in_use(device)}
     path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), drawn)

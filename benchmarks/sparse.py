@@ -1,10 +1,10 @@
 """Measure attention over block lists on this GPU: our INT8 kernels and PyTorch's compiled flex_attention.
 
-Lists are drawn at random, or chosen by a router on tensors whose neighbours are alike ("lists": "drawn", "subblock"),
-with the same number of tiles for each block of rows. A row's speed counts the operations of kept tiles alone; its time
-includes quantising and sorting of lists, but not routing. "training" has such rows of forward and backward pass
-together. "routing" has the times of what comes before: choosing tiles, and putting tokens into 4×4×4 order and back,
-and of the dense `sage2` call of as many tokens.
+Lists are drawn at random, or chosen by a router on tensors with similar neighbours ("lists": "drawn", "subblock"), with
+the same number of tiles for each block of rows. A row's speed counts only the operations of kept tiles; its time
+includes quantising and sorting lists, but not routing. "training" has such rows for forward and backward pass together.
+"routing" has the times of the work before attention (choosing tiles, and putting tokens into 4×4×4 order and back), and
+of the dense `sage2` call with as many tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SKIPPED = (0.75, 0.9)
 GRIDS = ((4, 64, 64), (8, 64, 64), (21, 45, 80))
 """Grids of tokens: 16,384, 32,768, and the 75,600 of Wan 2.1 at 720p."""
 LISTS = DRAWN, ROUTED = "drawn", "subblock"
-"""Where lists come from: drawn at random, or chosen by `SubBlockRouter`."""
+"""Origins of lists: drawn at random, or chosen by `SubBlockRouter`."""
 SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
 
 
@@ -47,8 +47,8 @@ class Case:
     """A self-attention call with lists.
 
     Attributes:
-        call: its sizes, and whether it is one of training; batch 1, as many heads of K and V as of Q.
-        skipped: share of tiles that are left out.
+        call: sizes of the call, and whether it trains; batch 1, as many heads of K and V as of Q.
+        skipped: share of tiles to leave out.
         block_m, block_n: rows and keys of a tile.
         lists: one of LISTS.
     """
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def places(self) -> int:
-        """Return the number of tiles kept for a block of rows."""
+        """Return the number of kept tiles for a block of rows."""
         return max(1, round(self.call.kv_len // self.block_n * (1 - self.skipped)))
 
     @property
     def share(self) -> float:
-        """Return the share of tiles that is kept."""
+        """Return the share of kept tiles."""
         return self.places * self.block_n / self.call.kv_len
 
     @cached_property
@@ -107,8 +107,8 @@ TRAINING = [
 def draw(case: Case, device: torch.device) -> tuple[cases.Inputs, BlockList]:
     """Return the tensors of the call, and a list with `case.places` tiles per block of rows.
 
-    Tensors are standard normal. Where a router chooses, each block of Q and K has a mean of unit variance, which walks
-    from block to block, so that near tiles weigh more than far ones, as they do in a video.
+    Tensors are standard normal. If a router chooses, each block of Q and K has a mean of unit variance, which walks
+    from block to block, so that near tiles weigh more than far tiles, as in a video.
     """
     inputs, tokens, head_dim = cases.draw(case.call, device, heads_first=True), case.call.kv_len, case.call.head_dim
     generator = torch.Generator(device).manual_seed(1)
@@ -128,7 +128,7 @@ def draw(case: Case, device: torch.device) -> tuple[cases.Inputs, BlockList]:
 
 
 def flex_mask(blocks: BlockList, tokens: int) -> BlockMask:
-    """Return a list as flex_attention takes it: all of its tiles are computed without a mask."""
+    """Return a block list in flex_attention's form, in which all tiles are computed without a mask."""
     number = tokens // blocks.block_n
     tiles = torch.nn.functional.pad(blocks.tiles, (0, number - blocks.tiles.shape[-1]))
     none = torch.zeros_like(blocks.counts)
@@ -140,9 +140,9 @@ def errors_of(found: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, 
     """Return relative L1 errors against exact attention over the list.
 
     Args:
-        found: the output, of which some rows of the first and the last head are compared; or in training `Gradients`,
-            of which those of the first head are.
-        inputs, blocks: of the call.
+        found: the output, which is compared in some rows of the first and the last head; in training `Gradients`, which
+            are compared in the first head.
+        inputs, blocks: inputs and list of the call.
     """
     query, key, value = (x.detach() for x in inputs.tensors)
     tokens = query.shape[2]
@@ -162,7 +162,7 @@ def errors_of(found: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, 
 def calls_of(case: Case, inputs: cases.Inputs, blocks: BlockList) -> dict[str, Callable[[], Any]]:
     """Return the calls of all providers: each returns the output, or in training `Gradients`.
 
-    The dense ones attend to all tiles by the same doors, so by the kernels that are best for that.
+    Dense calls attend to all tiles through the same entry points, so the best kernels for dense attention run.
     """
     tensors, gradient = inputs.tensors, inputs.gradient
     recipe, attend = ("sage_bwd", training.attention) if case.call.training else ("sage2", ops.attention)
@@ -186,7 +186,7 @@ def calls_of(case: Case, inputs: cases.Inputs, blocks: BlockList) -> dict[str, C
 
 
 def measure(case: Case, device: torch.device) -> list[Row]:
-    """Return a row for each provider; one that fails has a row that says how."""
+    """Return a row for each provider; a failed provider's row holds the error."""
     inputs, blocks = draw(case, device)
     rows: dict[str, Row] = {}
     calls = {}
@@ -199,7 +199,7 @@ def measure(case: Case, device: torch.device) -> list[Row]:
             require_finite(found)
             rows[name] |= {"peak_extra_bytes": peak} | ({} if dense else errors_of(found, inputs, blocks))
             calls[name] = (call, max(MIN_CALLS, count // 2))
-        except Exception as failure:  # A provider may fail in any way: its row says how.
+        except Exception as failure:  # A provider may raise any error: its row holds it.
             rows[name] |= {"unavailable": reason(failure)}
     for name, ms in median_ms(calls).items():
         operations = case.call.operations * (1.0 if name.endswith(" dense") else case.share)
@@ -224,10 +224,11 @@ def routing_calls(tokens: int, grid: tuple[int, int, int], device: torch.device)
 
 
 def measure_routing(device: torch.device) -> list[Row]:
-    """Return the time of each router, keeping a quarter of the tiles, and of reordering, in calls and around a model.
+    """Return the times of each router with a quarter of the tiles, and of reordering in calls and around a model.
 
-    In each call of attention Q, K, V and the output are permuted; around a model its hidden states, at both ends, and
-    cosines and sines of rotary embeddings. The dense `sage2` call follows, of which each row has its share.
+    In each attention call, Q, K, V and the output are permuted; around a model, its hidden states are permuted at both
+    ends, and the cosines and sines of rotary embeddings once. The dense `sage2` call follows; each row has its share of
+    that call's time.
     """
     rows = []
     for grid in GRIDS:

@@ -1,4 +1,4 @@
-"""Imports among the modules of both packages and of the tests, as their code says; nothing is imported to find out."""
+"""Imports among the modules of both packages and of the tests, read from their source without importing them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def imported_names(name: str) -> set[str]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """Return the modules of both packages that a module imports, but itself."""
+    """Return the other modules of both packages that a module imports."""
     return imported_names(name) & MODULES.keys() - {name}
 
 
 def folder_of(name: str) -> str:
-    """Return a module's folder as tables show it: "sage_hf/bench", or "sage_hf" of a file that lies in no folder."""
+    """Return a module's folder as tables show it: "sage_hf/bench", or "sage_hf" for a file directly in the package."""
     package, *rest = name.split(".")
     return f"{package}/{rest[0]}" if rest and (FOLDERS[package] / rest[0]).is_dir() else package
 
@@ -65,9 +65,9 @@ def arrows() -> dict[str, list[str]]:
 
 
 def tests_of_folders() -> dict[str, list[str]]:
-    """Return each folder of the packages with the test modules that hold it, by their imports.
+    """Return each folder of the packages with the test modules that cover it, by their imports.
 
-    A module that few tests import says more about a test's subject than a common one, so its weight is one over the
+    A module that few tests import says more about a test's subject than a common module, so its weight is one over the
     number of its importers.
     """
     tests = {path: names_in(path, []) & MODULES.keys() for path in sorted((ROOT / "tests").rglob("test_*.py"))}

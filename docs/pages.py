@@ -1,4 +1,4 @@
-"""Fill in those sections of README.md and docs/ that are generated from results and from the code.
+"""Fill in the sections of README.md and docs/ that are generated from results and from the code.
 
 python docs/pages.py    # rewrite the generated sections, and draw the pictures again
 
@@ -29,15 +29,15 @@ BENCHMARKS = "benchmarks"
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MODELS = "nvidia-h200-models"
-"""Name of the result with the times of models' steps, with each part of ours left out, and with other attention."""
+"""Name of the result with the times of models' steps: with each part of sage-hf left out, and with other attention."""
 SPARSE = "nvidia-h200-sparse"
 """Name of the result with the speed over block lists."""
 SPARSE_TOKENS = 32768
-"""Length at which the page shows what comes before sparse attention."""
+"""Length at which the page shows the work before sparse attention."""
 SPARSE_QUALITY = "nvidia-h200-sparse_quality"
 """Name of the result with the quality of sparse attention in a trained model."""
 TRAINED = "nvidia-h200-trained_models"
-"""Name of the result with what low bits change in trained language models."""
+"""Name of the result with the changes that low bits make in trained language models."""
 GRID = "nvidia-h200-grid"
 """Name of the result with the times of every kind of call."""
 PHASES = "nvidia-h200-phases"
@@ -47,7 +47,7 @@ HOST = "nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"
 KV_CACHE = "nvidia-h200-kv_cache"
 """Name of the result with the times of decoding from a low-bit KV cache."""
 FINETUNED = "nvidia-h200-finetune_then_fp4"
-"""Name of the result of a language model that was fine-tuned in few bits."""
+"""Name of the result of a language model that was fine-tuned in low bits."""
 NORM_ROPE = "nvidia-h200-qk_norm_rope"
 """Name of the result with the times of norm and rotation of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
@@ -83,7 +83,7 @@ _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def render(text: str) -> str:
-    """Return a page with its generated sections replaced by new ones.
+    """Return a page with new generated sections.
 
     Raises:
         KeyError: a section's name is not in SECTIONS.
@@ -97,20 +97,20 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def gain() -> str:
-    """Return a table of what a user gains: steps of some models."""
+    """Return a table of a user's gain in steps of some models."""
     source = f"[Source]({BENCHMARKS}/results/{MODELS}.json)"
     return f"{model_tables.low_bit_gain(read_result(MODELS), most=6)} {source}."
 
 
 def cost() -> str:
-    """Return a table of what low bits cost trained language models on one GPU in long texts."""
+    """Return a table of the accuracy that low bits cost trained language models on one GPU in long texts."""
     recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
     rows = [row for row in read_result(TRAINED)["rows"] if row["tokens"] > 2048]
     return trained_models_table.cost_markdown(rows, recipes)
 
 
 def model_gain() -> str:
-    """Return a table of the time of a step of the models measured with each part of ours left out."""
+    """Return a table of the time of a step of the models that were measured with each part of sage-hf left out."""
     drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
     return "\n\n".join((drawn, model_tables.model_gain(read_result(MODELS)), sources(MODELS)))
 
@@ -125,7 +125,7 @@ def all_models() -> str:
 
 
 def folders() -> str:
-    """Return a table of the folders of the packages: what each holds, and what it imports."""
+    """Return a table of the packages' folders, with each folder's contents and imports."""
     rows = []
     for folder, others in imports.arrows().items():
         package, _, rest = folder.partition("/")
@@ -141,7 +141,7 @@ def first_sentence(path: Path) -> str:
 
 
 def source_tests() -> str:
-    """Return a table of the tests that hold each folder of the packages."""
+    """Return a table of the tests that cover each folder of the packages."""
     held = imports.tests_of_folders().items()
     rows = [[f"`{folder}`", ", ".join(f"`{test}`" for test in tests)] for folder, tests in held]
     return markdown_table(["source", "tests"], rows)
@@ -160,7 +160,7 @@ def clip_scores() -> str:
 
 
 def calibration() -> str:
-    """Return a table of clips of the tiny model in its calibrated mix, and sentences that say how it was chosen."""
+    """Return a table of clips of the tiny model in its calibrated mix, and sentences about the mix and its errors."""
     result = json.loads((ROOT / "examples/tiny_video/calibration.json").read_text(encoding="utf-8"))
     rows = [[row["prompt"], f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"] for row in result["clips"]]
     shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
@@ -175,7 +175,8 @@ def calibration() -> str:
 
 
 def measured_models() -> str:
-    """Return the names of the models whose steps are measured, with the layers that run where not all do."""
+    """Return the names of the models whose steps are measured; with the number of layers, where only some layers
+    run."""
     names = []
     for model in models.MODELS:
         _, layers = model.shortened()
@@ -196,7 +197,7 @@ def grid() -> str:
 
 
 def unseen() -> str:
-    """Return the scores of calls that no table of costs was fitted to, on each GPU that measured them."""
+    """Return the scores of calls that no table of costs was fitted to, for each GPU with a result."""
     names = sorted(path.stem for path in RESULTS.glob("*-unseen.json"))
     if not names:
         return ""
@@ -256,7 +257,8 @@ def speed_summary() -> str:
 
 
 def training_routes() -> str:
-    """Return a table of what the grid's training calls run by, for models of each kind."""
+    """Return a table of the choices between recipe and exact attention for the grid's training calls, by kind of
+    call."""
     result = read_result(GRID)
     rows = [row for row in result["rows"] if row["direction"] == "forward_backward" and "ours_ms" in row]
     kinds = {
@@ -291,7 +293,7 @@ def sparse_quality() -> str:
 
 
 def sparse_speed() -> str:
-    """Return tables of the speed over block lists at a quarter of the tiles, and of what comes before attention."""
+    """Return tables of the speed over block lists at a quarter of the tiles, and of the work before attention."""
     result = read_result(SPARSE)
     head = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, a quarter of the tiles drawn at random; "
     head += "quantising and sorting of lists included. The JSON also has a tenth of the tiles and lists of routers:"
@@ -300,7 +302,7 @@ def sparse_speed() -> str:
         [row for row in result[name] if row["lists"] == "drawn" and row["skipped"] <= 0.75]
         for name in ("rows", "training")
     ]
-    before = "What comes before attention: each router at a quarter of the tiles, and putting tokens into 4×4×4 order:"
+    before = "Work before attention: each router at a quarter of the tiles, and putting tokens into 4×4×4 order:"
     parts = [
         [f"{row['q_len']:,}", row["part"], f"{row['ms']:.3f}", f"{row['share_of_dense']:.1%}"]
         for row in result["routing"]
@@ -324,7 +326,7 @@ def sparse_table(rows: list[dict[str, Any]]) -> str:
 
 
 def first_calls() -> str:
-    """Return a table of what first calls wait for."""
+    """Return a table of the waiting times of first calls."""
     result = read_result(FIRST_CALLS)
     rows = [
         [row["call"], f"{row['recipe']} by {row['kernel']}"]
@@ -395,17 +397,17 @@ def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
 
 
 def language_models() -> str:
-    """Return tables of the predictions of trained language models, on each device that measured them."""
+    """Return tables of the predictions of trained language models, for each device with a result."""
     return on_each_device("trained_models", trained_models_table.markdown)
 
 
 def kv_accuracy() -> str:
-    """Return tables of the predictions of trained language models through a low-bit KV cache, likewise."""
+    """Return tables of the predictions of trained language models through a low-bit KV cache, for each device."""
     return on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown)
 
 
 def finetuned() -> str:
-    """Return a table of a trained language model that was fine-tuned, and then answers, by several attentions."""
+    """Return a table of a trained language model that was fine-tuned, and then answers, with several attentions."""
     return f"{finetune_then_fp4_table.markdown(read_result(FINETUNED)['rows'])}\n\n{sources(FINETUNED)}"
 
 
@@ -430,7 +432,7 @@ def kv_speed() -> str:
 
 
 def kv_models() -> str:
-    """Return a table of the time of a token of a whole model, with caches that grow and with static ones."""
+    """Return a table of the time of a token of a whole model, with growing and with static caches."""
     result = read_result(KV_CACHE)
     found: dict[tuple[int, int], dict[tuple[str, bool], dict[str, Any]]] = {}
     for row in result["models"]:
@@ -473,7 +475,7 @@ def parallel_table(result: dict[str, Any]) -> str:
     commits = " and ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
         f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
-        "dash: diffusers has no plan, or it was not measured."
+        "dash: diffusers has no plan, or the mode was not measured."
     )
     lines = []
     for model, times in ms.items():
@@ -533,7 +535,7 @@ def sources(*names: str) -> str:
 
 
 def measure_commands() -> str:
-    """Return the commands that measure the speeds again."""
+    """Return the commands that repeat the measurements of speed."""
     return f"""```bash
 python {BENCHMARKS}/run.py --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py --training --output {BENCHMARKS}/results
@@ -550,17 +552,17 @@ python {BENCHMARKS}/run.py kv-cache --model --output {BENCHMARKS}/results
 torchrun --nproc-per-node 2 {BENCHMARKS}/parallel.py
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
-python docs/pages.py    # the tables and pictures of these pages
+python docs/pages.py    # write the tables and pictures of these pages
 ```"""
 
 
 def error_commands() -> str:
-    """Return the commands that measure the errors again."""
+    """Return the commands that repeat the measurements of errors."""
     return f"""```bash
-python studies/output_errors.py --video examples/tiny_video     # the output's; add --text FOLDER_OR_ID
-python studies/gradient_errors.py --video examples/tiny_video   # the gradients'; likewise
-python studies/peaked_errors.py --output {BENCHMARKS}/results     # peaked attention; add --device cpu
-python studies/peaked_models.py --output {BENCHMARKS}/results     # trained models'; add --text FOLDER_OR_ID
+python studies/output_errors.py --video examples/tiny_video     # of the output; add --text FOLDER_OR_ID
+python studies/gradient_errors.py --video examples/tiny_video   # of the gradients; add --text FOLDER_OR_ID
+python studies/peaked_errors.py --output {BENCHMARKS}/results     # of peaked attention; add --device cpu
+python studies/peaked_models.py --output {BENCHMARKS}/results     # of trained models; add --text FOLDER_OR_ID
 python studies/trained_models.py MODEL TEXT --output {BENCHMARKS}/results           # language models' predictions
 python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results      # through a low-bit KV cache
 python studies/finetune_then_fp4.py MODEL --output {BENCHMARKS}/results             # fine-tuned in INT8, run in FP4

@@ -5,9 +5,9 @@
     python examples/finetune_tiny_video.py all         # both
 
 The task: clips run backwards under unchanged captions, so that a shape that "moves left" now moves right. The shipped
-model therefore gets every direction wrong at the start; its colours and shapes are right and shall stay right. Only the
-transformer learns; the text encoder is frozen. Every recipe sees the same data in the same order. The held-out loss is
-that of the velocity predicted for clips of the 48 scenes outside of all training, always with exact attention.
+model therefore gets every direction wrong at the start; its colours and shapes are right, and should stay right. Only
+the transformer learns; the text encoder is frozen. Every recipe sees the same data in the same order. The held-out loss
+is the loss of the predicted velocity for clips of the 48 scenes outside all training, always with exact attention.
 
 Finished runs are kept in ``--run-dir`` and not repeated, so an interrupted command continues with the unfinished run.
 Each command writes its section of ``<output>/tiny_video.json``, with the curves of training, and prints a table.
@@ -104,7 +104,7 @@ class Task:
         return Batch(noisy, self.scheduler.get_velocity(clean, noise, timesteps), timesteps, text)
 
     def draw(self, batch_size: int, seed: int) -> Batch:
-        """Draw a batch for training, which depends on the seed alone."""
+        """Draw a batch for training, which depends only on the seed."""
         generator, device = torch.Generator().manual_seed(seed), self.latents.device
         picked = torch.randint(len(self.latents), (batch_size,), generator=generator)
         template = torch.randint(self.captions.shape[1], (batch_size,), generator=generator)
@@ -138,7 +138,7 @@ def train(
     batch_size: int,
     plan: TrainingPlan,
 ) -> dict[str, Any]:
-    """Train a transformer in place on batches that depend on the seed alone; see `fit` for the result."""
+    """Train a transformer in place on batches that depend only on the seed; see `fit` for the result."""
     transformer = accelerator.prepare(transformer)
 
     def loss_of_step(step: int) -> Tensor:
@@ -231,12 +231,13 @@ class Experiment:
 
     @torch.no_grad()
     def measure(self, folder: Path, recipes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Measure one set of weights with each recipe; the first recipe is "exact", the others are compared to it.
+        """Measure one set of weights with each recipe; the first recipe is "exact", and the other recipes are compared
+        to it.
 
         Returns:
             recipe → row, with "held_out_loss"; "velocity_rel_l1" and "clips_rel_l1", Σ|exact − low-bit| / Σ|exact|;
-            the number of held-out "prompts", and of those whose clip shows the "colour", the "shape", the "direction"
-            or "all" of these as asked for; and "kernels", those that ran.
+            the number of held-out "prompts", and the numbers of prompts whose clip shows the right "colour", "shape",
+            "direction" or "all" of these; and "kernels", the kernels that ran.
         """
         scenes = held_out_scenes()
         scenes = scenes[:: max(1, len(scenes) // self.args.prompts)][: self.args.prompts]

@@ -1,9 +1,9 @@
-"""Render prompts with low-bit attention, and with exact attention too if asked, and report what ran and how fast.
+"""Render prompts with low-bit attention, and with exact attention if asked, and report kernels and times.
 
     python examples/generate_video.py --compare --prompt "a red circle moving left"
 
 renders with the tiny model of this repository, in the mix of recipes that `sage-hf calibrate` found for it. Any
-text-to-video or text-to-image pipeline of diffusers can take its place:
+text-to-video or text-to-image pipeline of diffusers works too:
 
     python examples/generate_video.py --compare --pretrained zai-org/CogVideoX-2b --config cogvideox-2b --cpu-offload \\
         --vae-tiling --prompt "A panda plays the guitar in a bamboo forest."

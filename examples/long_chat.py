@@ -1,4 +1,4 @@
-"""Generate a long answer with the default cache and with caches in few bits; print memory and tokens a second.
+"""Generate a long answer with the default cache and with low-bit caches; print memory and tokens per second.
 
 python examples/long_chat.py                       a tiny model with random weights, also on a CPU
 python examples/long_chat.py --model FOLDER --tokens 32000

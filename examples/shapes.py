@@ -2,7 +2,7 @@
 
 The grid has 8 colours x 4 shapes x 4 directions = 128 scenes. 48 of them are held out of all training
 (:func:`held_out_scenes`), chosen so that every two attributes still occur together in training: a model that draws a
-held-out scene must have composed it and cannot have copied it. Two scenes of different colours and directions make a
+held-out scene must have composed it, and cannot have copied it. Two scenes of different colours and directions make a
 :class:`Pair`, a clip of two shapes whose paths cross near its middle. A pair with a held-out scene is held out.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -37,7 +37,7 @@ COLOURS: dict[str, tuple[float, float, float]] = {
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
-# The first is the canonical caption; the others teach a model other wordings.
+# The first caption is canonical; the others teach a model other wordings.
 CAPTION_TEMPLATES: tuple[str, ...] = (
     "a {colour} {shape} moving {direction}",
     "{colour} {shape} {direction}",
@@ -89,7 +89,7 @@ def train_scenes() -> list[Scene]:
 
 
 def can_cross(first: Scene, second: Scene) -> bool:
-    """Check whether two scenes make a pair: their colours tell them apart, and their paths are not parallel in time."""
+    """Check whether two scenes make a pair: their colours differ, and their paths are not parallel in time."""
     return first.colour != second.colour and first.direction != second.direction
 
 
@@ -157,7 +157,7 @@ def draw_clips(
     """
     clips_of_pairs = [i for i, scene in enumerate(scenes) if isinstance(scene, Pair)]
     firsts = [scene.first if isinstance(scene, Pair) else scene for scene in scenes]
-    # One row for each shape: the first of every clip, then the second of every pair.
+    # One row for each shape: the first shape of every clip, then the second shape of every pair.
     objects = firsts + [scene.second for scene in scenes if isinstance(scene, Pair)]
     batch = len(scenes)
     in_pair = torch.tensor([isinstance(scene, Pair) for scene in scenes] + [True] * len(clips_of_pairs))
@@ -169,7 +169,7 @@ def draw_clips(
     travel = uniform(len(objects), 0.32, 0.48)
     radius = torch.where(in_pair, (radius + 0.10) / 2, radius)
     travel = torch.where(in_pair, (travel + 0.52) / 2, travel)
-    # A triangle reaches 1.56 radii from its centroid: with this margin every path stays inside the frame.
+    # A triangle reaches 1.56 radii from its centroid; with this margin, every path stays inside the frame.
     margin = 1.56 * radius
     place_along, place_across = uniform(len(objects), 0, 1), uniform(len(objects), 0, 1)
     near_middle = 0.46 - travel / 2 + 0.08 * place_along
@@ -221,7 +221,7 @@ def _masks(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_colours(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pixel's (N, 3) nearest palette entry at any brightness, and whether that is near."""
+    """Return each pixel's (N, 3) nearest palette entry at any brightness, and whether the entry is near."""
     palette = torch.tensor(list(COLOURS.values()), device=pixels.device)
     distance = torch.cdist(pixels / pixels.amax(1, keepdim=True), palette / palette.amax(1, keepdim=True))
     nearest = distance.min(1)
@@ -229,14 +229,15 @@ def _nearest_colours(pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_colour(clip: Tensor, mask: Tensor) -> str | None:
-    """Return the palette entry nearest to the median foreground colour; None if none is near."""
+    """Return the palette entry nearest to the median foreground colour; None if no entry is near."""
     pixels = clip.permute(0, 2, 3, 1)[mask > 0]
     nearest, near = _nearest_colours(pixels.median(0).values[None])
     return list(COLOURS)[int(nearest)] if near else None
 
 
 def _read_shape(mask: Tensor, area: Tensor, centre_x: Tensor, centre_y: Tensor) -> str | None:
-    """Return the shape whose template at the mask's centroid and area overlaps it best; None up to an IoU of 0.6."""
+    """Return the shape whose template, at the mask's centroid and area, overlaps it best; None if the IoU is at most
+    0.6."""
     x, y = _pixel_centres(mask.shape[-1], mask.device)
     scale = (area / math.pi).sqrt()[:, None, None]
     dx, dy = (x - centre_x[:, None, None]) / scale, (y - centre_y[:, None, None]) / scale
@@ -265,7 +266,7 @@ def _read_direction(frames: Tensor, centre_x: Tensor, centre_y: Tensor) -> str |
 
 
 def _checked(clips: Tensor) -> Tensor:
-    """Return clips in float32; raise ValueError if they have another layout than the readers'."""
+    """Return clips in float32; raise ValueError if their layout is not the readers' layout."""
     if clips.ndim != 5 or clips.shape[2] != 3 or clips.shape[3] != clips.shape[4]:
         raise ValueError(f"clips must be (batch, frames, 3, size, size) in [0, 1], got {tuple(clips.shape)}")
     return clips.float()
@@ -307,9 +308,9 @@ def read_clips(clips: Tensor) -> list[Scene]:
 
 
 def _read_part(colour: str, mask: Tensor) -> Scene:
-    """Read the object that a mask (F, H, W) of one colour shows, also if another covers it in some frames.
+    """Read the object that a mask (F, H, W) of one colour shows, even if another object covers it in some frames.
 
-    Its shape is read in the frames that show nearly all of it, its direction in those and in frames that show half.
+    The shape is read in frames that show nearly all of the object, the direction also in frames that show half of it.
     """
     area = mask.mean((-2, -1))
     usual = area.quantile(0.75)
@@ -323,14 +324,13 @@ def _read_part(colour: str, mask: Tensor) -> Scene:
 
 
 def read_pairs(clips: Tensor) -> list[Pair]:
-    """Recognise the two objects of each clip from pixels alone: the two commonest colours, each tracked by itself.
+    """Recognise the two objects of each clip from pixels alone: the two commonest colours, each tracked separately.
 
     Args:
         clips: (B, F, 3, H, W) in [0, 1], H == W, any floating dtype.
 
     Returns:
-        One :class:`Pair` for each clip, the commonest colour first; all attributes of an object that is not seen are
-        None.
+        One :class:`Pair` for each clip, the commonest colour first; all attributes of an unseen object are None.
     """
     clips = _checked(clips)
     masks, _ = _masks(clips)
@@ -344,7 +344,7 @@ def read_pairs(clips: Tensor) -> list[Pair]:
 
 
 def _objects(reading: Scene | Pair, scene: Scene | Pair) -> list[tuple[Scene, Scene]]:
-    """Return each scene that was asked for, behind its reading; the colour says which object of a pair is which."""
+    """Return (reading, requested scene) for each object; the colour identifies the objects of a pair."""
     if isinstance(scene, Scene):
         return [(reading, scene)]
     found = {part.colour: part for part in reading}
@@ -354,9 +354,9 @@ def _objects(reading: Scene | Pair, scene: Scene | Pair) -> list[tuple[Scene, Sc
 def attribute_matches(
     readings: Sequence[Scene] | Sequence[Pair], scenes: Sequence[Scene] | Sequence[Pair]
 ) -> dict[str, list[bool]]:
-    """Return, for each attribute and for colour and direction together, which clips show what was asked for.
+    """Return, for each attribute and for colour and direction together, which clips match the request.
 
-    A pair must show it in both objects: a shape or direction counts only in the colour that it was asked for.
+    In a pair both objects must match: a shape or direction counts only in its requested colour.
     """
     clips = [_objects(reading, scene) for reading, scene in zip(readings, scenes, strict=True)]
     matches = {

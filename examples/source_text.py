@@ -1,4 +1,4 @@
-"""Training text that every machine with Python has: the sources of installed packages, as bytes.
+"""Training text that exists on every machine with Python: the sources of installed packages, as bytes.
 
 Bytes need no tokenizer, which would depend on the machine that made it; a small text gives many tokens; and losses of
 different models have the same unit, nats per byte.
@@ -52,7 +52,7 @@ def package_sources(package: str) -> Path:
 
 
 def read_text(folder: Path, name: str) -> Text:
-    """Read the Python files below a folder, sorted by path; hold out the first one and every 16th after it.
+    """Read the Python files below a folder, sorted by path; hold out the first file and every 16th file after it.
 
     Args:
         folder: searched recursively, except for folders in `LEFT_OUT`.

@@ -1,4 +1,4 @@
-"""Generate the held-out prompts with one attention recipe, and count what is recognised in the pixels."""
+"""Generate the held-out prompts with one attention recipe, and count the attributes recognised in the pixels."""
 
 import json
 import time
@@ -28,11 +28,11 @@ def save_gif(clips: Tensor, path: Path) -> None:
 
 
 def recognise(clips: Tensor, scenes: Sequence[Scene] | Sequence[Pair]) -> dict:
-    """Return how many clips are right in each attribute, and under "misread" what was recognised in the others.
+    """Return the number of clips that are right in each attribute, and under "misread" the readings of wrong clips.
 
     Args:
         clips: (B, F, 3, H, W) in [0, 1].
-        scenes: what each clip should show, all of them single or all of them pairs.
+        scenes: the scene or pair that each clip should show; all scenes or all pairs.
     """
     readings = (read_pairs if isinstance(scenes[0], Pair) else read_clips)(clips)
     matches = attribute_matches(readings, scenes)
@@ -56,7 +56,7 @@ def generate(
     num_inference_steps: int = 20,
     batch_size: int = 4,
 ) -> Tensor:
-    """Render the scenes' captions, each from its own seed, so that a recipe changes nothing but the arithmetic.
+    """Render the scenes' captions, each from its own seed, so that a recipe changes only the arithmetic.
 
     Returns:
         Clips (B, F, 3, H, W) float32 in [0, 1] on the CPU.
@@ -89,13 +89,13 @@ def score(
     Args:
         folder: a pipeline's folder, with generation.json.
         recipe: "exact" (diffusers' own attention) or a recipe of sage_hf, emulated if it does not run natively.
-        guidance_scale: default: in generation.json.
+        guidance_scale: default: the value in generation.json.
         save: also write the result into ``<folder>/scores.json``.
         samples: a folder for the clips, eight to a gif.
 
     Returns:
-        The number of prompts of each kind, the guidance scale, and what :func:`recognise` finds in the scenes and,
-        under "pairs", in the pairs.
+        The number of prompts of each kind, the guidance scale, and the result of :func:`recognise` for the scenes and,
+        under "pairs", for the pairs.
     """
     pipe = CogVideoXPipeline.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     pipe.set_progress_bar_config(disable=True)

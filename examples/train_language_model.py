@@ -55,7 +55,7 @@ from transformers import (
 from sage_hf.bench.results import facts
 from sage_hf.text import markdown_table
 
-# One model without and one with QK-norm; nothing else differs.
+# A model without QK-norm and a model with it; nothing else differs.
 ARCHITECTURES = {
     "llama": ("Llama (no QK-norm)", LlamaConfig, LlamaForCausalLM),
     "qwen3": ("Qwen 3 (QK-norm)", Qwen3Config, Qwen3ForCausalLM),
@@ -86,7 +86,7 @@ SIZES = {
 
 
 def build_model(architecture: str, size: Size, seed: int) -> PreTrainedModel:
-    """Build a model with random weights that depend on the seed alone."""
+    """Build a model with random weights that depend only on the seed."""
     _, config_class, model_class = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     return model_class(
@@ -115,7 +115,7 @@ def use_recipe(model: PreTrainedModel, recipe: str) -> None:
 def loss_of(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """Return the mean loss in nats per byte over windows, uint8 (count, seq_len)."""
     tokens = windows.long()
-    # Without a mask, transformers 4 takes every batch for packed sequences, which have no low-bit gradients.
+    # Without a mask, transformers 4 treats every batch as packed sequences, which have no low-bit gradients.
     return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
 
@@ -131,7 +131,7 @@ def held_out_loss(accelerator: Accelerator, model: PreTrainedModel, windows: Ten
 def train(
     accelerator: Accelerator, model: PreTrainedModel, text: Text, size: Size, seed: int, plan: TrainingPlan
 ) -> dict[str, Any]:
-    """Train a model in place on windows that depend on the seed alone; the result is as of `fit`."""
+    """Train a model in place on windows that depend only on the seed; see `fit` for the result."""
     model = accelerator.prepare(model)
     training = text.training.to(accelerator.device)
     windows = held_out_windows(text.held_out, size.seq_len, size.held_out_windows).to(accelerator.device)
@@ -163,7 +163,8 @@ class Experiments:
     def one_run(
         self, folder: str, architecture: str, recipe: str, seed: int, text: Text, base: Path | None = None
     ) -> dict[str, Any]:
-        """Train with a recipe and a seed, from ``base`` or from scratch, and save the weights, unless that was done."""
+        """Train with a recipe and a seed, from ``base`` or from scratch, and save the weights; or return a finished
+        run."""
         args, path = self.args, self.args.run_dir / folder / f"{recipe}-{seed}"
         stage = "pretrain" if base is None else "finetune"
         steps, lr = getattr(args, f"{stage}_steps"), getattr(args, f"{stage}_lr")
@@ -223,7 +224,7 @@ class Experiments:
         self.finish("pretrain", groups)
 
     def base(self) -> Path:
-        """Return the weights to fine-tune, for all seeds: those pre-trained with exact attention and seed 0."""
+        """Return the weights to fine-tune with all seeds: the weights pre-trained with exact attention and seed 0."""
         self.one_run("pretrain-llama", "llama", "exact", 0, self.pretraining_text())
         return self.args.run_dir / "pretrain-llama" / "exact-0"
 

@@ -1,11 +1,11 @@
-"""Train a small Llama whose sequences begin with a BOS token, until its heads park their weight on it.
+"""Train a small Llama whose sequences begin with a BOS token, until its heads put their weight on BOS.
 
     python examples/train_tiny_llama.py --steps 3000
 
 The text is the Python standard library as bytes; byte 255, which UTF-8 never uses, is the BOS token. The model is small
-enough to be kept in this repository and to be trained on a CPU in minutes; a GPU trains it longer. It has what large
-language models have and random tensors lack: attention sinks. At every point of the curve the command writes the
-weights in bfloat16, and training.json with the share of every head's weight that BOS holds, to the folder.
+enough to be kept in this repository, and to be trained on a CPU in minutes; a GPU trains it longer. Like large language
+models, and unlike random tensors, it has attention sinks. At every point of the curve the command writes the weights in
+bfloat16, and training.json with the share of every head's weight that BOS holds, to the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_bos(windows: Tensor) -> Tensor:
 
 
 def loss_of(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
-    """Return the mean loss in nats a byte over windows of text, uint8 (count, length), each after BOS."""
+    """Return the mean loss in nats per byte over windows of text, uint8 (count, length), each after BOS."""
     tokens = with_bos(windows)
     return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
@@ -93,7 +93,7 @@ def save(model: LlamaForCausalLM, text: Text, curve: list[dict[str, Any]], args:
 def train(model: LlamaForCausalLM, text: Text, args: argparse.Namespace) -> None:
     """Train in place by AdamW without weight decay, cosine schedule; save at every point of the curve.
 
-    Weights decay nowhere, because decay keeps the norms of queries and keys small, and with them the sinks.
+    Weight decay is 0, because decay keeps the norms of queries and keys, and so the sinks, small.
     """
     device = torch.device(args.device)
     model.to(device)

@@ -1,4 +1,4 @@
-"""Train a tiny CogVideoX from scratch on procedurally drawn clips, and score what it generates.
+"""Train a tiny CogVideoX from scratch on procedurally drawn clips, and score its generated clips.
 
     python examples/train_tiny_video.py vae                      # 1. the autoencoder
     python examples/train_tiny_video.py transformer              # 2. the denoiser and its text encoder
@@ -6,10 +6,10 @@
     python examples/train_tiny_video.py score --recipe sage3
 
 Half of the clips show two objects that cross. Steps 1 and 2 take under ten minutes each on one data-centre GPU with
-``--mixed-precision bf16`` (and ``--compile`` for the transformer). ``--minutes`` ends a training at a time, towards
-which its learning rate falls. The result is a diffusers folder for
-``CogVideoXPipeline.from_pretrained("examples/tiny_video")``.
-What a step draws depends on (seed, step, process) only.
+``--mixed-precision bf16`` (and ``--compile`` for the transformer). ``--minutes`` ends a training after this time; the
+learning rate falls to 0 by then. The result is a diffusers folder for
+``CogVideoXPipeline.from_pretrained("examples/tiny_video")``. A step's random numbers depend only on (seed, step,
+process).
 """
 
 import argparse
@@ -62,7 +62,8 @@ CAPTION_DROPOUT = 0.1
 class VaeObjective(nn.Module):
     """Loss of the autoencoder: reconstruction, plus a small KL term that keeps the latents smooth and centred.
 
-    A shape covers about 5 % of a frame: without a larger weight there, drawing only the background is a local optimum.
+    A shape covers about 5 % of a frame: without a larger weight on shapes, drawing only the background is a local
+    optimum.
     """
 
     def __init__(self, vae: AutoencoderKLCogVideoX, shape_weight: float = 10.0, kl_weight: float = 1e-4):
@@ -85,7 +86,7 @@ class VaeObjective(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, clips: Tensor) -> Tensor:
-        """Encode clips (B, F, 3, H, W) in [0, 1] to the latents' means, and decode these."""
+        """Encode clips (B, F, 3, H, W) in [0, 1] to the latents' means, and decode the means."""
         latents = self.vae.encode(to_model_range(clips)).latent_dist.mode()
         return ((self.vae.decode(latents).sample.transpose(1, 2) + 1) / 2).clamp(0, 1)
 
@@ -108,7 +109,7 @@ class DenoisingObjective(nn.Module):
     def forward(self, noisy: Tensor, velocity: Tensor, timesteps: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the loss for noisy latents and their true velocity (B, f, C, h, w).
 
-        The others are timesteps (B,) int64 and input_ids (B, L) int64.
+        timesteps is (B,) int64, and input_ids (B, L) int64.
         """
         predicted = self.transformer(
             hidden_states=noisy,
@@ -132,10 +133,10 @@ def fit(
     Args:
         objective: maps the keyword arguments that ``draw_batch`` returns to a dict with "loss".
         draw_batch: called with a step and that step's seed.
-        show: called with the averaged objective and a path without suffix, to which it writes a sample.
+        show: writes a sample; called with the averaged objective and a path without suffix.
 
     Returns:
-        The exponential moving average of the objective, and the losses logged.
+        The exponential moving average of the objective, and the logged losses.
     """
     if accelerator.num_processes > 1 and args.minutes < math.inf:
         raise SystemExit("--minutes is for one process, whose clock is the only one: give several processes --steps")
@@ -188,7 +189,7 @@ def train_subjects() -> tuple[Scene | Pair, ...]:
 
 
 def pick_subjects(count: int, pairs: float, generator: torch.Generator) -> Tensor:
-    """Return ``count`` random numbers into :func:`train_subjects`, of which a share is pairs."""
+    """Return ``count`` random indices into :func:`train_subjects`; a share `pairs` of them are pairs."""
     singles, everything, wanted = len(train_scenes()), len(train_subjects()), round(count * pairs)
     return torch.cat(
         [
@@ -253,7 +254,7 @@ def train_vae(args: argparse.Namespace, size: TinySize) -> None:
 
 
 def caption_ids(tokenizer: PreTrainedTokenizerFast, scenes: Sequence[Scene | Pair], length: int) -> Tensor:
-    """Return token ids (scenes + 1, templates, length) int64; the last row is the empty caption."""
+    """Return token ids, int64 (scenes + 1, templates, length); the last row is the empty caption."""
     captions = [scene.caption(template) for scene in scenes for template in CAPTION_TEMPLATES]
     captions += [""] * len(CAPTION_TEMPLATES)
     ids = tokenizer(captions, padding="max_length", max_length=length, return_tensors="pt").input_ids
@@ -264,7 +265,7 @@ def caption_ids(tokenizer: PreTrainedTokenizerFast, scenes: Sequence[Scene | Pai
 def encode(
     vae: AutoencoderKLCogVideoX, size: TinySize, scenes: Sequence[Scene | Pair], seed: int, backwards: bool = False
 ) -> Tensor:
-    """Return scaled latents (scenes, f, C, h, w) float32 of a drawn clip of each scene, which may run backwards."""
+    """Return scaled latents, float32 (scenes, f, C, h, w), of a clip of each scene; clips may run backwards."""
     generator, latents = torch.Generator().manual_seed(seed), []
     for first in tqdm(range(0, len(scenes), 32), desc="encoding clips", mininterval=2.0):
         clips = draw_clips(
@@ -280,7 +281,8 @@ def encode(
 
 
 def make_portable(folder: Path) -> None:
-    """Remove this machine's paths, and transformers 5's tokenizer class, which 4 does not know, from the configs."""
+    """Remove this machine's paths, and transformers 5's tokenizer class (unknown to transformers 4), from the
+    configs."""
     for path in (folder / "model_index.json", folder / "tokenizer" / "tokenizer_config.json"):
         path.write_text(path.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     path = folder / "vae" / "config.json"
@@ -345,7 +347,8 @@ def train_transformer(args: argparse.Namespace, size: TinySize) -> None:
     if not accelerator.is_main_process:
         return
     pipe = pipeline(averaged)
-    # Half precision halves the folder; the text encoder is tiny, and transformers would load it as it is stored.
+    # Half precision halves the folder. The text encoder stays in float32: it is tiny, and transformers loads stored
+    # dtypes.
     pipe.transformer.to(torch.float16)
     pipe.vae.to(torch.float16)
     pipe.save_pretrained(args.folder)

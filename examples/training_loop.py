@@ -19,8 +19,8 @@ from sage_kernels.dispatch.select import set_routing
 
 
 def run_own_numerics() -> None:
-    """Run each recipe's own numerics from now on, on every device and at every length, never another recipe's."""
-    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
+    """From now on, run each recipe's own numerics on every device and at every length, never another recipe."""
+    set_routing(False)  # short sequences would train exactly, but the recipes are to be compared
     sage_hf.set_default_fallback("emulate")
     torch.set_float32_matmul_precision("high")
 
@@ -29,7 +29,7 @@ def build_accelerator() -> Accelerator:
     """Build an accelerator that computes in bfloat16 on a GPU and in float32 on a CPU.
 
     Raises:
-        SystemExit: there are several processes; a run takes only one.
+        SystemExit: there are several processes; a run takes only one process.
     """
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     if accelerator.num_processes > 1:
@@ -87,14 +87,14 @@ def train_or_resume(
     load: Callable[[], nn.Module],
     train: Callable[[nn.Module], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Train a model, save its weights to the folder `path`, and return the run; or return the run that is kept there.
+    """Train a model, save its weights to the folder `path`, and return the run; or return the run that is stored there.
 
     Args:
         path: folder of the weights; the run is kept next to it, as JSON.
-        settings: everything that the run depends on, as plain data; the GPU is added, which decides the dtype too.
+        settings: everything that the run depends on, as plain data; the GPU, which also decides the dtype, is added.
         accelerator: made by `build_accelerator`.
-        load: makes the model to begin with.
-        train: trains it in place; see `fit` for the result.
+        load: makes the initial model.
+        train: trains the model in place; see `fit` for the result.
 
     Raises:
         SystemExit: a kept run has other settings.

@@ -1,4 +1,4 @@
-"""Reports of the training experiments: resumable parts of a result, comparison over seeds, and tables."""
+"""Reports of training experiments: resumable parts of a result, comparisons over seeds, and tables."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def resume_or_run(path: Path, settings: dict[str, Any], run: Callable[[], dict[s
 
     Args:
         path: a JSON file.
-        settings: everything that the part depends on, as plain data; stored with it.
+        settings: everything that the part depends on, as plain data; stored with the part.
         run: makes the part.
 
     Raises:
@@ -158,7 +158,7 @@ def comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def summary(language_model: Mapping[str, Any], tiny_video: Mapping[str, Any]) -> str:
-    """Return a Markdown table of both experiments: training with each recipe, then inference of those models."""
+    """Return a Markdown table of both experiments: training with each recipe, then inference of the trained models."""
 
     def losses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         found = final_losses(runs)

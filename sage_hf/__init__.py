@@ -1,8 +1,8 @@
 """Low-bit attention for Hugging Face diffusers and transformers.
 
-Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with
-transformers and the backends of the same names with diffusers, each when that library is imported; it imports neither
-of them itself, nor torch.
+Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with transformers,
+and backends of the same names with diffusers, as soon as each library is imported. It imports neither library, nor
+torch.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ _HOME = {
     "sage_attention": "attention",
     "set_default_fallback": "attention",
 }
-"""The submodules that hold the names of `__all__`; the others are in `diffusers`."""
+"""Submodules that hold names of `__all__`; the remaining names are in `diffusers`."""
 
 
 class _Package(ModuleType):
-    """Module whose functions `apply`, `drop_in` and `explain` are not hidden by the submodules of their names."""
+    """Module whose functions `apply`, `drop_in` and `explain` are not hidden by submodules of the same names."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("apply", "drop_in", "explain") and isinstance(value, ModuleType):

@@ -31,11 +31,11 @@ from sage_kernels.spec.recipe import get_recipe
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
 
 _transformers_models: WeakSet[nn.Module] = WeakSet()
-"""Models of transformers that were switched at some time."""
+"""Models of transformers that were switched at least once."""
 
 
 class Handle:
-    """Handle of an `apply`: `restore()`, or leaving a `with` block, puts back exactly what was there before.
+    """Handle of an `apply`: `restore()`, or leaving a `with` block, puts back the original objects.
 
     Attributes:
         config: the configuration that was applied.
@@ -46,9 +46,9 @@ class Handle:
         self._changes = changes
 
     def restore(self) -> None:
-        """Put back the objects that computed attention before `apply`, in models where this one is in force.
+        """Put back the objects that computed attention before `apply`, in models where this `apply` is in force.
 
-        Models in which a later `apply` replaced this one, or in which it was undone, are left unchanged.
+        A model is left unchanged if a later `apply` replaced this one, or if this one was undone.
         """
         for change in self._changes:
             change.undo()
@@ -63,37 +63,37 @@ class Handle:
 
 
 class _Applied(Change):
-    """Change that `apply` made of a model."""
+    """Change that `apply` made to a model."""
 
 
 def apply(
     pipe_or_model: object, config: SageConfig | str | Path, *, fallback: str | None = None, kv_cache: str | None = None
 ) -> Handle:
-    """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to few bits.
+    """Switch the attention of a diffusers pipeline (its denoisers), a diffusers or a transformers model to low bits.
 
-    Everything is checked before anything is changed. An earlier `apply` to a model is replaced: it is undone first.
-    Attention belongs to the model, so other pipelines that share a denoiser run the new one too; step rules count the
-    steps of the pipeline that is running.
+    Everything is checked before anything is changed. An earlier `apply` to the same model is undone first. Attention
+    belongs to the model, so other pipelines that share a denoiser run the new attention too; step rules count the steps
+    of the pipeline that is running.
 
     Args:
         pipe_or_model: the pipeline or model to switch; in a pipeline, every component that has attention and receives
             the timestep: denoisers, priors and ControlNets.
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
-        fallback: "native", "emulate" or "error", in place of the configuration's; None: the configuration's.
-        kv_cache: "int8", "int4" or "nvfp4", in place of the configuration's; None: the configuration's.
+        fallback: "native", "emulate" or "error"; None: the configuration's fallback.
+        kv_cache: "int8", "int4" or "nvfp4"; None: the configuration's KV cache.
 
     Returns:
-        A handle that puts back what was there before the first `apply`: `handle.restore()`, or
+        A handle that puts back the objects from before the first `apply`: `handle.restore()`, or
         `with sage_hf.apply(...):`. `sage_hf.restore(pipe_or_model)` needs no handle.
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a model.
         ValueError: the configuration is unknown or cannot be read, it is for another architecture, a pattern matches no
-            layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" leaves
-            such a module as it is), or there are step rules for a model without steps; the KV cache of a model cannot
-            be quantised, or the model is not a transformers model; a transformers model shares its config, which names
-            its attention, with another one that is switched.
+            layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" does not
+            change such a module), or there are step rules for a model without steps; the KV cache of a model cannot be
+            quantised, or the model is not a transformers model; a transformers model shares its config, which names its
+            attention, with another switched model.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -138,11 +138,11 @@ def apply(
 def restore(pipe_or_model: object) -> None:
     """Undo every change made by `apply`, `enable_vsa` and sage-hf's processors and backends; no handle is needed.
 
-    A pipeline or a diffusers model has the attention of diffusers again. A transformers model has the
-    `attn_implementation` from before the first `apply`. An unchanged model is left as it is.
+    A pipeline or a diffusers model then has diffusers' attention again. A transformers model has the
+    `attn_implementation` from before the first `apply`. A model that was never switched is not changed.
 
     Raises:
-        TypeError, ValueError: as `apply`, of a pipeline or model without attention.
+        TypeError, ValueError: as for `apply`, if a pipeline or model has no attention.
     """
     for target in find_targets(pipe_or_model):
         model = inner(target.model)
@@ -155,7 +155,7 @@ def restore(pipe_or_model: object) -> None:
 
 
 def _forget_plans(target: Target, undo: Undo) -> None:
-    """Forget what the layers ran, and with which KV caches, now and when the change is undone."""
+    """Forget the layers' plans and KV caches, now and when the change is undone."""
     for layer in target.layers.values():
         for notes in (record, kv_notes):
             notes.forget(layer)
@@ -242,7 +242,8 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     if config.steps:
         timestep_argument(model)
     _check_config_is_its_own(model)
-    # The implementation's name decides which masks transformers makes: those for gradients if a layer's recipe has any.
+    # The implementation's name decides which masks transformers makes. If a layer's recipe has gradients, it needs
+    # masks for gradients.
     recipes = [config.training or config.recipe, config.recipe, *(rule.recipe for rule in config.layers)]
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
     implementation = name_of(next(with_gradients, recipes[0]), None)
@@ -265,7 +266,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
         for model_config in {id(one): one for one in [*configs_of(model), *read]}.values():
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
-        for layer_config in read:  # transformers skips classes whose source it cannot read, as those of a notebook
+        for layer_config in read:  # transformers skips classes whose source it cannot read, such as a notebook's
             set_implementation(layer_config, implementation)
         for name, layer in target.layers.items():
             _set_attribute(layer, RECIPE, _recipe(config, name), undo)
@@ -277,18 +278,18 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
 
 
 def _check_config_is_its_own(model: nn.Module) -> None:
-    """Raise ValueError if a config of the model, which names its attention, is also a switched model's."""
+    """Raise ValueError if the model shares a config, which names its attention, with a switched model."""
     own = set(map(id, configs_of(model)))
     for other in list(_transformers_models):
         if other is not model and changes_of(other) and not own.isdisjoint(map(id, configs_of(other))):
             raise ValueError(
                 f"{type(model).__name__} shares its config with a {type(other).__name__} that is switched: restore "
-                "that one first, or make each of a config of its own (copy.deepcopy)"
+                "that model first, or give each model its own config (copy.deepcopy)"
             )
 
 
 def _restore_files(model: nn.Module) -> None:
-    """Put back what transformers' modelling files held before models of ours, if this was the last of them."""
+    """Put back the original objects of transformers' modelling files, if this was the last switched model."""
     from sage_hf.transformers.rotary import forget_model
 
     if not any(implementation_of(one) in NAMES for one in configs_of(model)):
@@ -308,6 +309,6 @@ def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> N
 
 
 def _put_back(module: nn.Module, name: str, own: dict[str, object]) -> None:
-    """Give a module the attribute that was its own, or its class's, whatever it has now."""
+    """Give a module back its own attribute from before, or the class's if it had none, whatever it has now."""
     vars(module).pop(name, None)
     vars(module).update(own)

@@ -8,13 +8,13 @@ from typing import Literal, overload
 import torch
 
 from sage_hf import record
-from sage_kernels.attend import attend as decide_and_run
+from sage_kernels.attend import attend as kernels_attend
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.options import Fallback, Options, check_fallback
 
 
 def set_default_fallback(fallback: str) -> None:
-    """Set what `fallback=None` means in this process from now on; at import, SAGE_HF_FALLBACK decides.
+    """Set the meaning of `fallback=None` in this process from now on; at import, SAGE_HF_FALLBACK sets it.
 
     Raises:
         ValueError: `fallback` is not "native", "emulate" or "error".
@@ -103,14 +103,14 @@ def sage_attention(
     return_lse: bool = False,
     blocks: BlockList | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention in few bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
+    """Compute attention in low bits, with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
-    It may stand in that function's place: `F.scaled_dot_product_attention = sage_hf.sage_attention`.
+    It may replace that function: `F.scaled_dot_product_attention = sage_hf.sage_attention`.
 
     Args:
         query: (batch, q_heads, q_len, head_dim); float16, bfloat16 or float32. Exact attention runs for float64
-            and for a head_dim outside 16…256. Query, key and value may all have fewer or more leading dimensions, and
-            a batch or heads of size 1, which are repeated.
+            and for a head_dim outside 16…256. All three may have fewer or more leading dimensions; a batch or head
+            dimension of size 1 is broadcast.
         key: (batch, kv_heads, kv_len, head_dim), dtype and device of query.
         value: (batch, kv_heads, kv_len, v_head_dim); exact attention runs for a v_head_dim outside 16…256.
         attn_mask: bool (True: may attend) or floating point (added to the scores), broadcastable to (batch, q_heads,
@@ -121,22 +121,22 @@ def sage_attention(
         enable_gqa: allow q_heads to be a multiple of kv_heads.
         recipe: "sage3", "sage2", "sage1", "sage3_paper"; "sage_bwd" and "sage_bwd_int8", which have gradients; or
             "exact" for PyTorch's own attention.
-        fallback: what to do if the recipe has no native kernel: "native" (run the best this device has, else exact
-            attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default ("native",
-            unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
+        fallback: the reaction if the recipe has no native kernel: "native" (run the best recipe that this device has,
+            or else exact attention), "emulate" (the recipe's numerics, slowly), "error". None: the process's default
+            ("native", unless `set_default_fallback` or SAGE_HF_FALLBACK says otherwise).
         return_lse: also return the log-sum-exp of every row's scores.
-        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. With it
-            attn_mask may only say which keys exist. All keys are then quantised: no heavy keys stay in 16 bits.
+        blocks: the tiles of keys that each block of queries attends to (sparse attention); None: all. With blocks,
+            attn_mask may only say which keys exist, and all keys are quantised: no heavy keys stay in 16 bits.
 
     Returns:
         output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
-        float32. A row that may attend to nothing gives output 0 and lse -inf (with recipe="exact" the output is
+        float32. A row that may attend to no key gives output 0 and lse -inf (with recipe="exact" the output is
         PyTorch's, which on a GPU need not be 0). lse carries no gradient.
 
-    When gradients are wanted, a recipe that has them computes both passes in few bits, at any length, without a mask or
-    with a bool one that is the same for all queries and heads (padding). Otherwise, and for the other recipes, the
-    output comes from exact attention and carries its gradients, and that is logged. Reentrant checkpointing runs its
-    first forward pass without gradients, so as inference: use `use_reentrant=False`.
+    When gradients are wanted, a recipe with gradients computes both passes in low bits, at any length, without a mask
+    or with a bool mask that is the same for all queries and heads (padding). Otherwise, and for the other recipes,
+    exact attention computes output and gradients, and the log says so. Reentrant checkpointing runs its first forward
+    pass without gradients, so that pass runs as inference: use `use_reentrant=False`.
 
     Raises:
         ValueError: arguments do not fit together, there is dropout with blocks, recipe or fallback is unknown, or
@@ -169,12 +169,12 @@ def attend(
     Args:
         query, key, value, attn_mask, blocks: as in `sage_attention`; with `options.tokens_first`, query, key, value and
             the output are (batch, tokens, heads, channels).
-        options: all else; a query attends to what mask and causality both allow.
+        options: all other arguments; a query attends to the keys that mask and causality both allow.
 
     Returns:
-        (output, lse); the lse counts with `options.return_lse` only.
+        (output, lse); the lse is valid only with `options.return_lse`.
     """
-    output, lse = decide_and_run(query, key, value, attn_mask, blocks, options)
+    output, lse = kernels_attend(query, key, value, attn_mask, blocks, options)
     if record.observers and not torch.compiler.is_compiling():
         record.notify_observers(query, key, value, attn_mask, blocks, options, output)
     return output, lse

@@ -1,4 +1,5 @@
-"""Write a folder that `kernels.get_kernel` loads, to upload as a kernel repository: `sage_kernels` and its doors."""
+"""Write a folder that `kernels.get_kernel` loads, to upload as a kernel repository: `sage_kernels` and its entry
+points."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import sage_kernels
 
 NAME = "sage-hf"
 VERSION = 1
-"""Version of the kernel's interface, which transformers asks for; it grows when callers have to change."""
+"""Version of the kernel's interface, for which transformers asks; it grows when callers have to change."""
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
 SUFFIXES = (".py", ".cu", ".cuh", ".json")
 DOOR = '''"""Low-bit attention of sage-hf as a Hub kernel."""
@@ -30,14 +31,14 @@ from .sage_kernels.flash_attention import (
 __all__ = ["flash_attn_forward", "flash_attn_func", "flash_attn_varlen_func", "supports_flash_attn"]
 '''
 OPERATORS = re.compile(r'(torch\.ops\.|Library\("|"(?=sage_kernels::))sage_kernels\b')
-"""The name under which operators are registered, of which a process can have one: another than the package's."""
+"""Name under which operators are registered; it differs from the package's, because a process registers a name once."""
 
 
 def build(target: Path) -> Path:
     """Write the kernel repository: `build.toml`, and a variant for each backend in `build/`.
 
     Every variant has the whole backend in Python, Triton and CUDA C++, which compile at first use. Its operators have
-    a name of their own, so that it can be loaded where sage-hf, or another version of the kernel, is loaded too.
+    their own name, so that it can be loaded next to sage-hf, or to another version of the kernel.
 
     Args:
         target: folder to write; it is made if it is missing.
@@ -46,7 +47,7 @@ def build(target: Path) -> Path:
         The target.
 
     Raises:
-        FileExistsError: the target has something in it.
+        FileExistsError: the target is not empty.
     """
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: name a new folder")

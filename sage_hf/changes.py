@@ -1,4 +1,4 @@
-"""Changes of models that can be undone, by whoever holds the model: a dropped handle loses none."""
+"""Changes of models that anyone who holds the model can undo, even if the handle was dropped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import nn
 from sage_hf.attributes import CHANGES
 
 Undo = list[Callable[[], object]]
-"""Functions that undo a change, the last one first; a copy or a pickle of the model has copies that undo its own."""
+"""Functions that undo a change, run from last to first; a copy or pickle of the model has copies for its own
+changes."""
 
 
 class Change:
     """Change of a model that is in force until it is undone.
 
-    The model holds it, not a table: what undoes it may refer to the model, and is gone or copied with it.
+    The model holds the change, not a table: the functions that undo it may refer to the model, and are deleted or
+        copied with the model.
     """
 
     def __init__(self, model: nn.Module, undo: Undo) -> None:
@@ -26,11 +28,11 @@ class Change:
 
     @property
     def is_in_force(self) -> bool:
-        """Check whether it has not been undone."""
+        """Check that the change has not been undone."""
         return self in changes_of(self.model)
 
     def undo(self) -> None:
-        """Undo this change, and before it all later ones; do nothing if it is not in force."""
+        """Undo all later changes, then this one; do nothing if it is not in force."""
         while self.is_in_force:
             changes = changes_of(self.model)
             last = changes[-1]
@@ -47,5 +49,5 @@ def changes_of(model: nn.Module) -> list[Change]:
 
 
 def inner(model: Any) -> Any:
-    """Return the model that a compiled one wraps, or the model itself."""
+    """Return the model that a compiled model wraps, or the model itself."""
     return getattr(model, "_orig_mod", model)

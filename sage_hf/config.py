@@ -19,8 +19,8 @@ from sage_kernels.spec.recipe import RECIPES, get_recipe
 class LayerRule:
     """Rule: layers whose name matches `pattern` (shell style, case-sensitive: `transformer_blocks.0.*`) run `recipe`.
 
-    Names are those that `sage_hf.explain` prints, ranges (`blocks.0-3.attn1`) included: relative to the model or to the
-    denoiser of a pipeline, with the denoiser's name in front where a pipeline has several.
+    Names are as `sage_hf.explain` prints them, including ranges (`blocks.0-3.attn1`): relative to the model or to the
+    denoiser of a pipeline. If a pipeline has several denoisers, the denoiser's name comes first.
     """
 
     pattern: str
@@ -29,11 +29,12 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class StepRule:
-    """Rule: denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` the first two, `-1, None` the last.
+    """Rule: denoising steps `range(num_steps)[start:stop]` run `recipe`: `0, 2` means the first two, `-1, None` the
+    last.
 
     A step is a distinct timestep of the pipeline's scheduler; timesteps that a second-order scheduler puts between two
-    steps (KDPM2) belong to the step before them, and a scheduler that has more timesteps than it was asked for (PNDM:
-    23 for 20) has that many steps.
+    steps (KDPM2) belong to the earlier step. If a scheduler has more timesteps than it was asked for (PNDM: 23 for 20),
+    each of them is a step.
     """
 
     start: int | None
@@ -64,12 +65,12 @@ class StepRule:
 class SageConfig:
     """Configuration of the recipe that each attention layer runs at each denoising step.
 
-    The first layer rule that matches a layer always decides for it. The other layers run `training`, if given, while
-    they are in training mode (`model.train()`). Otherwise the first step rule that covers the step decides, and if
-    none does, they run `recipe`.
+    The first layer rule that matches a layer always decides for it. Layers without a rule run `training`, if given,
+    while they are in training mode (`model.train()`). Otherwise the first step rule that covers the step decides; if no
+    rule covers it, layers run `recipe`.
 
     Attributes:
-        recipe: name of the recipe that runs where there is no exception.
+        recipe: name of the recipe that runs where no exception applies.
         fallback: "native", "emulate", "error", or None for the process default (`sage_hf.set_default_fallback`).
         layers: exceptions by layer name; the first match wins.
         steps: exceptions by denoising step; the first match wins.
@@ -77,10 +78,10 @@ class SageConfig:
         note: comment for human readers; it has no effect.
         architecture: the only architecture to which the configuration applies (`sage_hf.targets.architecture_of`); "":
             any.
-        sparse: which tiles self-attention of a diffusers model computes; "model": those that follow from the
-            `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all.
-        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model makes a `QuantizedKVCache` of
-            that format, unless it is given a cache, and refuses a `cache_implementation`; None: the model's own cache.
+        sparse: the choice of tiles that self-attention of a diffusers model computes; "model": as in the
+            `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all tiles.
+        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model without a given cache makes a
+            `QuantizedKVCache` of that format, and refuses a `cache_implementation`; None: the model's own cache.
 
     Raises:
         ValueError: a recipe or fallback is unknown, an entry is not a rule, or a pattern or a range of steps is empty.
@@ -108,7 +109,7 @@ class SageConfig:
         if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
             raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
         if self.kv_cache is not None:
-            from sage_kernels.spec.kv_cache import get_format  # here, for it imports torch
+            from sage_kernels.spec.kv_cache import get_format  # imported here, because it imports torch
 
             get_format(self.kv_cache)
         for key, kind in (("layers", LayerRule), ("steps", StepRule)):
@@ -131,10 +132,10 @@ class SageConfig:
             _check_recipe(step_rule.recipe, f"steps[{i}].recipe")
 
     def of_model(self, name: str, layers: Iterable[str]) -> SageConfig:
-        """Return the configuration for one model of a pipeline, with its layers in the place of patterns.
+        """Return the configuration for one model of a pipeline, with its layers' names in place of patterns.
 
         Args:
-            name: the model's name in the pipeline, which patterns may begin with; "": none of them does.
+            name: the model's name in the pipeline, with which patterns may begin; "": no pattern does.
             layers: names of the model's layers.
         """
         if not name:
@@ -153,7 +154,7 @@ class SageConfig:
         return replace(self, layers=rules, sparse=sparse)
 
     def layer_rule(self, layer: str) -> LayerRule | None:
-        """Return the layer rule that decides for `layer`; None if none matches."""
+        """Return the layer rule that decides for `layer`; None if no rule matches."""
         return next((rule for rule in self.layers if matches(rule.pattern, layer)), None)
 
     def training_recipe(self, layer: str) -> str | None:
@@ -254,7 +255,7 @@ class SageConfig:
 
         Raises:
             TypeError: `name` is neither a string nor a path.
-            ValueError: `name` is none of these; the message lists what exists.
+            ValueError: `name` is none of these; the message lists the existing names.
         """
         if not isinstance(name, str | Path):
             raise TypeError(

@@ -13,10 +13,10 @@ NAMES = ("sageattention", "sageattn3")
 
 
 class DropIn:
-    """Handle of a `drop_in`: `restore()`, or leaving a `with` block, takes the modules away again."""
+    """Handle of a `drop_in`: `restore()`, or leaving a `with` block, removes the modules again."""
 
     def restore(self) -> None:
-        """Take the modules away, where they are still in place; functions that a program holds keep working."""
+        """Remove the modules that are still in place; functions that a program holds keep working."""
         if STAND_INS in sys.path:
             sys.path.remove(STAND_INS)
         for name in _loaded(ours=True):
@@ -34,12 +34,12 @@ class DropIn:
 def drop_in() -> DropIn:
     """Provide the modules `sageattention` and `sageattn3` with the documented functions, computed by sage-hf.
 
-    From then on, `import sageattention` finds sage-hf's functions, also where SageAttention is installed. Call this
-    before a program looks for the package: diffusers does so when it is imported, and asks for the version too.
-    Programs that another process starts need `python -m sage_hf.drop_in COMMAND …`.
+    From then on, `import sageattention` finds sage-hf's functions, even if SageAttention is installed. Call `drop_in`
+    before a program looks for the package: diffusers looks for it, and for its version, at import. Programs that
+    another process starts need `python -m sage_hf.drop_in COMMAND …`.
 
     Returns:
-        A handle that takes the modules away: `handle.restore()`, or `with sage_hf.drop_in():`.
+        A handle that removes the modules: `handle.restore()`, or `with sage_hf.drop_in():`.
 
     Raises:
         RuntimeError: another `sageattention` or `sageattn3` is loaded already.
@@ -55,7 +55,7 @@ def drop_in() -> DropIn:
     foreign = _loaded(ours=False)
     if foreign:
         raise RuntimeError(
-            f"another {' and '.join(foreign)} is loaded already: call sage_hf.drop_in() before what imports it"
+            f"another {' and '.join(foreign)} is loaded already: call sage_hf.drop_in() before it is imported"
         )
     if STAND_INS not in sys.path:
         sys.path.insert(0, STAND_INS)
@@ -63,13 +63,13 @@ def drop_in() -> DropIn:
 
 
 def _loaded(ours: bool) -> list[str]:
-    """Return the names of those loaded modules that are ours, or another package's."""
+    """Return the names of loaded modules that are ours, or another package's."""
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in NAMES if name in sys.modules}
     return [name for name, file in files.items() if file.startswith(STAND_INS + os.sep) == ours]
 
 
 def main(command: list[str]) -> int:
-    """Run a command whose Python processes, and theirs, have the modules of `drop_in`; return its exit status."""
+    """Run a command whose Python processes and subprocesses have the modules of `drop_in`; return its exit status."""
     if not command or command[0] in ("-h", "--help"):
         print("usage: python -m sage_hf.drop_in COMMAND …\nexample: python -m sage_hf.drop_in python main.py")
         return 0 if command else 2

@@ -1,4 +1,4 @@
-"""Explanation of which kernel ran in each layer, and why not the one asked for."""
+"""Explanation of which kernel ran in each layer, and why the requested recipe did not run."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ UNATTRIBUTED = "(compiled, or no layer)"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Row of an explanation: what one layer was asked to run, and what ran.
+    """Row of an explanation: a layer's requested recipe, and the recipe and kernels that ran.
 
     Attributes:
-        layer: name of the layer; `str()` of an Explanation joins layers that did the same, as "blocks.0-29.attn1".
-        asked: the recipe asked for; "" if the layer was not switched. Before any call it also names the recipe of
-            training mode, if there is one: "sage3, training: sage_bwd".
-        recipe, kernel: what ran; "" before any call.
+        layer: name of the layer; `str()` of an Explanation joins layers that ran the same, such as "blocks.0-29.attn1".
+        asked: the requested recipe; "" if the layer was not switched. Before any call it also names training mode's
+            recipe, if there is one: "sage3, training: sage_bwd".
+        recipe, kernel: the recipe and kernel that ran; "" before any call.
         numerics: "native", "emulated" or "exact"; "" before any call.
         quantizer: the kernel that made the operands; "" if the attention kernel makes them itself.
-        backward: the kernel that computes gradients; "" if none were wanted.
-        calls: number of such calls, among the layer's latest 256.
+        backward: the kernel that computes gradients; "" if no gradients were wanted.
+        calls: number of calls with this outcome, among the layer's latest 256.
         heavy, chosen, recent: numbers of calls with heavy keys, with heavy keys chosen among all keys, and with recent
-            keys (`sage_kernels.spec.recipe.Recipe`). Which keys were chosen, only the GPU knows.
-        reason: why the recipe asked for did not run, or why nothing is known about this layer.
+            keys (`sage_kernels.spec.recipe.Recipe`). Only the GPU knows which keys were chosen.
+        reason: why the requested recipe did not run, or why nothing is known about this layer.
     """
 
     layer: str
@@ -71,19 +71,19 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Table of the kernels that ran in each layer, and why not the ones asked for; `str()` formats it, in ASCII.
+    """Table of the kernels that ran in each layer, with reasons for fallbacks; `str()` formats it in ASCII.
 
     Attributes:
-        rows: one row for each layer and each kind of call it made, in the model's order.
-        compiled: what ran in this process, and how often, in calls that belong to no layer: inside compiled graphs,
-            through diffusers' attention backends, or called by hand.
-        planned: whether the rows say what will run rather than what ran.
-        sparse: (layer, what its calls kept and why some were dense) for each layer with sparse attention, or VSA, that
-            ran.
+        rows: one row for each layer and each outcome of its calls, in the model's order.
+        compiled: outcomes and their numbers in this process, for calls that belong to no layer: inside compiled graphs,
+            through diffusers' attention backends, or by hand.
+        planned: True if the rows predict future calls; False if they report past calls.
+        sparse: (layer, the shares that its calls kept, and why calls were dense) for each layer that ran sparse
+            attention or VSA.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
         qk_norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the
             model's operators.
-        kv_caches: what each low-bit KV cache holds, with which layers ran last, and which kernel decoded.
+        kv_caches: the content of each low-bit KV cache that layers used last, and the kernel that decoded.
     """
 
     rows: tuple[LayerRow, ...]
@@ -97,7 +97,7 @@ class Explanation:
     def joined(self, later: Explanation) -> Explanation:
         """Join two runs of a model: equal rows become one, with the calls of both.
 
-        Shares of kept tiles are the later run's, and say so.
+        Shares of kept tiles come from the later run, and are marked so.
         """
         sums: dict[LayerRow, Counter[str]] = {}
         for row in (*self.rows, *later.rows):
@@ -139,7 +139,7 @@ class Explanation:
                 f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
             )
         if any("attention weight" in kept for _, kept in self.sparse):
-            text.append("sparse calls have no keys in 16 bits; the weight they keep is that of 64 sampled rows a head:")
+            text.append("sparse calls have no keys in 16 bits; the kept weight is measured on 64 sampled rows a head:")
         text += [
             f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
         ]
@@ -147,13 +147,13 @@ class Explanation:
 
 
 _COUNTS = ("calls", "heavy", "chosen", "recent")
-"""The fields of a row that count calls."""
+"""Fields of a row that count calls."""
 
 
 def explain(pipe_or_model: object) -> Explanation:
     """Return, for each layer, the recipe that was requested, the recipe and kernel that ran, and why they differ.
 
-    Works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
+    It works after `sage_hf.apply`, and on a model whose processors, backend or attn_implementation were set by hand.
 
     Args:
         pipe_or_model: a diffusers pipeline (its denoisers), a diffusers model or a transformers model.
@@ -203,7 +203,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
 
 
 def _counts(plan: Plan) -> tuple[bool, bool, bool]:
-    """Check whether a call had heavy keys, whether it chose them, and whether it had recent ones; as `Call` says."""
+    """Return whether a call had heavy keys, whether it chose them, and whether it had recent keys; as in `Call`."""
     request, recipe = plan.request, get_recipe(plan.recipe)
     heavy = heavy_keys_of(recipe, request.kv_len, request.mask) > 0
     chosen = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
@@ -237,7 +237,7 @@ def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def asks_for_low_bits(target: Target, layer: nn.Module) -> bool:
-    """Check whether a layer is asked to run a recipe in low bits, by `sage_hf.apply` or by hand."""
+    """Check whether `sage_hf.apply` or the user has requested a low-bit recipe for a layer."""
     asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
     return asked_of(layer)[0] not in ("", "exact")
 
@@ -250,7 +250,7 @@ def _asked_of_processor(layer: nn.Module) -> tuple[str, str]:
         recipe, _ = NAMES[backend]
         return recipe, f"set by diffusers' attention backend {backend!r}: calls are counted under {UNATTRIBUTED!r}"
     if reason := fixed_backend(processor):
-        return "", f"{reason}: the layer is left as it is"
+        return "", f"{reason}: the layer is not changed"
     try:
         layer_of(layer)
     except UnsupportedAttentionError:
@@ -271,12 +271,12 @@ def _asked_of_implementation(layer: nn.Module) -> tuple[str, str]:
 
 
 def asked(recipe: str, training: str | None) -> str:
-    """Return a text that names the recipe of a layer, and the recipe of its training mode if there is one."""
+    """Return a text that names a layer's recipe, and training mode's recipe if there is one."""
     return recipe if training is None else f"{recipe}, training: {training}"
 
 
 def _join_rows(rows: tuple[LayerRow, ...]) -> list[LayerRow]:
-    """Join consecutive layers that did the same and whose names differ only in their number ("blocks.0-29")."""
+    """Join consecutive layers with equal rows whose names differ only in a number ("blocks.0-29")."""
     layers = [(name, tuple(group)) for name, group in groupby(rows, key=lambda row: row.layer)]
     by_template: dict[str, list[tuple[int, tuple[LayerRow, ...]]]] = {}
     for name, group in layers:

@@ -19,10 +19,10 @@ def check_folder(path: Path, flag: str) -> None:
 
 @contextmanager
 def writable_folder(path: Path, flag: str) -> Iterator[None]:
-    """Make the folder `path` and check that it is writable; at the end remove folders made for it that are empty.
+    """Make the folder `path` and check that it is writable; at the end, remove new folders that are empty.
 
     Raises:
-        ValueError: the folder cannot be made, or not be written to; the message names `flag`.
+        ValueError: the folder cannot be made or written to; the message names `flag`.
     """
     made = [part for part in (path, *path.parents) if not part.exists()]
     try:
@@ -35,17 +35,17 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
             raise ValueError(f"{flag} {path} cannot be written ({reason}): give another folder") from error
         yield
     finally:
-        with suppress(OSError):  # it holds files, or was never made
+        with suppress(OSError):  # the folder holds files, or was never made
             for part in made:
                 part.rmdir()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write `path` atomically: the block writes the temporary file it is given, which then replaces `path`.
+    """Write `path` atomically: the block writes a temporary file, which then replaces `path`.
 
-    The temporary file has the suffix of `path` and lies next to it. If the block raises, it is removed and `path` stays
-    as it was.
+    The temporary file has the suffix of `path` and lies next to it. If the block raises an error, the temporary file is
+    removed, and `path` is not changed.
     """
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:

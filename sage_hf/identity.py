@@ -1,4 +1,4 @@
-"""Identity of classes: a class is diffusers' own if diffusers' module holds that very class, whatever its name says."""
+"""Identity of classes: a class is diffusers' own only if diffusers' module holds this same class object."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import sys
 
 
 def path_of(cls: type, method: str | None = None) -> str:
-    """Return "module.Class" of a class that its module holds under its name, else "".
+    """Return "module.Class" if the module holds this class under its name, else "".
 
-    A namesake, a subclass and a patched class are foreign, so what is known by path is known of no other code.
+    A class of the same name, a subclass and a patched class are foreign, so facts by path hold for no other code.
 
     Args:
         cls: the class.
-        method: name of a method that must be the one written in that module; its library and sage_hf may wrap it.
+        method: name of a method that must be written in the same module; its library and sage_hf may wrap it.
     """
     module = sys.modules.get(cls.__module__)
     if module is None or vars(module).get(cls.__name__) is not cls:
         return ""
     if method is not None:
         function, library = getattr(cls, method), cls.__module__.partition(".")[0]
-        while hasattr(function, "__wrapped__"):  # and says by __module__ that it was written where that was
+        while hasattr(function, "__wrapped__"):  # and its __module__ names the same module
             if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] not in (library, "sage_hf"):
                 return ""
             function = function.__wrapped__
@@ -29,6 +29,6 @@ def path_of(cls: type, method: str | None = None) -> str:
 
 
 def name_in_diffusers(cls: type, method: str | None = None) -> str:
-    """Return the name of a class of diffusers, "" of any other; `method` as in `path_of`."""
+    """Return the name of a class of diffusers, "" for any other class; `method` as in `path_of`."""
     library, _, rest = path_of(cls, method).partition(".")
     return rest.rpartition(".")[2] if library == "diffusers" else ""

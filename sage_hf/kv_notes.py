@@ -1,4 +1,4 @@
-"""The record of low-bit KV caches: which layers have one, what it holds, and which kernel decodes."""
+"""The record of low-bit KV caches: their layers, their contents, and the kernels that decode."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 @dataclass
 class KVNote:
-    """Facts about a model's cache, which outlive it.
+    """Facts about a model's cache, which outlive the cache.
 
     Attributes:
-        format: of the layers in few bits.
-        kept: reason why layers stay in 16 bits -> their numbers.
-        tokens: in the cache; where the device counts them, a tensor of which it is the first element.
-        bytes: number of a layer in few bits -> bytes of its tensors.
-        kernels: kernel that decoded, or "whole K and V" -> why no better one did; "" if it is the best.
+        format: format of the low-bit layers.
+        kept: reason why layers stay in 16 bits -> the layers' numbers.
+        tokens: number of tokens in the cache; if the device counts them, a tensor whose first element is the number.
+        bytes: number of a low-bit layer -> bytes of its tensors.
+        kernels: kernel that decoded, or "whole K and V" -> why no better kernel did; "" if it is the best.
     """
 
     format: str
@@ -28,7 +28,7 @@ class KVNote:
     kernels: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        # Copies: another thread may be writing.
+        # Copies, because another thread may be writing.
         tokens = int(torch.as_tensor(self.tokens).flatten()[0])
         text = f"KV cache: {self.format} in {len(self.bytes)} layers, {tokens:,} tokens, "
         text += f"{sum(self.bytes.copy().values()):,} bytes"
@@ -40,9 +40,9 @@ class KVNote:
 
 
 notes: WeakKeyDictionary[nn.Module, KVNote] = WeakKeyDictionary()
-"""The cache with which an attention layer ran last."""
+"""The cache that an attention layer used last."""
 
 
 def forget(layer: nn.Module) -> None:
-    """Forget the cache with which a layer ran last."""
+    """Forget the cache that a layer used last."""
     notes.pop(layer, None)

@@ -1,4 +1,4 @@
-"""Metrics of the distance between a low-bit result and the exact one, for tensors and videos.
+"""Metrics of the distance between a low-bit result and the exact result, for tensors and videos.
 
 Each function takes the exact result first and computes in float64.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorErrors:
-    """Errors of an attention output O' against the exact O.
+    """Errors of an attention output O' against the exact output O.
 
     Attributes:
         cosine: ⟨O, O'⟩ / (|O|·|O'|) over all elements.
         rel_l1: Σ|O − O'| / Σ|O|.
         rmse: sqrt(mean((O − O')²)).
-        scale: the α for which α·O is closest to O' (least squares); cosine does not show an α other than 1.
+        scale: the α for which α·O is closest to O' (least squares); cosine does not depend on α.
         max_abs: max |O − O'|.
         worst_head_rel_l1: the largest rel_l1 of a single head of a single sample.
     """
@@ -70,7 +70,7 @@ class ErrorSums:
             self._worst_head = _nan_max(self._worst_head, _ratio(abs_difference, abs_exact))
 
     def errors(self) -> TensorErrors:
-        """Return the errors of everything added so far.
+        """Return the errors over all outputs added so far.
 
         Raises:
             ValueError: nothing was added.
@@ -101,7 +101,7 @@ def tensor_errors(exact: Tensor, other: Tensor) -> TensorErrors:
 
 
 def psnr(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float:
-    """Return the peak signal-to-noise ratio in dB of two videos of one shape; inf if they are equal.
+    """Return the peak signal-to-noise ratio in dB of two videos of the same shape; inf if they are equal.
 
     Raises:
         ValueError: the shapes differ.
@@ -114,8 +114,8 @@ def psnr(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float
 def ssim(exact: np.ndarray, other: np.ndarray, data_range: float = 1.0) -> float:
     """Return the structural similarity of two videos (frames, height, width, channels), averaged over all windows.
 
-    The definition is by Wang et al. 2004: Gaussian windows of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03, only
-    windows that lie inside the frame.
+    The definition is from Wang et al. 2004: Gaussian windows of 11×11 with σ = 1.5, K1 = 0.01, K2 = 0.03. Only windows
+    inside the frame count.
 
     Raises:
         ValueError: the shapes differ, are not (F, H, W, C), or a frame is smaller than the window.

@@ -1,7 +1,7 @@
 """Names for a recipe with a fallback, for places where diffusers and transformers take only a name.
 
-A low-bit recipe goes by its own name ("sage3"), with the process's default fallback, or with "_native", "_emulate" or
-"_error" appended for that fallback; "sage_exact" is exact attention called the same way.
+A low-bit recipe's own name ("sage3") stands for the process's default fallback; "_native", "_emulate" or "_error" is
+appended for another fallback. "sage_exact" is exact attention through sage-hf.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The request of a nominal call, which tells what runs on a device before there is a call."""
+"""The request of a nominal call, which predicts the kernels on a device before there is a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from sage_kernels.dispatch.request import Request
 from sage_kernels.spec.recipe import get_recipe
 
-NOMINAL_TOKENS = 16384  # more than those below which calls are routed to exact attention
+NOMINAL_TOKENS = 16384  # more than the limits below which calls are routed to exact attention
 NOMINAL_HEADS = 32
 NOMINAL_HEAD_DIM = 64
 
@@ -17,7 +17,7 @@ NOMINAL_HEAD_DIM = 64
 def nominal_request(recipe: str, device: torch.device, **facts: Any) -> Request:
     """Return the request of a long call without a mask, by `recipe` on `device`, with gradients if the recipe has any.
 
-    `facts` are fields of the request that replace these; `heads` and `head_dim` are set for Q, K and V at once.
+    `facts` are fields of the request to replace; `heads` and `head_dim` hold for Q, K and V at once.
     """
     cuda = device.type == "cuda"
     heads = facts.pop("heads", NOMINAL_HEADS)

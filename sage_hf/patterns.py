@@ -11,12 +11,12 @@ _RANGE = re.compile(r"(?<![^.])(\d+)-(\d+)(?![^.])")
 
 
 def matches(pattern: str, layer: str) -> bool:
-    """Check whether the layer's name is one that the pattern names: `blocks.*.attn1`, `blocks.0-3.attn1`."""
+    """Check whether the layer's name matches the pattern, such as `blocks.*.attn1` or `blocks.0-3.attn1`."""
     return fnmatchcase(layer, pattern) or any(fnmatchcase(layer, one) for one in _without_ranges(pattern))
 
 
 def _without_ranges(pattern: str) -> Iterator[str]:
-    """Yield a pattern for each number of each range; none if there is no range."""
+    """Yield a pattern for each number of each range; yield nothing if there is no range."""
     if (found := _RANGE.search(pattern)) is None:
         return
     for number in range(int(found[1]), int(found[2]) + 1):

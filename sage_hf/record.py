@@ -1,8 +1,8 @@
-"""The record of what ran: the plan of every attention call, by layer.
+"""The record of the plan of every attention call, by layer.
 
 The operators of sage_kernels announce each call's plan. This module files it under the layer that made the call, logs
-each reason for a fallback once, warns once that emulation is slow, and lets observers watch the calls (metrics do).
-Calls inside a compiled graph have no layer: what ran in them is counted together.
+each reason for a fallback once, warns once that emulation is slow, and lets observers, such as metrics, watch the
+calls. Calls inside a compiled graph have no layer, so they are counted together.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PLANS_PER_LAYER = 256
 UNCOUNTED = 256
 KNOWN = 4096
 SLOW_SCORES = 2**26
-"""Number of scores (batch · heads · q_len · kv_len) from which an emulated call is called slow: a CPU core takes 10 to
-40 ns for each."""
+"""Number of scores (batch · heads · q_len · kv_len) from which an emulated call counts as slow: each takes a CPU core
+10 to 40 ns."""
 
 Result = TypeVar("Result")
 
@@ -43,11 +43,11 @@ class AttentionCall:
     """An eager call of `sage_attention`, as observers see it.
 
     Attributes:
-        layer: the module on whose behalf the call was made, or None.
+        layer: the module that made the call, or None.
         query, key, value: (batch, heads, tokens, channels), in autocast's dtype.
         attn_mask, blocks, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
         output: (batch, q_heads, q_len, v_head_dim).
-        plan: what ran.
+        plan: the kernels that ran.
     """
 
     layer: nn.Module | None
@@ -65,7 +65,7 @@ class AttentionCall:
 
 
 class _Thread(threading.local):
-    """The layers being run by this thread, innermost last, and the plan of its latest call."""
+    """The layers that this thread is running, innermost last, and the plan of its latest call."""
 
     def __init__(self) -> None:
         self.layers: list[nn.Module] = []
@@ -77,14 +77,14 @@ _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
 passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Reason why the latest call of a layer with a recipe ran no attention of ours."""
+"""Reason why the latest call of a layer with a recipe did not run our attention."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
 """Functions that `observe` has called with every eager call."""
 _logged: set[tuple[str, ...]] = set()
 _known: dict[int, Plan] = {}
-"""By their identity: plans that were filed before, at most KNOWN, about which there is nothing left to log."""
+"""Plans that were filed before, by identity, at most KNOWN; they have nothing left to log."""
 _lock = threading.Lock()
 
 
@@ -113,14 +113,14 @@ def forget(module: nn.Module) -> None:
 
 
 def note_passed_by(reason: str) -> None:
-    """Note why the present layer ran no attention of ours, and log it once."""
+    """Record why the current layer did not run our attention, and log the reason once."""
     if _thread.layers:
         passed_by[_thread.layers[-1]] = reason
     _log_once((reason,), reason)
 
 
 def compiled_outcomes() -> Counter[Outcome]:
-    """Return the outcomes of calls outside any layer, inside compiled graphs or called by hand, and how often.
+    """Return the outcomes, with their numbers, of calls outside any layer: inside compiled graphs or called by hand.
 
     Exact attention inside a compiled graph is PyTorch's own and is not counted, whether it was asked for or took over
     because gradients were wanted.
@@ -174,7 +174,7 @@ def file_plan(plan: Plan) -> None:
 
 
 def _count_outside() -> None:
-    """Count the plans of calls outside any layer, which takes longer than to keep them for a while."""
+    """Count the plans of calls outside any layer; counting takes longer than keeping them for a while."""
     with _lock, contextlib.suppress(IndexError):
         while True:
             _compiled[_outside.popleft().outcome] += 1
@@ -189,7 +189,7 @@ def notify_observers(
     options: Options,
     output: torch.Tensor,
 ) -> None:
-    """Describe the thread's latest call to the observers; arguments as of `attention.attend`."""
+    """Describe the thread's latest call to the observers; arguments as in `attention.attend`."""
     plan, _thread.latest = _thread.latest, None
     if plan is None:
         return

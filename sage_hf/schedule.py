@@ -1,4 +1,4 @@
-"""The denoising step that a denoiser is at, and the recipes of its layers at that step."""
+"""The current step of a denoiser, and the recipes of its layers at this step."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class StepSchedule:
     The step is the position of the denoiser's timestep among the timesteps of the running pipeline's scheduler. This
     handles calls that share a step (classifier-free guidance), schedules entered in the middle (video to video), two
     denoisers that share one schedule (Wan 2.2), and pipelines that share one denoiser, each with its own scheduler.
-    A pipeline that tells its `current_timestep` is believed if that is one of its scheduler's, whatever the denoiser is
-    given: Cosmos 2 gives σ / (σ + 1), and Cosmos 2.5 gives clean frames another timestep. If neither is one of the
-    scheduler's timesteps, or there is no pipeline, changes of the denoiser's timestep are counted instead; a change in
-    the opposite direction starts a new generation. A second-order scheduler may have timesteps between two steps
-    (KDPM2), which belong to the step before them. Every other distinct timestep is a step, even if a scheduler has more
-    of them than it was asked for (PNDM).
+    If a pipeline's `current_timestep` is one of its scheduler's timesteps, it counts, whatever the denoiser gets:
+    Cosmos 2 passes σ / (σ + 1), and Cosmos 2.5 passes another timestep for clean frames. If neither timestep is one of
+    the scheduler's, or there is no pipeline, changes of the denoiser's timestep are counted instead; a change in the
+    opposite direction starts a new generation. A second-order scheduler may have timesteps between two steps (KDPM2),
+    which belong to the earlier step. Every other distinct timestep is a step, even if a scheduler has more timesteps
+    than it was asked for (PNDM).
 
-    The running pipeline is the one whose call encloses the denoiser's, in the same thread. A call from elsewhere, such
-    as a loop of your own, counts as a call of the pipeline given to `sage_hf.apply`, which is logged once. Pickling
-    drops that pipeline: an unpickled schedule follows the pipeline that runs it, and raises if there is none. While the
-    scheduler has no timesteps, changes are counted.
+    The running pipeline is the pipeline whose call contains the denoiser's call, in the same thread. A call from
+    elsewhere, such as a loop of your own, counts as a call of the pipeline given to `sage_hf.apply`, which is logged
+    once. Pickling drops that pipeline: an unpickled schedule follows the pipeline that runs it, and raises if there is
+    none. While the scheduler has no timesteps, changes are counted.
 
     Limits: a loop of your own inside the call of another pipeline counts as that pipeline's loop. Threads must not run
-    one denoiser at the same time. A configuration holds for every pipeline that shares the denoiser; the one applied
-    last is in force.
+    one denoiser at the same time. A configuration holds for every pipeline that shares the denoiser; the last applied
+    configuration is in force.
 
     A processor's recipe is assigned only when it changes, so a compiled layer guards on a string that rarely changes.
     """
@@ -70,7 +70,7 @@ class StepSchedule:
             on_step: called with the step of each call of the denoiser; 0 is the first.
 
         Raises:
-            ValueError: a step rule counts from the end, and no pipeline tells the number of steps.
+            ValueError: a step rule counts from the end, but no pipeline knows the number of steps.
         """
         if pipe is None and any(rule.counts_from_end for rule in config.steps):
             raise ValueError(
@@ -89,7 +89,7 @@ class StepSchedule:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        follow_pipelines()  # also in a process that only loads what another one switched
+        follow_pipelines()  # also in a process that only loads a switched model
 
     def attach(self, denoiser: nn.Module) -> torch.utils.hooks.RemovableHandle:
         """Follow the calls of `denoiser` until `remove()` of the returned handle.
@@ -119,8 +119,8 @@ class StepSchedule:
         """Move to the step of `timestep` and assign the recipes of that step.
 
         Args:
-            timestep: of any shape; the largest counts.
-            pipe: the running pipeline; None: the one given to the constructor.
+            timestep: timesteps of any shape; the largest counts.
+            pipe: the running pipeline; None: the pipeline given to the constructor.
 
         Raises:
             RuntimeError: the pipeline given to the constructor no longer exists, so the step is unknown.
@@ -144,7 +144,7 @@ class StepSchedule:
             pipe = self._pipe()
             if pipe is None:
                 raise RuntimeError(
-                    "the pipeline given to sage_hf.apply is gone: keep it, or apply again to what is used now"
+                    "the pipeline given to sage_hf.apply is gone: keep it, or apply again to the new pipeline"
                 )
         scheduler = pipe.scheduler
         if getattr(scheduler, "timesteps", None) is None:
@@ -156,7 +156,7 @@ class StepSchedule:
 
 
 class Generation:
-    """A pass through a scheduler's timesteps, or through timesteps that are counted as they come.
+    """A pass through a scheduler's timesteps, or through timesteps that are counted one by one.
 
     Attributes:
         timesteps: the scheduler's own tensor; None without a scheduler.
@@ -171,7 +171,7 @@ class Generation:
         self._places: list[float] = []
         self._steps: list[int] = []  # of the places
         self._units: list[Unit] = []
-        self._told = True  # whether all timesteps that were told so far are among the scheduler's
+        self._told = True  # whether all of the pipeline's timesteps so far are among the scheduler's
         self._place = 0
         self._last: float | None = None
         self._direction = 0
@@ -182,10 +182,10 @@ class Generation:
         generation = cls()
         generation.timesteps = scheduler.timesteps
         timesteps = scheduler.timesteps.tolist()
-        generation._places = list(dict.fromkeys(timesteps))  # second-order schedulers repeat some
+        generation._places = list(dict.fromkeys(timesteps))  # second-order schedulers repeat some timesteps
         generation._units = units(getattr(scheduler, "config", {}).get("num_train_timesteps", 1000))
         found = generation._find(first)
-        # 1.0 may be the first timestep in one unit and the last in another: prefer the unit where it comes earlier.
+        # 1.0 may be the first timestep in one unit and the last in another: the unit in which it comes earlier wins.
         generation._units = sorted(found, key=found.__getitem__)
         places = len(generation._places)
         generation.num_steps = steps = places
@@ -193,14 +193,14 @@ class Generation:
             generation.num_steps = steps = min(places, scheduler.num_inference_steps)
         generation._steps = [place * steps // places for place in range(places)]
         if order > 1 and len(begun := timesteps[::order]) == scheduler.num_inference_steps:
-            # What lies between two steps may be equal to the next one (KDPM2 with ancestral sampling).
+            # A timestep between two steps may equal the next step (KDPM2 with ancestral sampling).
             of_begun = {timestep: step for step, timestep in enumerate(begun)}
             generation._steps = [of_begun.get(one, timesteps.index(one) // order) for one in generation._places]
             generation.num_steps = len(begun)
         return generation
 
     def advance(self, value: float, told: float | None = None) -> None:
-        """Move to the step of the timestep `value`; `told` is what the pipeline calls its timestep, None if nothing."""
+        """Move to the step of the timestep `value`; `told` is the pipeline's `current_timestep`, or None."""
         self._count(value)
         self._told = self._told and told in self._places
         if told is not None and self._told:
@@ -210,12 +210,12 @@ class Generation:
             self._units = list(found)
             if found:
                 self._place = found[self._units[0]]
-        # A place that was counted may lie behind the scheduler's last one.
+        # A counted place may lie after the scheduler's last place.
         behind = self._place - len(self._steps)
         self.step = self._steps[self._place] if behind < 0 else (self.num_steps or 0) + behind
 
     def _find(self, value: float) -> dict[Unit, int]:
-        """Return the place of `value` among the scheduler's timesteps, for each unit in which it is one of them."""
+        """Return the place of `value` among the scheduler's timesteps, for each unit in which it is a timestep."""
         places = {unit: unit.place(value, self._places) for unit in self._units}
         return {unit: place for unit, place in places.items() if place is not None}
 
@@ -230,7 +230,7 @@ class Generation:
 
 
 def told_timestep(pipe: Any) -> float | None:
-    """Return the `current_timestep` of a running pipeline; None if it tells none, or several at once."""
+    """Return the `current_timestep` of a running pipeline; None if it has none, or several at once."""
     told = getattr(pipe, "current_timestep", None)
     if isinstance(told, Tensor):
         return float(told) if told.numel() == 1 else None
@@ -258,7 +258,7 @@ class Unit:
     """Conversion of a denoiser's timestep to the scheduler's: scale · timestep + offset.
 
     Attributes:
-        scale, offset: the factor and the summand above.
+        scale, offset: factor and summand of the conversion.
         relative, absolute: tolerance of the result: relative · |scheduler's timestep| + absolute.
     """
 
@@ -292,7 +292,7 @@ class _PipelineReference(weakref.ref):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # nothing else holds the set, so that it is gone when loading ends
+        return type(self), (set(),)  # nothing else holds the set, so it is gone when loading ends
 
 
 class _Generations(weakref.WeakKeyDictionary):

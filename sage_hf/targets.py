@@ -1,4 +1,4 @@
-"""The models of a pipeline whose attention can be switched, and those models' attention layers."""
+"""The models of a pipeline whose attention can be switched, and their attention layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sage_hf.changes import inner
 from sage_hf.transformers.bridge import is_pretrained_model
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-"""Names of the first denoisers of a pipeline."""
+"""Names of a pipeline's main denoisers, which come first."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Target:
 
     Attributes:
         name: the model's name in the pipeline if several of its models are switched, else "".
-        model: the model as given, possibly compiled; of PEFT's or PyTorch's wrapper (DDP) the model inside.
+        model: the model as given, possibly compiled; for a wrapper of PEFT or PyTorch (DDP), the model inside.
         library: "diffusers" or "transformers".
         layers: the attention layers, by dotted name in the (uncompiled) model.
     """
@@ -39,9 +39,9 @@ class Target:
 
 
 def find_targets(pipe_or_model: object) -> list[Target]:
-    """Return the denoisers of a diffusers pipeline and what else attends in every step, or the model itself.
+    """Return a diffusers pipeline's denoisers and other models that attend in every step, or the model itself.
 
-    A model that a pipeline has under several names is one target, with the first of them.
+    A model that a pipeline has under several names is one target, with the first name.
 
     Raises:
         TypeError: the argument is neither a pipeline with a denoiser nor a model.
@@ -59,7 +59,7 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     if not models:
         raise TypeError(
             f"expected a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}, or another model with attention "
-            f"that is told the timestep), or a diffusers or transformers model, got {type(pipe_or_model).__name__}"
+            f"that gets the timestep), or a diffusers or transformers model, got {type(pipe_or_model).__name__}"
         )
     return [_target(name if len(models) > 1 else "", model) for name, model in models.items()]
 
@@ -70,9 +70,10 @@ def architecture_of(targets: Sequence[Target]) -> str:
 
 
 def _attends_in_steps(model: object) -> bool:
-    """Check whether a part of a pipeline has attention and is told the time: a denoiser, a prior or a ControlNet.
+    """Check whether a pipeline's component has attention and gets the timestep: a denoiser, a prior or a ControlNet.
 
-    Text encoders and autoencoders are not told, except decoders that denoise, which diffusers has among autoencoders.
+    Text encoders and autoencoders do not get it, except decoders that denoise, which diffusers counts among
+    autoencoders.
     """
     plain = inner(model)
     if not isinstance(plain, nn.Module) or is_pretrained_model(plain) or not diffusers.attention_layers(plain):
@@ -81,7 +82,7 @@ def _attends_in_steps(model: object) -> bool:
 
 
 def denoises(model_class: type) -> bool:
-    """Check whether models of a class are told the time: denoisers, priors and ControlNets, but no autoencoders."""
+    """Check whether models of a class get the timestep: denoisers, priors and ControlNets, but not autoencoders."""
     if any(base.__module__.startswith("diffusers.models.autoencoders.") for base in model_class.__mro__):
         return False
     return any("time" in name for name in inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
@@ -89,7 +90,7 @@ def denoises(model_class: type) -> bool:
 
 def _target(name: str, model: nn.Module) -> Target:
     plain = inner(model)
-    if hasattr(plain, "get_base_model"):  # PEFT's wrapper, whose adapters stand in the model inside
+    if hasattr(plain, "get_base_model"):  # PEFT's wrapper; its adapters are in the model inside
         return _target(name, plain.get_base_model())
     # PyTorch's wrappers (DDP, FSDP, DataParallel, AveragedModel) take any argument.
     if isinstance(module := getattr(plain, "module", None), nn.Module):

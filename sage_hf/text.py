@@ -1,4 +1,4 @@
-"""Text for terminals, which may know no characters but ASCII."""
+"""Text for terminals, which may support only ASCII."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HANDLER = "sage_hf.spelled"
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Return a substitute for characters that an encoding lacks, and the place to go on; a codec's error handler."""
+    """Return a substitute for characters that an encoding lacks, and the place to continue; a codec's error handler."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_SPELLED)
@@ -24,12 +24,13 @@ codecs.register_error(_HANDLER, _spell)
 
 
 def to_ascii(text: str) -> str:
-    """Return the text with what ASCII lacks spelled out: "->" for an arrow, an escape for a letter."""
+    """Return the text with non-ASCII characters spelled out: "->" for an arrow, an escape for a letter."""
     return text.encode("ascii", _HANDLER).decode()
 
 
 def allow_any_text(*streams: TextIO) -> None:
-    """Have the streams spell out characters that their encoding lacks, as `to_ascii` does, where they would raise."""
+    """Let the streams spell out characters that their encoding lacks, as `to_ascii` does, instead of raising an
+    error."""
     for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=_HANDLER)

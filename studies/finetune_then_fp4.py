@@ -2,13 +2,13 @@
 
 python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/results
 
-The task is arithmetic in a few sentences: each text holds as many solved problems as fit in TOKENS tokens, and only the
-answers count in the loss. An answer behind the first UNSCORED tokens is right if each of its tokens is the most likely
-one. The same seed draws the same problems for every training; the test has others.
+The task is arithmetic in a few sentences: each text holds as many solved problems as fit into TOKENS tokens, and only
+the answers count in the loss. An answer after the first UNSCORED tokens is right if each of its tokens is the most
+likely token. The same seed draws the same problems for every training; the test has other problems.
 
-The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written when it
-is measured; a run with the same versions and commit goes on where one before it ended. "right" is a share, "loss" the
-mean of the last tenth of the steps, and "tokens_per_second" the speed of the last half of the training's steps.
+The JSON is <device>-finetune_then_fp4.json, with a row for each seed, method, training and inference, written after
+each measurement; a run with the same versions and commit continues an earlier run. "right" is a share, "loss" the mean
+of the last tenth of the steps, and "tokens_per_second" the speed of the last half of the training's steps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RATE = {"lora": 1e-3, "full": 5e-5}
 """Learning rates."""
 TOKENS = 512
 UNSCORED = 128
-"""First tokens of a text, whose answers are not scored: they see few keys in low bits."""
+"""Number of a text's first tokens, whose answers are not scored: they see few low-bit keys."""
 IGNORED = -100
-"""Label of tokens that are no answer."""
+"""Label of tokens that are not part of an answer."""
 NAMES = ("Ada", "Ben", "Cara", "Dan", "Eve", "Finn")
 THINGS = ("apples", "books", "coins", "shells", "pens", "stamps")
 WARM_UP = 20
-"""Steps in which the learning rate rises; it falls to 0 after them."""
+"""Number of steps in which the learning rate rises; afterwards it falls to 0."""
 
 
 def problem(draw: random.Random) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def problem(draw: random.Random) -> tuple[str, str]:
 
 
 def texts(tokenizer: Any, draw: random.Random, count: int) -> tuple[Tensor, Tensor]:
-    """Draw texts of solved problems, and their labels: IGNORED but for answers. Both are int64 (count, TOKENS)."""
+    """Draw texts of solved problems, and their labels: IGNORED except for answers. Both are int64 (count, TOKENS)."""
 
     def encode(part: str) -> list[int]:
         return tokenizer(part, add_special_tokens=False).input_ids
@@ -87,7 +87,8 @@ def share_right(predicted: Tensor, labels: Tensor) -> float:
 
     Args:
         predicted: int64 (texts, TOKENS), the most likely token at each place.
-        labels: as of `texts`. Answers that begin within the first UNSCORED tokens, or reach the last, do not count.
+        labels: as from `texts`. Answers that begin within the first UNSCORED tokens, or reach the last token, do not
+            count.
     """
     right = every = 0
     for guess, wanted in zip(predicted.tolist(), labels.tolist(), strict=True):
@@ -101,8 +102,8 @@ def share_right(predicted: Tensor, labels: Tensor) -> float:
 
 
 def trainable(model: Any, method: str) -> Any:
-    """Return a copy of a model in float32 whose weights, or low-rank additions to them, are to be trained."""
-    # transformers refuses this of models that it read from GGUF, although their weights are dequantised.
+    """Return a copy of a model in float32, to train its weights or low-rank additions to them."""
+    # transformers refuses to train models that it read from GGUF, although their weights are dequantised.
     copy = torch.nn.Module.float(deepcopy(model))
     if method == "full":
         return copy
@@ -119,7 +120,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 def train(
     model: Any, tokenizer: Any, training: str, method: str, seed: int, steps: int, batch: int
 ) -> dict[str, float]:
-    """Train a model with an attention of TRAINING, and return "loss" and "tokens_per_second" of a row."""
+    """Train a model with one of TRAINING's attentions, and return a row's "loss" and "tokens_per_second"."""
     model.train()
     if training == fp8_training.NAME:
         model.set_attn_implementation(training)
@@ -153,7 +154,7 @@ def train(
 
 @torch.no_grad()
 def score(model: Any, tokenizer: Any, recipe: str, count: int, batch: int) -> float:
-    """Return the share of the test's answers that are right with the attention of a recipe."""
+    """Return the share of the test's answers that are right with a recipe's attention."""
     model.eval()
     use_recipe(model, recipe)
     ids, labels = texts(tokenizer, random.Random("test"), count)
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="folder for the JSON")
     args = parser.parse_args()
     start = time.monotonic()
-    set_routing(False)  # short sequences would train exactly, and the recipes are what is compared
+    set_routing(False)  # short sequences would train exactly, but the recipes are to be compared
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)

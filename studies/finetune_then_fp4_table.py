@@ -1,4 +1,4 @@
-"""Table of a language model that was fine-tuned by several attentions and answers by several, in Markdown."""
+"""Markdown table of a language model that was fine-tuned, and then answers, with several attentions."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """Return the mean, and the least and the largest of several values."""
+    """Return the mean, and the range of several values."""
     mean = f"{statistics.mean(values):{form}}"
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"

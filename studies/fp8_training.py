@@ -1,7 +1,8 @@
 """Causal attention whose operands are rounded to FP8 (e4m3) in training, registered with transformers as NAME.
 
-Q and K have a scale for each token, V for each channel, and P = exp(S - max) a constant one; the denominator is the sum
-before rounding. The gradient passes each rounding unchanged (the straight-through estimator, arXiv 1308.3432).
+Q and K have a scale for each token, V has a scale for each channel, and P = exp(S - max) a constant scale; the
+denominator is the sum before rounding. The gradient passes each rounding unchanged (the straight-through estimator,
+arXiv 1308.3432).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ def rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def scale_of(x: Tensor, dim: int) -> Tensor:
-    """Return the scale with which the largest element along a dimension becomes the largest of e4m3."""
+    """Return the scale that maps the largest element along a dimension to e4m3's largest number."""
     return (x.detach().abs().amax(dim, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return causal attention, (batch, q_heads, tokens, head_dim) in float32, of as many keys as queries.
+    """Return causal attention, float32 (batch, q_heads, tokens, head_dim), of as many keys as queries.
 
     Args:
         query: (batch, q_heads, tokens, head_dim).
-        key, value: (batch, kv_heads, tokens, head_dim); a key's head serves q_heads / kv_heads queries' heads.
-        scale: of the scores.
+        key, value: (batch, kv_heads, tokens, head_dim); a key head serves q_heads / kv_heads query heads.
+        scale: factor of the scores.
     """
     group, tokens = query.shape[1] // key.shape[1], query.shape[2]
     query, key, value = (x.float() for x in (query, key, value))
@@ -55,7 +56,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what transformers asks for.
+    """Compute attention for transformers.
 
     Raises:
         ValueError: the call has a mask, or more keys than queries.

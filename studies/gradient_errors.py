@@ -1,10 +1,10 @@
-"""Measure what each choice in the recipes with gradients is worth: errors of O, dQ, dK, dV against float64.
+"""Measure the effect of each choice in the recipes with gradients: errors of O, dQ, dK, dV against float64.
 
 python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
 benchmarks/results/cpu-gradient_table.json
 
-All tensors are bfloat16. For drawn tensors dO is Gaussian. For trained models it is what the layer receives: in the
-video model from a Gaussian gradient of the model's output, in the language model from its loss.
+All tensors are bfloat16. For random tensors dO is Gaussian. For trained models it is the gradient that the layer
+receives: in the video model from a Gaussian gradient of the model's output, in the language model from its loss.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ RESULTS = ("O", "dQ", "dK", "dV")
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve the recipes'.
+    """Formats of the products of a backward pass (arXiv 2505.11594, section 4); kernels serve only the recipes'
+    formats.
 
     Attributes:
-        p: of P and dO in dV = Pᵀ·dO: "16bit", "int8" or "fp8".
-        ds: of dS, K and Q in dQ = dS·K and dK = dSᵀ·Q. K and Q in 16 bit are the forward's INT8 values.
-        dp: of dO and V in dP = dO·Vᵀ.
-        scales: extent of a scale in 8 bits. "row": a row of a tile of P or dS along the sum, and a token of dO or V in
-            dP; "tile": a tile, and a tile's tokens.
-        delta: the sum over a row of P∘dP that softmax's gradient subtracts. "output": rowsum(dO∘O) of the forward's
-            output; "consistent": the sum of the backward's own P and dP (arXiv 2603.00040).
+        p: format of P and dO in dV = Pᵀ·dO: "16bit", "int8" or "fp8".
+        ds: format of dS, K and Q in dQ = dS·K and dK = dSᵀ·Q. In 16 bits, K and Q have the forward pass's INT8 values.
+        dp: format of dO and V in dP = dO·Vᵀ.
+        scales: extent of an 8-bit format's scale. "row": a row of a tile of P or dS along the sum, and a token of dO or
+            V in dP; "tile": a tile, and a tile's tokens.
+        delta: the sum over a row of P∘dP that softmax's gradient subtracts. "output": rowsum(dO∘O) of the forward
+            pass's output; "consistent": the sum of the backward pass's own P and dP (arXiv 2603.00040).
     """
 
     p: str = "16bit"
@@ -54,11 +55,11 @@ class Formats:
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe with formats of its backward pass, and numbers of consecutive tokens of Q and K that share a scale.
+    """A recipe with the formats of its backward pass, and the numbers of tokens of Q and K that share a scale.
 
     Attributes:
         recipe: formats and transforms of the forward pass.
-        formats: of the backward pass.
+        formats: formats of the backward pass.
         query_tokens: 1…128; 1 is the recipe's choice.
         key_tokens: 64 or 128; None is the recipe's choice. As in the recipes, scales of K are bfloat16.
     """
@@ -73,7 +74,7 @@ INT8 = Formats(p="int8", ds="int8")
 
 
 def published(**formats: str) -> Variant:
-    """Return the recipe of arXiv 2505.11594, section 4, as far as its text tells.
+    """Return the recipe of arXiv 2505.11594, section 4, as far as the text specifies it.
 
     Scales are per tile, over 128 tokens of Q and 64 of K.
     """
@@ -81,7 +82,7 @@ def published(**formats: str) -> Variant:
     return Variant(recipe, replace(INT8, **{"scales": "tile", **formats}), 128, 64)
 
 
-# Variants of the default recipe, then of the paper's, which has INT8 in four of five products.
+# Variants of the default recipe, then of the paper's recipe, which has INT8 in four of five products.
 VARIANTS: dict[str, Variant] = {
     "`sage_bwd`": Variant(BWD),
     "`sage_bwd`, consistent δ": Variant(BWD, Formats(delta="consistent")),
@@ -164,7 +165,7 @@ def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:
 
 
 TILE = 64
-"""Queries, and keys, of a tile of the backward pass."""
+"""Numbers of queries and keys of a tile of the backward pass."""
 
 
 def gradients(
@@ -178,7 +179,7 @@ def gradients(
     is_causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dQ, dK and dV in value's dtype, of all scores at once; arguments as of the reference's backward pass."""
+    """Return dQ, dK and dV in value's dtype, from all scores at once; arguments as in the reference's backward pass."""
     formats, recipe, dtype = variant.formats, variant.recipe, value.dtype
     (kv_heads, kv_len), (q_heads, q_len) = value.shape[1:3], gradient.shape[1:3]
     group = q_heads // kv_heads
@@ -195,7 +196,7 @@ def gradients(
         return (transforms.unrotate(x) if recipe.rotate else x) * factor
 
     def operand(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Q or K as dS is multiplied by it, and the factor of dS before dS is rounded."""
+        """Return the Q or K that multiplies dS, and the factor of dS before rounding."""
         if formats.ds == "16bit":
             return (restored(codes, factor) * scale).to(dtype).float(), torch.ones_like(scale)
         return (codes if formats.ds == "int8" else fp8.round_to_e4m3(codes).float()), scale
@@ -230,7 +231,7 @@ def gradients(
 def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Round x (batch, heads, rows, columns) to `dtype` ("16bit"), or to INT8 or e4m3 with a scale per block.
 
-    A block has as many rows and columns as `extent` says, -1 for all.
+    `extent` is a block's number of rows and columns; -1 means all.
     """
     if kind == "16bit":
         return x.to(dtype).float()
@@ -242,7 +243,7 @@ def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dt
 
 
 def transformed(x: torch.Tensor, recipe: Recipe, equalizer: torch.Tensor | None, power: int) -> torch.Tensor:
-    """Return Q (power 1) or K (power -1), with head_dim a power of two, equalized and rotated as the recipe says."""
+    """Return Q (power 1) or K (power -1), head_dim padded to a power of two, equalized and rotated by the recipe."""
     if equalizer is not None:
         x = x * (equalizer**power).repeat_interleave(x.shape[1] // equalizer.shape[1], 1)
     return transforms.rotate(x) if recipe.rotate else x
@@ -257,8 +258,8 @@ def in_blocks(x: torch.Tensor, tokens: int, scale_dtype: torch.dtype) -> tuple[t
 def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], variant: Variant) -> dict[str, dict]:
     """Return the errors of O, dQ, dK and dV over all samples: cosine similarity, relative L1 error and relative RMSE.
 
-    Each sample is scaled so that the root mean square of the truth is 1: a layer with small gradients counts like the
-    others.
+    Each sample is scaled so that the root mean square of the truth is 1: a layer with small gradients counts like other
+    layers.
     """
     sums = {name: ErrorSums() for name in RESULTS}
     for sample, truth in zip(samples, truths, strict=True):
@@ -279,7 +280,7 @@ def markdown(rows: list[dict], name: str) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """Return a Markdown table of relative L1 errors of dQ / dK / dV, for our recipes and the published one."""
+    """Return a Markdown table of relative L1 errors of dQ / dK / dV, for our recipes and the published recipe."""
     sets = [name for name in rows[0] if name != "variant"]
     lines = [
         [
@@ -295,7 +296,7 @@ def summary(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--video", help="CogVideoX pipeline folder whose activations and gradients to measure on")
-    parser.add_argument("--text", help="causal language model of transformers, folder or id, likewise")
+    parser.add_argument("--text", help="causal language model of transformers, folder or id, to measure too")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the drawn tensors")
     parser.add_argument("--output", type=Path, help="where to write the table as JSON")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Greedy answers of a language model: its prompts, and how long an answer stays that with exact attention."""
+"""Greedy answers of a language model: prompts, and the number of tokens until an answer differs from the exact
+answer."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ QUESTIONS = (
     "Write one sentence about the sea.",
 )
 CONTINUED = 1024
-"""Tokens of the text that are continued greedily."""
+"""Number of the text's tokens that are continued greedily."""
 NEW_TOKENS = 32
-"""Tokens of a greedy answer."""
+"""Number of tokens of a greedy answer."""
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def answer(model: Any, ids: Tensor, **options: Any) -> list[int]:
 
 
 def prompts(tokenizer: Any, text: Tensor) -> dict[str, Tensor]:
-    """Return prompts by their names, (1, tokens): questions as the model's chats have them, and a text to continue."""
+    """Return prompts (1, tokens) by name: questions in the model's chat format, and a text to continue."""
     (continued,) = windows(text, CONTINUED, 1, beginning(tokenizer))
     found = {f"the first {CONTINUED} tokens of the text": continued}
     for question in QUESTIONS:
@@ -45,6 +46,6 @@ def prompts(tokenizer: Any, text: Tensor) -> dict[str, Tensor]:
 
 
 def same_beginning(one: list[int], other: list[int]) -> int:
-    """Return how many tokens are equal from the first on."""
+    """Return the number of equal tokens before the first difference."""
     equal = [a == b for a, b in zip(one, other, strict=False)]
     return equal.index(False) if False in equal else len(equal)

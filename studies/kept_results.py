@@ -1,4 +1,4 @@
-"""Results of a study that are written row by row, so that a run goes on where one before it ended."""
+"""Results of a study, written row by row, so that a run continues an earlier run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sage_hf.bench import results
 
 
 class Results:
-    """The tables of a JSON file, and the keys of the rows that need not be measured again."""
+    """The tables of a JSON file, and the keys of rows that need no new measurement."""
 
     def __init__(self, path: Path, facts: dict[str, Any], tables: Sequence[str]) -> None:
-        """Keep the tables of a run with the same facts but the date."""
+        """Keep the tables of a run whose facts are the same, except for the date."""
         before = results.read(path) or {}
         same = all(before.get(name) == value for name, value in facts.items() if name != "date")
         self.path = path

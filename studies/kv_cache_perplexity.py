@@ -1,12 +1,12 @@
-"""Measure a language model's predictions through a low-bit KV cache, token by token as it would generate.
+"""Measure a language model's predictions through a low-bit KV cache, token by token as in generation.
 
 python studies/kv_cache_perplexity.py MODEL TEXT... --tokens 2048 --output benchmarks/results
 
-MODEL is a folder of safetensors or a GGUF file. The first 512 tokens are a prompt; the others come behind it, 16 at a
-time, each of which sees the earlier ones as the cache holds them. Ours is compared with the 4-bit caches of QServe
-(arXiv 2405.04532, sections 4.2 and 5.3) and Atom (arXiv 2310.19102, section 4.4), whose K and V are rounded as these
-describe and kept in floating point: both have a scale and a zero point for each token and head, and no token in 16
-bits; QServe divides K's channels by their largest elements before (SmoothAttention).
+MODEL is a folder of safetensors or a GGUF file. The first 512 tokens are a prompt; the others follow 16 at a time, and
+each token sees the earlier tokens as the cache stores them. Ours is compared with the 4-bit caches of QServe (arXiv
+2405.04532, sections 4.2 and 5.3) and Atom (arXiv 2310.19102, section 4.4), whose K and V are rounded as these describe
+and kept in floating point: both have a scale and a zero point for each token and head, and no token in 16 bits; QServe
+divides K's channels by their largest elements before (SmoothAttention).
 
 The JSON is <device>-kv_cache_perplexity.json, written row by row, with the tables "rows", "needles" and "answers" of
 `trained_models`; the facts are hidden in the prompt, and asked for behind it.
@@ -55,7 +55,8 @@ class RoundedLayer(DynamicLayer):
         self.factor: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep new tokens (batch, kv_heads, tokens, head_dim) rounded; attention to a prompt sees it as it is."""
+        """Store rounded new tokens (batch, kv_heads, tokens, head_dim); attention within a prompt sees unrounded
+        tokens."""
         is_prompt = self.factor is None
         if self.factor is None:
             self.factor = smoothing_factor(key_states) if self.smooth else torch.ones_like(key_states[:, :, :1])
@@ -67,7 +68,7 @@ class RoundedLayer(DynamicLayer):
 def smoothing_factor(key: Tensor) -> Tensor:
     """Return the divisor of K in SmoothAttention, (batch, kv_heads, 1, head_dim).
 
-    A channel and that half of head_dim from it, which the rotary embedding mixes, have the same.
+    The two channels that the rotary embedding mixes, half of head_dim apart, have the same divisor.
     """
     largest = key.abs().amax(2, keepdim=True).unflatten(-1, (2, -1)).amax(-2, keepdim=True)
     return largest.clamp_min(1e-4).pow(SMOOTHING).expand(*largest.shape[:-2], 2, -1).flatten(-2)
@@ -89,7 +90,8 @@ CACHES: dict[str, Callable[[Any], Cache]] = {
 
 
 def through_cache(model: Any, ids: Tensor, prompt: int, cache: Cache) -> Tensor:
-    """Return the hidden states (tokens, hidden size) of ids (1, tokens): a prompt comes first, then CHUNK at a time."""
+    """Return the hidden states (tokens, hidden size) of ids (1, tokens): first the prompt, then CHUNK tokens at a
+    time."""
     parts = (ids[:, :prompt], *ids[:, prompt:].split(CHUNK, 1))
     return torch.cat([hidden_states(model, part, use_cache=True, **{cache_keyword(model): cache}) for part in parts])
 
@@ -124,7 +126,7 @@ def main() -> None:
             found = through_cache(model, ids, PROMPT, make(model.config))
             exact = found if exact is None else exact
             differences = Differences()
-            # The prompt's tokens see no cache: they are left out.
+            # The prompt's tokens do not read the cache, so they are left out.
             differences.add(head, exact[PROMPT:-1], found[PROMPT:-1], ids[0, PROMPT + 1 :])
             facts = {"format": format, "tokens": tokens}
             add("rows", facts | {"prompt": PROMPT} | differences.row())

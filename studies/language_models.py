@@ -1,4 +1,4 @@
-"""Trained language models for the studies: reading them, and the differences of their predictions from exact ones."""
+"""Trained language models for the studies: loading, and differences of their predictions from exact predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sage_hf import record
 from sage_hf.explain import explain
 
 HEAD_TOKENS = 512
-"""Tokens whose logits are in memory at once."""
+"""Number of tokens whose logits are in memory at once."""
 
 
 def read_model(path: Path, device: torch.device) -> tuple[Any, Any]:
@@ -25,11 +25,11 @@ def read_model(path: Path, device: torch.device) -> tuple[Any, Any]:
 
     Args:
         path: a folder of safetensors, or a GGUF file, whose weights are dequantised (this needs the package `gguf`).
-        device: where the model goes.
+        device: device of the model.
 
     Raises:
-        ValueError: the model's logits are not a linear function of its hidden states, or this transformers reads the
-            tokenizer wrongly.
+        ValueError: the model's logits are not a linear function of its hidden states, or the installed transformers
+            reads the tokenizer wrongly.
     """
     folder, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -47,12 +47,12 @@ def read_tokens(tokenizer: Any, texts: Sequence[Path]) -> Tensor:
 
 
 def beginning(tokenizer: Any) -> Tensor:
-    """Return the tokens, int64, that every text of a model begins with: BOS, or none."""
+    """Return the tokens, int64, with which every text of a model begins: BOS, or none."""
     return torch.tensor(tokenizer("").input_ids, dtype=torch.int64)
 
 
 def windows(text: Tensor, tokens: int, samples: int, first: Tensor) -> list[Tensor]:
-    """Cut a text into parts (1, tokens), each behind the tokens `first`, and return at most `samples` of them.
+    """Cut a text into parts (1, tokens), each after the tokens `first`, and return at most `samples` parts.
 
     Raises:
         ValueError: the text is shorter than one part.
@@ -65,7 +65,7 @@ def windows(text: Tensor, tokens: int, samples: int, first: Tensor) -> list[Tens
 
 @torch.no_grad()
 def check_tokenizer(tokenizer: Any) -> None:
-    """Compare the tokens of a word with the vocabulary: transformers 5.17 takes Gemma's GGUF files apart wrongly.
+    """Compare the tokens of a word with the vocabulary, because transformers 5.17 reads Gemma's GGUF files wrongly.
 
     Raises:
         ValueError: a word of the vocabulary is several tokens.
@@ -76,7 +76,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_head(model: Any) -> None:
-    """Compare `Head` with the model's own logits of a few tokens.
+    """Compare `Head` with the model's own logits for a few tokens.
 
     Raises:
         ValueError: they differ.
@@ -94,7 +94,7 @@ def use_recipe(model: Any, name: str) -> None:
 
 
 def check_recipe(model: Any, name: str) -> None:
-    """Raise RuntimeError if the model has run something else since `use_recipe`."""
+    """Raise RuntimeError if the model has run another recipe since `use_recipe`."""
     ran = {row.recipe for row in explain(model).rows if row.calls}
     if name != "exact" and ran != {name}:
         raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran)) or 'nothing of ours'} ran")
@@ -107,7 +107,7 @@ def hidden_states(model: Any, ids: Tensor, **options: Any) -> Tensor:
     Args:
         model: the model.
         ids: int64.
-        options: keywords for the model; it uses no cache unless these say so.
+        options: keywords for the model; without them, it uses no cache.
     """
     return model.base_model(ids, **({"use_cache": False} | options)).last_hidden_state[0]
 
@@ -127,15 +127,15 @@ class Head:
 
 @dataclass
 class Differences:
-    """Sums over predicted tokens of how predictions differ from the exact ones.
+    """Sums, over predicted tokens, of differences between predictions and exact predictions.
 
     Attributes:
         tokens: number of predicted tokens.
         exact_loss: sum of the losses with exact attention, in nats.
         change: sum of the changes of the loss.
-        squares: sum of their squares.
-        kl: sum of the Kullback-Leibler divergences of the predictions from the exact ones, in nats.
-        same_top: number of tokens for which both predict the same as the most likely.
+        squares: sum of the squares of these changes.
+        kl: sum of the Kullback-Leibler divergences of the predictions from the exact predictions, in nats.
+        same_top: number of tokens for which both predict the same most likely token.
     """
 
     tokens: int = 0
@@ -150,8 +150,8 @@ class Differences:
         """Add the predictions of a text.
 
         Args:
-            head: of the model.
-            exact, found: (tokens, hidden size), the hidden states that predict the targets.
+            head: the model's output head.
+            exact, found: hidden states that predict the targets, (tokens, hidden size).
             targets: int64 (tokens,).
         """
         for hidden, other, wanted in zip(*(x.split(HEAD_TOKENS) for x in (exact, found, targets)), strict=True):

@@ -1,4 +1,4 @@
-"""Measure what each choice in the FP4 and INT8 recipes is worth: relative L1 error of the output against float64.
+"""Measure the effect of each choice in the FP4 and INT8 recipes: relative L1 error of the output against float64.
 
 python studies/output_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
 benchmarks/results/cpu-error_table.json
@@ -27,7 +27,7 @@ PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
 STEPS = {"scale_steps": SAGE3.scale_steps, "key_scale_steps": SAGE3.key_scale_steps}
 SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, **STEPS)
 
-# From the published recipe to ours, one choice at a time; then ours without one of its choices.
+# From the published recipe to ours, one choice at a time; then our recipe without one of its choices.
 VARIANTS: dict[str, Recipe] = {
     "NVFP4, no smoothing": replace(PAPER, smooth_q=False, smooth_k=False),
     "smooth K": replace(PAPER, smooth_q=False),
@@ -68,7 +68,7 @@ def markdown(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--video", help="CogVideoX pipeline folder whose activations to measure on")
-    parser.add_argument("--text", help="transformers text encoder, folder or id, likewise")
+    parser.add_argument("--text", help="transformers text encoder, folder or id, to measure too")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the drawn tensors")
     parser.add_argument("--output", type=Path, help="where to write the table as JSON")
     arguments = parser.parse_args()

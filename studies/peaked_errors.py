@@ -1,11 +1,12 @@
-"""Measure errors where attention is peaked, with and without the recipes' outlier handling, and of others' kernels.
+"""Measure errors of peaked attention: our recipes with and without outlier handling, and other libraries' kernels.
 
-python studies/peaked_errors.py --output benchmarks/results                  # on this GPU: our kernels and others'
-python studies/peaked_errors.py --device cpu --output benchmarks/results     # the reference, on the shorter tensors
+python studies/peaked_errors.py --output benchmarks/results                  # on this GPU: our kernels and other
+libraries' python studies/peaked_errors.py --device cpu --output benchmarks/results     # the reference, on the shorter
+tensors
 
 Errors are relative L1 errors of the output against exact attention in float64, on the tensors of `peaked_tensors`. The
-JSON is <device>-peaked.json, written whenever a tensor is done; a row has "tensor", "provider" (a recipe or another
-provider), "rel_l1" and, for recipes, "outlier_handling" (whether outliers are handled) and "kernel".
+JSON is <device>-peaked.json, written after each tensor; a row has "tensor", "provider" (a recipe or another provider),
+"rel_l1" and, for recipes, "outlier_handling" (True: with outlier handling) and "kernel".
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ LABELS = {provider.name: provider.label for provider in OTHERS}
 LONGEST_ON_CPU = 8192
 """Largest number of keys that the reference computes."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
-"""Providers whose causal attention aligns the last query with the last key; others' has as many queries as keys."""
+"""Providers whose causal attention aligns the last query with the last key; others need as many queries as keys."""
 
 
 @contextmanager
 def registered(recipe: Recipe) -> Iterator[None]:
-    """Let the operators know a recipe by its name while the block runs."""
+    """Register a recipe's name with the operators while the block runs."""
     before = RECIPES.copy()
     RECIPES[recipe.name] = recipe
     try:
@@ -60,7 +61,7 @@ def registered(recipe: Recipe) -> Iterator[None]:
 
 
 def variants(name: str) -> dict[bool, Recipe]:
-    """Return the recipe without outlier handling (False), by a name of its own, and, if it has any, with it (True)."""
+    """Return the recipe without outlier handling (False), under another name; and with it (True), if it has any."""
     recipe, plain = RECIPES[name], without_outlier_handling(RECIPES[name])
     plain = plain if plain == recipe else replace(plain, name=f"{name} without outlier handling")
     return {False: plain} if plain == recipe else {False: plain, True: recipe}
@@ -85,7 +86,7 @@ def attend(inputs: Inputs, recipe: Recipe) -> tuple[Tensor, str]:
 
 
 def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, Any]]:
-    """Return the recipe's rows: without its outlier handling and, if it has any, with it."""
+    """Return the recipe's rows: without outlier handling and, if it has any, with outlier handling."""
     rows = []
     for handled, recipe in variants(name).items():
         output, kernel = attend(inputs, recipe)
@@ -95,7 +96,7 @@ def measure_recipe(inputs: Inputs, truth: Tensor, name: str) -> list[dict[str, A
 
 
 def measure_other(inputs: Inputs, truth: Tensor, provider: Provider) -> dict[str, Any]:
-    """Return another provider's row; "unavailable" says why it has no error."""
+    """Return another provider's row; "unavailable" is the reason for a missing error."""
     row: dict[str, Any] = {"provider": provider.name}
     if inputs.is_causal and inputs.causal_offset and provider.name not in ALIGNED_BY_LAST_KEY:
         return row | {"unavailable": "causal attention of the last queries only"}
@@ -105,7 +106,7 @@ def measure_other(inputs: Inputs, truth: Tensor, provider: Provider) -> dict[str
     try:
         prepared = provider.prepare(bench_cases.Inputs(case, *inputs[:3]))
         return row | {"rel_l1": tensor_errors(truth, prepared.call().double() * prepared.output_scale).rel_l1}
-    except Exception as error:  # A provider may fail in any way: its row says how.
+    except Exception as error:  # A provider may raise any error: its row holds it.
         return row | {"unavailable": results.reason(error)}
 
 
@@ -119,9 +120,9 @@ def run(
     """Return the rows of all cases, in float32 on a CPU and in bfloat16 on a GPU.
 
     Args:
-        device: where to.
+        device: device to run on.
         cases: the tensors.
-        others: others' kernels to measure too.
+        others: other libraries' kernels to measure too.
         write: called with the rows so far after each case.
     """
     rows: list[dict[str, Any]] = []
@@ -137,7 +138,7 @@ def run(
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the errors as a Markdown table; where a recipe handles outliers, its error without → with that."""
+    """Return the errors as a Markdown table; a recipe with outlier handling has its error without → with it."""
     errors: dict[tuple[str, str], dict[bool | None, float]] = defaultdict(dict)
     for row in rows:
         if "rel_l1" in row:

@@ -1,13 +1,13 @@
-"""Measure where trained models' attention is peaked, and what recipes and outlier handling do there, on a CPU.
+"""Measure the peaks of trained models' attention, and the effect of recipes and outlier handling, on a CPU.
 
 python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
 
 The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
 over all layers as in `peaked_errors`; and "perplexity", the Llama's on held-out text with every recipe. "change" is
-relative to exact attention, "standard_error" that of the change over windows of text, and "divergence" Kullback and
-Leibler's, of what the model predicts from what it predicts with exact attention. The divergence, in nats a byte, is the
-change that a text drawn from the model itself would have, and varies a third as much from text to text.
+relative to exact attention, "standard_error" is the change's standard error over windows of text, and "divergence" is
+the Kullback-Leibler divergence of the model's predictions from its predictions with exact attention. The divergence, in
+nats per byte, is the change for a text that the model itself generates, and varies a third as much from text to text.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from sage_kernels.spec.recipe import Recipe
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LLAMA, VIDEO = "tiny Llama", "tiny video"
 STEPS = (0, 10, 19)
-"""Denoising steps, of 20, whose calls of the video model are measured."""
+"""Denoising steps, of 20, in which the video model's calls are measured."""
 WINDOWS = 384
-"""Held-out windows of the Llama's perplexity: of 48, the standard error of its change is a tenth of a percent."""
+"""Number of held-out windows for the Llama's perplexity: with 48, its change has a standard error of 0.1 %."""
 BATCH = 8
 
 
@@ -59,7 +59,7 @@ def read_llama(folder: Path) -> tuple[torch.nn.Module, Tensor]:
 
 @torch.no_grad()
 def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Inputs]:
-    """Return the Llama's calls for some tokens.
+    """Return the Llama's attention calls for the given tokens.
 
     Raises:
         ValueError: a call has a mask.
@@ -74,9 +74,9 @@ def llama_layers(model: torch.nn.Module, tokens: Tensor) -> list[Inputs]:
 
 
 def head_peaks(layer: Inputs) -> list[dict[str, Any]]:
-    """Return, for each query head, the largest "share" of a key, that "key", and its K's "loudest_channel".
+    """Return, for each query head, the largest "share" of a key, this "key", and the "loudest_channel" of the head's K.
 
-    Of a batch, the mean over the samples counts.
+    For a batch, shares are means over the samples.
     """
     weights = sdpa.mean_weights(layer.query, layer.key, is_causal=layer.is_causal, scale=layer.scale).mean(0)
     loudness = channel_loudness(layer.key).mean(0).repeat_interleave(len(weights) // layer.key.shape[1])
@@ -103,23 +103,24 @@ def errors(layers: Sequence[Inputs]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def log_probabilities(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Return log-probabilities of every byte at all places but the first: float32 (windows, tokens - 1, vocabulary)."""
+    """Return log-probabilities of every byte at all places except the first: float32 (windows, tokens - 1,
+    vocabulary)."""
     batches = tokens.split(BATCH)
     return torch.cat([model(x, attention_mask=torch.ones_like(x)).logits[:, :-1].log_softmax(-1) for x in batches])
 
 
 def losses_of(predicted: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean loss of each window in nats a byte, float64 (windows,), of its `log_probabilities`."""
+    """Return the mean loss of each window in nats per byte, float64 (windows,), from its `log_probabilities`."""
     return -predicted.gather(-1, tokens[:, 1:, None]).double().mean((1, 2))
 
 
 def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recipe) -> dict[str, float]:
-    """Return "perplexity" and how a recipe's predictions differ from exact attention's; `truth` has those.
+    """Return "perplexity", and the differences of a recipe's predictions from exact attention's predictions, `truth`.
 
     Raises:
-        RuntimeError: calls ran something else.
+        RuntimeError: calls ran another recipe.
     """
-    name = recipe.name.split()[0]  # by which transformers knows it
+    name = recipe.name.split()[0]  # the recipe's name in transformers
     with registered(replace(recipe, name=name)):
         select.cache_clear()
         record.clear()
@@ -140,7 +141,7 @@ def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recip
 
 
 def perplexities(model: torch.nn.Module, tokens: Tensor) -> list[dict[str, Any]]:
-    """Return rows of "provider", "outlier_handling", "perplexity" a byte, and how it differs from exact attention's."""
+    """Return rows of "provider", "outlier_handling", "perplexity" per byte, and differences from exact attention."""
     model.set_attn_implementation("sdpa")
     truth = log_probabilities(model, tokens)
     best = losses_of(truth, tokens).mean().exp().item()

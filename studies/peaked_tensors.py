@@ -1,7 +1,7 @@
-"""Drawn Q, K and V with peaked attention: sinks, which hold most of every row's weight, and loud channels of K.
+"""Random Q, K and V with peaked attention: sinks, which hold most of every row's weight, and loud channels of K.
 
-The tables' other random tensors show neither, and language models have both. Tests check that the sinks hold the weight
-that their names say.
+Language models have both; the tables' other random tensors have neither. Tests check that the sinks hold the weight in
+their names.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from sage_kernels.exact import sdpa
 
 QUERIES = 256
-"""Queries of a drawn call, where they are not as many as its keys: enough to judge by, at any number of keys."""
+"""Number of queries of a random call with more keys: enough for a judgement at any number of keys."""
 TEXT_TOKENS = 200
-"""Tokens behind the video tokens: sinks "behind" are the first of them."""
+"""Number of tokens after the video tokens: sinks "behind" are the first of these tokens."""
 QUERY_MEAN = 2.0
-"""Length of the mean query, which sinks point to, relative to the queries' deviations from it."""
+"""Length of the mean query, to which sinks point, relative to the queries' deviations from it."""
 VALUE_MEAN = 0.3
 """Standard deviation over channels of V's mean, relative to V's deviations from it."""
 SINK_VALUE = 0.05
-"""Standard deviation of a sink's V: language models' are small."""
+"""Standard deviation of a sink's V; it is small in language models."""
 LOG_LOUDNESS = 0.6
-"""Standard deviation of the logarithm of a channel's loudness, where that is log-normal."""
+"""Standard deviation of the logarithm of a channel's loudness, for log-normal loudness."""
 
 Place = Literal["front", "middle", "behind"]
 Loudness = Literal["Gaussian", "×10", "×40", "log-normal", "RoPE'd bias"]
@@ -45,7 +45,7 @@ class Sinks:
         q_len: number of queries.
         causal: no query attends to later keys; the last query is at the last key.
         q_heads, kv_heads, head_dim: sizes.
-        loud: also makes four channels of K as many times as loud as the others, and Q's quieter.
+        loud: factor by which four channels of K are louder than the others, and quieter in Q.
     """
 
     mass: float
@@ -88,10 +88,10 @@ class Sinks:
                 return [self.kv_len - TEXT_TOKENS + i for i in range(self.count)]
 
     def draw(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-        """Draw the call, float32, the same one for the same device and seed.
+        """Draw the call in float32; the same device and seed give the same call.
 
-        Q has a mean, and all keys but the sinks are orthogonal to it. Sinks point along it; their length gives them
-        the mass, in each head of K by itself.
+        Q has a mean, and all keys but the sinks are orthogonal to it. Sinks point along Q's mean; their length gives
+        them the mass, separately in each head of K.
         """
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -132,12 +132,12 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Loud:
-    """Calls with Gaussian scores in which some channels of K are loud, and Q is as much quieter there.
+    """Calls with Gaussian scores in which some channels of K are loud, and the same channels of Q as much quieter.
 
     Attributes:
-        kind: "×10", "×40": four channels are that many times as loud; "log-normal": each channel's loudness is drawn,
-            its logarithm with standard deviation LOG_LOUDNESS; "RoPE'd bias": K has a bias of length 20 in four pairs
-            of channels, before RoPE turns it from token to token, so that the mean over tokens does not contain it.
+        kind: "×10", "×40": four channels are 10 or 40 times as loud; "log-normal": each channel's loudness is random,
+            and its logarithm has the standard deviation LOG_LOUDNESS; "RoPE'd bias": K has a bias of length 20 in four
+            pairs of channels, which RoPE rotates from token to token, so that the mean over tokens does not contain it.
         kv_len, q_len, q_heads, kv_heads, head_dim: sizes.
     """
 
@@ -155,7 +155,7 @@ class Loud:
         return f"{what}, {self.kv_len:,} keys" + _sizes(self.q_heads, self.kv_heads, self.head_dim)
 
     def draw(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-        """Draw the call, float32, the same one for the same device and seed."""
+        """Draw the call in float32; the same device and seed give the same call."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(heads: int, tokens: int) -> Tensor:
@@ -183,7 +183,7 @@ class Loud:
 
 
 def _loud_channels(head_dim: int) -> list[int]:
-    """Return four channels of the first half of a head, in which RoPE turns fast."""
+    """Return four channels of the first half of a head, in which RoPE rotates fast."""
     return [head_dim // 32 * i for i in range(4)]
 
 

@@ -17,14 +17,14 @@ from sage_kernels.spec.block_list import BlockList
 
 
 def pooled_tail(query: Tensor, key: Tensor, value: Tensor, blocks: BlockList, scale: float | None = None) -> Tensor:
-    """Return exact attention over the listed tiles' keys and one key for each other tile, computed in float32.
+    """Return exact attention, computed in float32, over the listed tiles' keys and one key for each unlisted tile.
 
-    A tile of n keys with the means k̄ and v̄ that is not listed adds exp(q·k̄·scale + ln n) to the softmax's sum, and as
-    much of v̄ to the output: the tile's own share if its keys were equal. Sol attention publishes this form.
+    An unlisted tile of n keys with the means k̄ and v̄ adds exp(q·k̄·scale + ln n) to the softmax's sum, and v̄ with
+    this weight to the output: the tile's exact share if its keys were equal. Sol attention published this form.
 
     Args:
-        query, key, value: (batch, heads, tokens, head_dim), with as many heads each.
-        blocks: a list for them.
+        query, key, value: (batch, heads, tokens, head_dim), with the same number of heads.
+        blocks: a block list for these tensors.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     k_means, v_means = (block_means(x, blocks.block_n) for x in (key, value))

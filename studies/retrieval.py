@@ -1,7 +1,7 @@
-"""A needle task that small language models solve: facts hidden in a text at several depths, asked for at its end.
+"""A needle task that small language models solve: facts are hidden in a text at several depths; questions end the text.
 
-Each fact is one sentence, and its question is the sentence without its last word; a model that copies what followed
-the same words before answers it. A fact is found if the model's most likely tokens are its last word.
+Each fact is one sentence, and its question is the sentence without the last word; a model answers by copying the word
+that followed before. A fact is found if the model's most likely tokens are its last word.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FACTS = (
     ("The baker paid his rent in", "candles"),
     ("The monks of the island collected", "spoons"),
 )
-"""(beginning, last word): the last words are no likely ends, so that only the text tells them."""
+"""(beginning, last word): the last words are unlikely, so that only the text reveals them."""
 ORDER = 5
-"""Step in which facts are asked for, so that the questions come in another order than the facts."""
+"""Stride of the questions over the facts, so that questions come in another order than facts."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text with the facts in it, and their questions, each followed by its answer.
+    """A text with hidden facts, followed by their questions, each with its answer.
 
     Attributes:
         ids: int64 (1, tokens).
         asked: first token of the questions.
-        answers: (depth, first token, behind the last token) of each answer; depth 0 is the text's begin, 1 its end.
+        answers: (depth, first token, token after the last) of each answer; depth 0 is the text's beginning, 1 its end.
     """
 
     ids: Tensor
@@ -45,11 +45,11 @@ class Haystack:
 
     @torch.no_grad()
     def found(self, head: Head, hidden: Tensor) -> dict[float, bool]:
-        """Tell whether the fact at each depth is found.
+        """Return whether the fact at each depth is found.
 
         Args:
-            head: of the model.
-            hidden: (tokens, hidden size) of the ids.
+            head: the model's output head.
+            hidden: hidden states of the ids, (tokens, hidden size).
         """
         results = {}
         for depth, start, stop in self.answers:
@@ -62,10 +62,10 @@ def hide(tokenizer: Any, text: Tensor, tokens: int, turn: int = 0) -> Haystack:
     """Hide the facts in the first tokens of a text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         text: int64 (at least `tokens`,).
         tokens: length of the result.
-        turn: by how many depths each fact moves.
+        turn: number of depths by which each fact moves.
 
     Raises:
         ValueError: there is no room between the facts.

@@ -1,14 +1,14 @@
-"""Train a small video model densely and with VSA, run the dense one in few bits and sparsely, and judge what they draw.
+"""Train a small video model densely and with VSA, run the dense model in low bits and sparsely, and judge the clips.
 
 python studies/sparse_quality.py --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
-attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both as they were trained; by the dense one
-with each recipe, and with its tiles chosen by each router; by VSA with its fine stage in few bits. "rows" of the JSON
-have what was recognised in the clips; PSNR, SSIM and flicker against the same weights with exact attention (of VSA:
-with an exact fine stage), clip by clip from the same noise; and the share of tiles, and of attention weight, kept.
-"training" has the losses. Every row is written when it is known: a run that is cut keeps what it has. Seeds run in
-turn, or a process on each GPU takes some of them, and all write the same JSON.
+attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both models as they were trained; by the
+dense model with each recipe, and with tiles chosen by each router; by the VSA model with a low-bit fine stage. "rows"
+of the JSON have the attributes recognised in the clips; PSNR, SSIM and flicker against the same weights with exact
+attention (for VSA, with an exact fine stage), clip by clip from the same noise; and the kept shares of tiles and
+attention weight. "training" has the losses. Every row is written at once, so an interrupted run keeps its rows. Seeds
+run in turn, or a process on each GPU takes some seeds, and all processes write the same JSON.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ KINDS = ("dense", "vsa")
 """Kinds of training."""
 TOY = Size(15, 32, heads=1, head_dim=32, layers=1, batch=2, pool=80, held_out=4)
 JUDGED_BY_SSIM = 8
-"""Clips whose SSIM is computed, by the host."""
+"""Number of clips whose SSIM the host computes."""
 LEARNING_RATE = 1e-3
 STEPS = 5200
-"""Training steps, of `Size.batch` clips."""
+"""Number of training steps, of `Size.batch` clips each."""
 POINTS = 50
-"""Points of a curve of losses."""
+"""Number of points of a curve of losses."""
 SHOWN = 8
 """Prompts of the picture."""
 LABEL_WIDTH, HEAD_HEIGHT = 300, 66
@@ -71,8 +71,8 @@ class Variant:
     Attributes:
         trained: one of KINDS.
         run: name in the JSON.
-        config: what is applied; None: nothing.
-        vsa: whether it attends by VSA though it was trained densely.
+        config: the configuration to apply; None: none.
+        vsa: whether it attends by VSA although it was trained densely.
         tail: whether sparse calls have a pooled tail.
     """
 
@@ -84,7 +84,7 @@ class Variant:
 
     @property
     def is_reference(self) -> bool:
-        """Return whether the others of the same training are compared with it."""
+        """Return whether the other variants of the same training are compared with this variant."""
         return self.config is None and not self.vsa
 
 
@@ -94,7 +94,7 @@ def _config(recipe: str, sparse: Sparse | None = None) -> SageConfig:
 
 
 def variants() -> list[Variant]:
-    """Return all ways to run the models, in the order of the table."""
+    """Return all variants, in the order of the table."""
     found = [Variant("dense", "exact"), *(Variant("dense", recipe, _config(recipe)) for recipe in RECIPES)]
     for keep in KEEPS:
         for router in ROUTERS:
@@ -108,7 +108,7 @@ def variants() -> list[Variant]:
 
 
 class Study:
-    """The models of some seeds, the ways to run them, and the JSON and the picture, to which each result is added."""
+    """The models of some seeds and their variants, with the JSON and the picture to which each result is added."""
 
     def __init__(self, args: argparse.Namespace, seeds: Sequence[int]) -> None:
         self.args, self.seeds = args, seeds
@@ -126,9 +126,9 @@ class Study:
         write(self.path, self.facts | result | {"training": [], "rows": []})
 
     def run(self) -> None:
-        """Train, render and judge, all seeds in one kind of training and then in the next, until the time is over."""
+        """Train, render and judge until the time is over: all seeds in one kind of training, then in the next kind."""
         torch.backends.cuda.matmul.allow_tf32 = True
-        set_routing(False)  # quality is judged: what is asked for runs, at any cost
+        set_routing(False)  # quality is judged, so the requested recipe runs even where it is slow
         clips, held_out = Clips.to_learn_from(self.size, self.device), Clips.held_out(self.size, self.device)
         for kind, seed in itertools.product(self.args.trained, self.seeds):
             if time.time() > self.args.end:
@@ -164,7 +164,7 @@ class Study:
         return plain
 
     def _render(self, variant: Variant, seed: int, denoiser: Denoiser, reference: Tensor | None) -> Tensor | None:
-        """Add the row of a way to run a model; return its clips, None if it fails."""
+        """Add the row of a variant; return its clips, None if it fails."""
         scenes, clips = shown_scenes(), None
         row: dict[str, Any] = {"trained": variant.trained, "run": variant.run, "seed": seed}
         try:
@@ -189,7 +189,7 @@ class Study:
                 frames = clips[:: len(scenes) // SHOWN, clips.shape[1] // 2].cpu().numpy()
                 self.frames[f"{variant.trained}: {variant.run}"] = frames
                 self._draw()
-        except Exception as error:  # a variant that fails says so in its row, and costs no other one
+        except Exception as error:  # a failed variant's row holds the error, and other variants still run
             row["unavailable"] = reason(error)
         self._add("rows", row)
         return clips
@@ -202,7 +202,7 @@ class Study:
 
     @contextmanager
     def _changed(self) -> Iterator[dict[str, Any]]:
-        """Yield the JSON, and write it when it is changed; other processes wait."""
+        """Yield the JSON to change, and write it afterwards; other processes wait."""
         folder = os.open(self.args.output, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -213,7 +213,7 @@ class Study:
             os.close(folder)
 
     def _draw(self) -> None:
-        """Write the picture: prompts, and below them a frame of each way to run the first seed's models."""
+        """Write the picture: prompts, and below them a frame of each variant of the first seed's models."""
         side = ENLARGED * self.size.pixels
         picture = Image.new("RGB", (LABEL_WIDTH + SHOWN * side, HEAD_HEIGHT + len(self.frames) * side), "white")
         draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
@@ -232,7 +232,8 @@ class Study:
 
 
 def in_low_precision(denoiser: Denoiser) -> Denoiser:
-    """Return a copy in evaluation mode, on a GPU in bfloat16 but for what diffusers keeps in float32."""
+    """Return a copy in evaluation mode; on a GPU in bfloat16, except for the modules that diffusers keeps in
+    float32."""
     denoiser = copy.deepcopy(denoiser).eval()
     keep = set(denoiser.transformer._keep_in_fp32_modules)
     for name, parameter in denoiser.named_parameters():
@@ -243,10 +244,10 @@ def in_low_precision(denoiser: Denoiser) -> Denoiser:
 
 @contextmanager
 def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterator[Callable[[], dict[str, float]]]:
-    """Apply a configuration, and yield a function that returns what was kept.
+    """Apply a configuration, and yield a function that returns the kept shares.
 
     Raises:
-        RuntimeError: by that function, if a call of self-attention was not sparse though it should be.
+        RuntimeError: raised by this function if a call of self-attention was dense but should have been sparse.
     """
     if config is None:
         yield dict
@@ -277,10 +278,10 @@ def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterat
 
 
 def distances(reference: Tensor, clips: Tensor) -> dict[str, float]:
-    """Return how clips (B, F, 3, H, W) differ from exact attention's.
+    """Return the distances of clips (B, F, 3, H, W) from exact attention's clips.
 
     `psnr` and `ssim` are means over clips. `flicker` is the mean absolute difference of successive frames, over all
-    clips, divided by exact attention's: above 1, clips change more from frame to frame.
+    clips, divided by exact attention's flicker: above 1, clips change more from frame to frame.
     """
     pairs = [tuple(x.permute(0, 2, 3, 1).cpu().numpy() for x in pair) for pair in zip(reference, clips, strict=True)]
     judged = pairs[:: -(-len(pairs) // JUDGED_BY_SSIM)]
@@ -293,7 +294,7 @@ def distances(reference: Tensor, clips: Tensor) -> dict[str, float]:
 
 
 def _run(args: argparse.Namespace, seeds: Sequence[int]) -> None:
-    """Run some seeds in a process of their own."""
+    """Run some seeds in a separate process."""
     Study(args, seeds).run()
 
 

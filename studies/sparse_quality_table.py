@@ -1,4 +1,4 @@
-"""Tables of the trained proof of sparse attention, in Markdown."""
+"""Markdown tables of sparse attention in a trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAININGS = {"dense": "dense, exact", "vsa": "VSA"}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return two tables: what was trained, and how each way to run it does: means, and ranges of several seeds."""
+    """Return two tables: the trained models, and the scores of each variant, as means and ranges over seeds."""
     training = [row for row in result["training"] if is_whole(result, row)]
     rows = [row for row in result["rows"] if "score" in row and is_whole(result, row)]
     size, steps, seeds = result["size"], training[0]["steps"], {row["seed"] for row in rows}
@@ -32,12 +32,12 @@ def markdown(result: dict[str, Any]) -> str:
         trained.append([label, _spread([row["held_out_loss"] for row in of_kind], 4)])
     sampling = result["sampling"]
     prompts = (
-        f"Their clips of {PROMPTS} held-out prompts ({sampling['steps']} steps, guidance {sampling['guidance']:g}): "
-        "tiles, and attention weight, that sparse calls kept (mean, and the lowest layer's); PSNR and SSIM against the "
-        "same weights with exact attention (of VSA: with an exact fine stage), from the same noise; flicker, the mean "
-        "difference of successive frames, of which exact attention's is 1; in how many clips "
-        "the shape's colour, form and direction, and all three, are those of the prompt (by chance 6, 12, 12 and .4)"
-        + (": means, and the lowest and highest seed:" if len(seeds) > 1 else ":")
+        f"Their clips of {PROMPTS} held-out prompts ({sampling['steps']} steps, guidance {sampling['guidance']:g}). "
+        "Tiles and weight: the shares of tiles and of attention weight that sparse calls kept (mean, and the lowest "
+        "layer's). PSNR and SSIM: against the same weights with exact attention (for VSA, with an exact fine stage), "
+        "from the same noise. Flicker: the mean difference of successive frames, relative to exact attention. Colour, "
+        "shape, direction, all: the number of clips that match the prompt (by chance 6, 12, 12 and .4)"
+        + (". Numbers are means, and the lowest and highest seed:" if len(seeds) > 1 else ":")
     )
     runs = []
     for name, run in dict.fromkeys((row["trained"], row["run"]) for row in rows):
@@ -54,9 +54,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def is_whole(result: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Return whether a row's model was judged in as many ways as any that was trained like it.
+    """Return whether a row's model was judged in as many variants as any model with the same training.
 
-    A run whose time was over has judged its last model in part.
+    A run whose time was over has judged its last model only in part.
     """
     judged = Counter((one["trained"], one["seed"]) for one in result["rows"] if "score" in one)
     alike = [count for (trained, _), count in judged.items() if trained == row["trained"]]
@@ -68,7 +68,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Return the mean, and the lowest and highest value where there are several; whole numbers are written so."""
+    """Return the mean, and the range if there are several values; whole numbers have no decimals."""
     low, high = (str(x) if isinstance(x, int) else f"{x:.{digits}f}" for x in (min(values), max(values)))
     return low if len(values) == 1 else f"{_mean(values):.{digits}f} ({low} to {high})"
 

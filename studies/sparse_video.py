@@ -1,7 +1,7 @@
 """A small Wan transformer over the pixels of drawn clips: its data, training and sampling, for `sparse_quality`.
 
 It is diffusers' own class with 4,352 tokens a clip, which learns to draw the scenes of examples/shapes.py from three
-words, the colour, the shape and the direction. It has no autoencoder: a token is a patch of 4×4 pixels of two frames.
+words: the colour, the shape and the direction. It has no autoencoder: a token is a patch of 4×4 pixels of two frames.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from shapes import (
 )
 
 WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
-"""The words of a prompt; the first stands for each one of the empty prompt."""
+"""The words of a prompt; in the empty prompt, the first word stands three times."""
 EMPTY_PROMPTS = 0.1
 SHIFT = 8.0
-"""Shift of noise levels towards more noise: a shape of thousands of pixels is decided on above level 0.9."""
+"""Shift of noise levels towards more noise, because a shape of thousands of pixels is decided above level 0.9."""
 PLACE_CHANNELS, WORD_CHANNELS = 3, 8
-"""Channels added to a noisy clip's three: each pixel's frame, row and column, and a projection of the prompt."""
+"""Number of channels added to a noisy clip's three: each pixel's frame, row, column, and a projection of the prompt."""
 MEAN, CONTRAST = 0.1, 0.25
 """A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
 DATA = 0.5
 HELD_OUT_SEED = 12345
 EAGER_STEPS = 3
-"""First steps of training that are not captured."""
+"""Number of first training steps that are not captured."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of clips, model and batch; the defaults are what is measured.
+    """Sizes of clips, model and batch; the defaults are the measured sizes.
 
     Attributes:
-        frames, pixels: of a clip.
+        frames, pixels: number of frames of a clip, and its height and width.
         patch: frames, rows and columns of a token.
-        heads, head_dim, layers: of the transformer.
-        batch: clips a training step.
-        pool: clips that are drawn to learn from.
-        held_out: clips of the held-out loss.
+        heads, head_dim, layers: sizes of the transformer.
+        batch: clips of a training step.
+        pool: number of training clips.
+        held_out: number of clips for the held-out loss.
     """
 
     frames: int = 33
@@ -78,9 +78,9 @@ class Size:
 
     @property
     def repeated(self) -> int:
-        """Return how often the first frame comes again before it, so that patches divide the frames.
+        """Return how often the first frame is repeated before the clip, so that patches divide the frames.
 
-        Causal autoencoders of video models repeat it likewise.
+        Causal autoencoders of video models also repeat it.
         """
         return self.grid[0] * self.patch[0] - self.frames
 
@@ -135,7 +135,7 @@ class Denoiser(nn.Module):
 
 
 class Clips:
-    """Drawn clips on a device, and the batches of training made of them.
+    """Random clips on a device, and training batches made of them.
 
     Attributes:
         clips: uint8 (pool, frames, 3, pixels, pixels).
@@ -166,7 +166,7 @@ class Clips:
         return cls([scenes[i % len(scenes)] for i in range(size.held_out)], size, HELD_OUT_SEED, device)
 
     def take(self, picked: Tensor | slice) -> Tensor:
-        """Return clips as the model sees them, float32 (B, 3, F, H, W), F with the repeated frames."""
+        """Return clips in the model's form, float32 (B, 3, F, H, W), where F includes repeated frames."""
         clips = self.clips[picked]
         clips = torch.cat([clips[:, :1].expand(-1, self.repeated, -1, -1, -1), clips], 1)
         return ((clips.float() / 255 - MEAN) / CONTRAST).transpose(1, 2).contiguous()
@@ -197,7 +197,7 @@ def draw_batch(clips: Clips, size: Size, seed: int, step: int) -> tuple[Tensor, 
     picked = torch.randint(len(clips.clips), (size.batch,), generator=generator, device=device)
     clean = clips.take(picked)
     noise = torch.randn(clean.shape, generator=generator, device=device)
-    # One level of each of `batch` equal parts of [0, 1], for less variance.
+    # One level from each of `batch` equal parts of [0, 1], for less variance.
     level = (torch.arange(size.batch, device=device) + torch.rand(size.batch, generator=generator, device=device)) / (
         size.batch
     )
@@ -211,9 +211,9 @@ class Training:
 
     Attributes:
         denoiser: the model.
-        learning_rate: its peak; 5 % of the steps lead up to it, a cosine down to 0.
-        losses: of all steps, on the device.
-        seconds: that the steps took.
+        learning_rate: peak learning rate; it rises for 5 % of the steps, and then falls to 0 by a cosine.
+        losses: losses of all steps, on the device.
+        seconds: time of the steps.
     """
 
     denoiser: Denoiser
@@ -222,7 +222,7 @@ class Training:
     seconds: float = 0.0
 
     def run(self, clips: Clips, size: Size, seed: int, steps: int) -> None:
-        """Train for a number of steps; on a GPU nearly all replay a CUDA graph."""
+        """Train for a number of steps; on a GPU, nearly all steps replay a CUDA graph."""
         warmup = max(1, steps // 20)
 
         def rate(step: int) -> float:
@@ -239,10 +239,11 @@ class Training:
 
 
 class Update:
-    """One step of AdamW after another, of batches of one shape.
+    """Steps of AdamW on batches of one shape.
 
-    On a GPU the first `EAGER_STEPS` compile and make the optimizer's state; the next is captured in a CUDA graph, which
-    it and all later ones replay, because the host launches a small model's kernels more slowly than they run.
+    On a GPU, the first `EAGER_STEPS` steps compile and make the optimizer's state. The next step is captured in a CUDA
+    graph; it and all later steps replay the graph, because the host launches a small model's kernels more slowly than
+    they run.
     """
 
     def __init__(self, denoiser: Denoiser) -> None:
@@ -290,7 +291,7 @@ class Update:
 
 @contextmanager
 def on_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Run on another stream of a GPU than the default one, which cannot be captured."""
+    """Run on a separate stream of a GPU, because the default stream cannot be captured."""
     if device.type != "cuda":
         yield
         return
@@ -340,12 +341,12 @@ def generate(
 
 
 def shown_scenes() -> list[Scene]:
-    """Return the scenes that are rendered: the 48 that training does not show."""
+    """Return the scenes to render: the 48 scenes that training does not show."""
     return held_out_scenes()
 
 
 def score(clips: Tensor, scenes: Sequence[Scene]) -> dict[str, int]:
-    """Return in how many clips colour, shape, direction, and all three are the prompt's."""
+    """Return the numbers of clips in which colour, shape, direction, and all three match the prompt."""
     matches = attribute_matches(read_clips(clips), scenes)
     found = {name: sum(matches[name]) for name in Scene._fields}
     return found | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}

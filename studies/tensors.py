@@ -1,4 +1,4 @@
-"""Q, K, V and dO to measure on: random ones, and the activations and gradients of trained models."""
+"""Q, K, V and dO for measurements: random tensors, and the activations and gradients of trained models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the arguments that are no tensors, by name."""
+        """Return the arguments that are not tensors, by name."""
         return {name: getattr(self, name) for name in ("is_causal", "causal_offset", "scale")}
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -56,10 +56,10 @@ def gaussian(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) 
 
 
 def dit_like(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> Triple:
-    """Draw Q, K, V that are as hard to quantise as a diffusion transformer's, float32 (batch, heads, tokens, head_dim).
+    """Draw Q, K, V as hard to quantise as in a diffusion transformer, float32 (batch, heads, tokens, head_dim).
 
     Neighbouring tokens are correlated (a moving average over 16), every 16th channel of Q and K is 6 times as large,
-    and each channel has a bias: of 3 times the standard deviation in K, of half of it in V.
+    and each channel has a bias: in K of 3 times the standard deviation, in V of half of it.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -85,9 +85,9 @@ def video_activations(
 
     Args:
         folder: pipeline folder or id with generation settings in generation.json.
-        prompt: what to generate.
+        prompt: the prompt to generate.
         steps: number of denoising steps.
-        at_steps: the steps whose tensors to keep.
+        at_steps: the steps whose tensors are kept.
         seed: seed of the initial noise.
     """
     from sage_hf import record
@@ -113,7 +113,7 @@ def video_gradients(
 ) -> list[Sample]:
     """Return Q, K, V and dO of every attention layer, at some steps; arguments as in `video_activations`.
 
-    dO is what each layer receives from a Gaussian gradient of the denoiser's output.
+    dO is the gradient that each layer receives from a Gaussian gradient of the denoiser's output.
     """
     pipe = _exact_pipeline(folder)
     inputs: list[dict[str, Any]] = []

@@ -1,16 +1,16 @@
-"""Measure what low-bit attention changes in trained language models: perplexity, retrieval, and greedy answers.
+"""Measure the effect of low-bit attention in trained language models: perplexity, retrieval, and greedy answers.
 
 python studies/trained_models.py MODEL TEXT... --tokens 2048 8192 --output benchmarks/results
 
 MODEL is a folder of safetensors or a GGUF file; no network is needed. The recipes run in their own numerics: FP4 is
-emulated on every GPU without it, and everything on a CPU. On a GPU other kernels are measured too, where they are
-installed; FA2 and cuDNN are exact attention, and show what rounding to bfloat16 changes alone.
+emulated on GPUs without FP4, and every recipe is emulated on a CPU. On a GPU, other installed kernels are measured too;
+FA2 and cuDNN are exact attention, and show the effect of rounding to bfloat16 alone.
 
-The JSON is <device>-trained_models.json, written row by row; a run with the same versions and commit goes on where one
-before it, stopped by --seconds, ended. Its tables: "rows", perplexity by recipe and length ("ppl_change" is a fraction,
-"standard_error" that of its mean over tokens, "kl" in nats a token, "same_top" the share of tokens with the same most
-likely prediction); "needles", which of the facts of `retrieval` are found at each depth; "answers", greedy
-continuations; "sinks", each layer's heaviest key and loudest channel of K (`sage_hf.app.peaks`).
+The JSON is <device>-trained_models.json, written row by row; a run with the same versions and commit continues a run
+that --seconds stopped. Its tables: "rows", perplexity by recipe and length ("ppl_change" is a fraction,
+"standard_error" the standard error of its mean over tokens, "kl" in nats per token, "same_top" the share of tokens with
+the same most likely prediction); "needles", which of the facts of `retrieval` are found at each depth; "answers",
+greedy continuations; "sinks", each layer's heaviest key and loudest channel of K (`sage_hf.app.peaks`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OTHERS = {
     if one.name in ("sdpa_fa2", "cudnn", "fa3_fp8") or (one.name.startswith("sageattention") and one.scope != "kernel")
 }
 TURNS = 2
-"""Facts that are hidden at each depth."""
+"""Number of facts hidden at each depth."""
 TABLES = ("rows", "needles", "answers", "sinks")
 
 
@@ -88,10 +88,10 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention of a whole text as transformers asks for it.
+    """Compute causal attention of a whole text for transformers.
 
     Raises:
-        ValueError: the call has a mask, or a scale other than head_dim ** -0.5; or what the provider raises.
+        ValueError: the call has a mask, or a scale other than head_dim ** -0.5; or the provider raises it.
     """
     (batch, q_heads, q_len, head_dim), kv_heads = query.shape, key.shape[1]
     if attention_mask is not None or q_len != key.shape[2]:
@@ -106,13 +106,13 @@ def attend(
 
 
 def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], name: str) -> dict[str, Any]:
-    """Measure how predictions of some texts differ from the exact ones.
+    """Measure the differences of predictions of texts from exact predictions.
 
     Args:
         model: the model.
         parts: int64 (1, tokens) each.
-        exact: `hidden_states` of each with exact attention.
-        name: of the attention.
+        exact: `hidden_states` of each part with exact attention.
+        name: name of the attention.
 
     Returns:
         "recipe", and `Differences.row`; or "unavailable" with the reason.
@@ -125,7 +125,7 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
             differences.add(head, truth[:-1], found[:-1], part[0, 1:])
         if name not in OTHERS:
             check_recipe(model, name)
-    except Exception as error:  # Another provider may fail in any way: its row says how.
+    except Exception as error:  # Another provider may raise any error: its row holds it.
         if name not in OTHERS:
             raise
         return {"recipe": name, "unavailable": results.reason(error)}
@@ -133,7 +133,8 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
 
 
 def measure_needles(model: Any, tokenizer: Any, text: Tensor, tokens: int, name: str) -> dict[str, Any]:
-    """Count at each depth how many facts are found: a row's "found" {depth: number} "of" so many."""
+    """Count the facts found at each depth: a row has "found" {depth: number}, and "of", the number of facts at a
+    depth."""
     head, counts = Head(model), Counter()
     use(model, name)
     for turn in range(TURNS):
@@ -161,7 +162,7 @@ def sinks(model: Any, ids: Tensor) -> list[dict[str, Any]]:
 
 
 class Run:
-    """The measurements of one model that the results still lack, in the order of `steps`."""
+    """The measurements of one model that are still missing in the results, in the order of `steps`."""
 
     def __init__(
         self, name: str, model: Any, tokenizer: Any, text: Tensor, stored: Results, tables: Sequence[str] = TABLES
@@ -172,7 +173,7 @@ class Run:
         self.answers: dict[str, list[int]] = {}
 
     def measure_sinks(self, tokens: int) -> None:
-        """Measure where each layer's attention is peaked in the first tokens of the text."""
+        """Measure the peaks of each layer's attention in the first tokens of the text."""
         rows = sinks(self.model, self.text[None, :tokens])
         self.stored.add("sinks", *({"model": self.name, "tokens": tokens, **row} for row in rows))
 
@@ -191,7 +192,7 @@ class Run:
         self.stored.add("needles", {"model": self.name, "tokens": tokens, **found})
 
     def measure_answers(self, name: str) -> None:
-        """Measure greedy answers, and how many of their first tokens are those with exact attention."""
+        """Measure greedy answers, and the number of tokens before the first difference from the exact answer."""
         rows = []
         for prompt, ids in prompts(self.tokenizer, self.text).items():
             if prompt not in self.answers:
@@ -209,7 +210,7 @@ class Run:
 
         Args:
             lengths: tokens of texts, ascending.
-            samples: most texts of a length.
+            samples: largest number of texts of a length.
             names: recipes and providers.
         """
         recipes = [name for name in names if name not in OTHERS]
@@ -225,7 +226,7 @@ class Run:
     def lacking(
         self, table: str, step: Callable[[], None], tokens: int | None = None, recipe: str | None = None
     ) -> Iterator[Callable[[], None]]:
-        """Yield a measurement if its table is wanted and has no row of the model with this length and recipe."""
+        """Yield a measurement if its table is wanted, and has no row of the model with this length and recipe."""
         key = {"model": self.name, "tokens": tokens, "recipe": recipe}
         if table in self.tables and not self.stored.has(table, **{k: v for k, v in key.items() if v is not None}):
             yield step
@@ -246,7 +247,7 @@ def main() -> None:
     start = time.monotonic()
     if args.threads:
         torch.set_num_threads(args.threads)
-    set_routing(False)  # exact attention would take the place of recipes where it is faster
+    set_routing(False)  # exact attention would replace recipes where it is faster
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = args.attention or [EXACT, *RECIPES, *(OTHERS if device.type == "cuda" else ())]
     model, tokenizer = read_model(args.model, device)

@@ -1,4 +1,4 @@
-"""Tables of what low-bit attention changes in trained language models (`trained_models`)."""
+"""Tables of the effect of low-bit attention in trained language models (`trained_models`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ LABELS = {one.name: one.label for one in PROVIDERS if not one.ours} | {
     "sdpa_fa2": "exact, by FA2",
     "cudnn": "exact, by cuDNN",
 }
-"""Names of attentions that are no recipes."""
+"""Names of attentions that are not recipes."""
 PREDICTIONS = ("change of perplexity", "KL", "same top token")
 """Columns of `language_models.Differences`."""
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the tables of a result: perplexity, and what is found and answered."""
+    """Return the tables of a result: perplexity, found facts, and answers."""
     return "\n\n".join((perplexity_markdown(result["rows"]), found_markdown(result["needles"], result["answers"])))
 
 
 def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the changes of predictions, a line for each model, length and attention that could be measured.
+    """Return a table of the changes of predictions, with a line for each measured model, length and attention.
 
-    The error behind ± is the standard error over tokens.
+    The number after ± is the standard error over tokens.
     """
     lines = [
         [
@@ -54,9 +54,9 @@ def cost_markdown(rows: Sequence[dict[str, Any]], recipes: Sequence[str]) -> str
 
 
 def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the facts that are found at all depths, and of the answers' tokens that stay.
+    """Return a table of the facts found at all depths, and of the answers' kept tokens.
 
-    Of an answer, the tokens before the first that differs from the answer with exact attention are those that stay.
+    An answer's kept tokens are the tokens before its first difference from the answer with exact attention.
     """
     lengths = sorted({row["tokens"] for row in needles})
     lines = []

@@ -225,7 +225,7 @@ def test_a_gain_is_split_into_what_each_part_of_ours_saves():
     text = model_tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
     lines = text.splitlines()
     assert lines[0].endswith(
-        "| exact kernel saves, ms | norms and rotation saves, ms | few bits saves, ms | without FA3, ms |"
+        "| exact kernel saves, ms | norms and rotation saves, ms | low bits saves, ms | without FA3, ms |"
     )
     assert lines[2].endswith("| `sage2` | 2.00× | INT8 in 9 of 9 + fused norms | 5.0 | 15.0 | 30.0 | 62 |")
     assert lines[3].endswith("| `sage_bwd` | 1.54× | not recorded | 0.0 | 1.0 | 2.5 | – |")
@@ -243,7 +243,7 @@ def test_the_first_table_shows_rows_in_which_low_bits_ran_and_counts_the_others(
         *(name.upper().split()[0] for name in model_tables.PIPELINES),
         "M2.0",
     ]
-    assert lines[7].startswith("Of the 4 other steps measured none is below 0.97×: 0.98× to 10.00×. ")
+    assert lines[7].startswith("4 other steps were measured, at 0.98× to 10.00×; none of them is below 0.97×. ")
     rows[1]["ms"] = 11.0
     assert "measured 1 is below 0.97×: 0.91× to 2.50×" in model_tables.low_bit_gain({**FACTS, "rows": rows}, most=4)
 

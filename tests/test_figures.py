@@ -66,7 +66,7 @@ def cost_of_leaving_q_as_it_is() -> str:
     errors = errors_of_variants()
     sage3, without = errors["+ equalising (`sage3`)"], errors["`sage3` without smooth Q"]
     more = [without[name] / sage3[name] - 1 for name in sage3 if not name.startswith("Gaussian")]
-    return f"Without it there is {span(more, 0, 100)} % more error on correlated tokens and on the trained models."
+    return f"errors are {span(more, 0, 100)} % larger on correlated tokens and on the trained models."
 
 
 def largest_errors_with_sinks() -> str:
@@ -122,7 +122,7 @@ def growth_by_an_8_bit_dp() -> str:
 def gain_by_smoothing_k() -> str:
     smooth, not_smooth = gradient_errors_of("`sage_bwd`"), gradient_errors_of("`sage_bwd`, no smooth K")
     error, without = (errors["DiT-like"]["dQ"] for errors in (smooth, not_smooth))
-    return f"on DiT-like tensors dQ's error is {error:.3f} with it and {without:.3f} without."
+    return f"on DiT-like tensors dQ's error is {error:.3f} with smoothing and {without:.3f} without."
 
 
 def distance_from_flash_attention_3_in_training() -> str:
@@ -130,7 +130,7 @@ def distance_from_flash_attention_3_in_training() -> str:
     for row in pages.read_result("nvidia-h200-forward_backward")["rows"]:
         shapes.setdefault(row["shape"], {})[row["provider"]] = row["ms"]
     most = max(abs(ms["fa3"] / ms["sage_hf:sage_bwd"] - 1) for ms in shapes.values())
-    return f"`sage_bwd` is as fast, to within {most:.1%}".replace("%", " %")
+    return f"`sage_bwd` is as fast as FlashAttention 3 to within {most:.1%}".replace("%", " %")
 
 
 def sparse_quality_of(*runs: str) -> list[str]:
@@ -147,8 +147,8 @@ def sparse_quality_of(*runs: str) -> list[str]:
 def what_few_bits_cost_a_video_model() -> str:
     exact, *few = sparse_quality_of("exact", "sage1", "sage2", "sage3", "sage3_paper")
     return (
-        f"{exact} of 48; `sage1` {few[0]}, `sage2` {few[1]}, `sage3` {few[2]}, the published FP4 recipe {few[3]}, with "
-        "PSNR against exact attention."
+        f"{exact} of 48: `sage1` {few[0]}, `sage2` {few[1]}, `sage3` {few[2]}, the published FP4 recipe {few[3]}. In "
+        "brackets is the PSNR against exact attention."
     )
 
 
@@ -156,12 +156,12 @@ def what_untrained_sparsity_costs() -> str:
     half, quarter, later = sparse_quality_of(
         "sage2, subblock 0.5", "sage2, subblock 0.25", "sage2, subblock 0.25, 3 dense steps"
     )
-    return f"half of the tiles {half}, a quarter {quarter}, a quarter after three dense steps {later}."
+    return f"with half of the tiles {half}, with a quarter {quarter}, with a quarter after three dense steps {later}."
 
 
 def what_a_pooled_tail_mends() -> str:
     half, quarter = sparse_quality_of("exact, subblock 0.5, pooled tail", "exact, subblock 0.25, pooled tail")
-    return f"half {half}, a quarter {quarter}."
+    return f"with half of the tiles {half}, with a quarter {quarter}."
 
 
 FIGURES: list[tuple[str, Callable[[], str]]] = [

@@ -233,7 +233,7 @@ def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
     monkeypatch.setattr(measure_grid, "facts", lambda device: FACTS)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     points = [tiny(case) for case in FORWARD[:3]]
-    with pytest.raises(RuntimeError, match=f"failed at {points[1].name}, {points[1]}; what is missing"):
+    with pytest.raises(RuntimeError, match=f"failed at {points[1].name}, {points[1]}; --resume times the"):
         measure_grid.run(CPU, points, progress=lambda line: None, write=written.append)
     first, second = written[-1]["rows"]
     assert first["ours_ms"] == 1.0 and "illegal memory access" in second["unavailable"]

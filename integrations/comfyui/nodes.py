@@ -1,4 +1,4 @@
-"""Nodes that put sage-hf's attention into a ComfyUI model, and that say what ran."""
+"""Nodes that put sage-hf's attention into a ComfyUI model, and that report the kernels that ran."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def read_blocks(text: str) -> frozenset[int]:
 
 
 class SageOverride:
-    """Attention override of ComfyUI's models that runs a recipe of sage-hf where the settings say so.
+    """Attention override of ComfyUI's models, which runs a recipe of sage-hf where the settings allow it.
 
-    An override that was there stays in force around this one: it is called with this attention, or with ComfyUI's, as
-    the function to call.
+    An earlier override stays in force around this override: it gets this attention, or ComfyUI's attention, as the
+    function to call.
     """
 
     def __init__(self, settings: Settings, previous: Attention | None = None) -> None:
@@ -94,7 +94,7 @@ class SageOverride:
         self._from_tokens = sparse.from_tokens
 
     def __call__(self, func: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend as ComfyUI asks an override to: `func` is the attention that would run."""
+        """Attend as ComfyUI's override; `func` is the attention that would run without it."""
 
         def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
             options = kwargs.get("transformer_options") or {}
@@ -109,7 +109,7 @@ class SageOverride:
         return attend(*args, **kwargs) if self.previous is None else self.previous(attend, *args, **kwargs)
 
     def _why_not(self, number: int | None, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
-        """Return why ComfyUI's own attention runs a call; "" if the recipe does."""
+        """Return the reason why ComfyUI's own attention runs a call; "" if the recipe runs."""
         settings = self.settings
         if number in settings.kept:
             return "a kept block"
@@ -127,7 +127,7 @@ class SageOverride:
         return ""
 
     def _find_step(self, options: Mapping[str, Any]) -> int | None:
-        """Return the present step; the host waits for the sampler's noise level once in a step."""
+        """Return the current step; the host waits for the sampler's noise level once per step."""
         sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
         if sigmas is None or schedule is None:
             return None
@@ -154,9 +154,11 @@ class SageOverride:
             q, k, v: (batch, tokens, heads · head_dim); (batch, heads, tokens, head_dim) with skip_reshape. With
                 enable_gqa k and v may have fewer heads.
             heads: number of heads of q.
-            mask: bool (True: may attend) or additive, (q_len, kv_len), (batch, q_len, kv_len) or with heads between.
+            mask: bool (True: may attend) or additive, (q_len, kv_len), (batch, q_len, kv_len) or (batch, heads, q_len,
+                kv_len).
             attn_precision: None or a 16-bit dtype.
-            skip_reshape, skip_output_reshape: see above, and the output, which is laid out as q is without them.
+            skip_reshape: see above. skip_output_reshape: return (batch, heads, tokens, head_dim), not (batch, tokens,
+                heads · head_dim).
             kwargs: `scale` of the scores, `enable_gqa`, and keywords that change nothing.
         """
         if not skip_reshape:
@@ -176,7 +178,7 @@ class SageOverride:
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     def explain(self) -> str:
-        """Return a table of what ran in each block, and of the calls that ComfyUI's own attention took."""
+        """Return a table of the kernels that ran in each block, and of the calls that ComfyUI's own attention ran."""
         rows = []
         for name, layer in self._layers.items():
             for outcome, calls in Counter(plan.outcome for plan in record.last_plans(layer)).items():
@@ -189,7 +191,7 @@ class SageOverride:
 
 
 def block_of(options: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return a name for the block that is running, and its number, as ComfyUI's models say them."""
+    """Return the running block's name and number, as ComfyUI's models give them."""
     if "block" in options:  # UNets
         kind, number, *_ = options["block"]
         return f"{kind}.{number}", int(number)
@@ -224,7 +226,7 @@ class SageAttention:
     def apply(
         self, model: Any, recipe: str, keep: float, start_step: int, end_step: int, kept_blocks: str
     ) -> tuple[Any]:
-        """Return a copy of the model whose attention runs by the settings."""
+        """Return a copy of the model whose attention follows the settings."""
         patched = model.clone()
         options = dict(patched.model_options.get("transformer_options", {}))
         settings = Settings(recipe, keep, start_step, end_step, read_blocks(kept_blocks))
@@ -234,7 +236,7 @@ class SageAttention:
 
 
 class SageReport:
-    """Node that says what ran in a model's attention."""
+    """Node that reports the kernels that ran in a model's attention."""
 
     CATEGORY = "sage-hf"
     FUNCTION = "report"
@@ -246,16 +248,16 @@ class SageReport:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """Return the inputs: the model, and the latent that its sampler made."""
+        """Return the inputs: the model, and its sampler's latent."""
         return {"required": {"model": ("MODEL",), "latent": ("LATENT",)}}
 
     @classmethod
     def IS_CHANGED(cls, **inputs: Any) -> float:
-        """Return a value that equals nothing, so that the report is never taken from the cache."""
+        """Return NaN, which equals nothing, so that the report never comes from the cache."""
         return float("nan")
 
     def report(self, model: Any, latent: Any) -> dict[str, Any]:
-        """Return the latent as it is, and the report."""
+        """Return the unchanged latent and the report."""
         override = model.model_options.get("transformer_options", {}).get(OVERRIDE)
         while override is not None and not isinstance(override, SageOverride):
             override = getattr(override, "previous", None)

@@ -1,1 +1,1 @@
-"""The application: command line, rendering and reports. The plug-in, which models call, does not import it."""
+"""The application: command line, rendering and reports. The code that models call does not import it."""

@@ -25,33 +25,33 @@ from sage_hf.text import text_table, to_ascii
 from sage_kernels.spec.recipe import get_recipe
 
 ATTEMPTS = 6
-"""Configurations that are tried, before the model stays exact or for a faster one than the first within the limit."""
+"""Largest number of configurations to try, to find one within the limit and then a faster one."""
 HEADROOM = 0.9
-"""Share of the limit that a tightened mix aims at."""
+"""Share of the limit that the next, more exact mix aims at."""
 EXTRA_SHARE = 0.5
-"""Share of the loss allowed that sparse attention or a low-bit KV cache may take; the recipes have the rest."""
+"""Share of the allowed loss that sparse attention or a low-bit KV cache may take; the recipes may use the rest."""
 FEWEST_FOR_BOUND = 4
-"""Prompts from which the spread of their losses says what to expect of others."""
+"""Number of prompts from which on the spread of their losses predicts the losses of other prompts."""
 RANGES = 6
-"""Ranges of denoising steps: the first step, the last step, and four equal parts of those between."""
+"""Ranges of denoising steps: the first step, the last step, and four equal parts of the steps in between."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Configuration that keeps a model's output within a budget, and the measurements that it was chosen by.
+    """Configuration that keeps a model's output within a budget, and the measurements by which it was chosen.
 
     Attributes:
-        config: the fastest mix that was found; `config.save(path)` writes it.
+        config: the fastest mix found; `config.save(path)` writes it.
         measure: name of the error that the budget limits.
         budget: largest error of the output that was allowed on every prompt.
-        errors: error of the configuration's output on each prompt that it was chosen by.
-        held_out: its error on each prompt that it was not chosen by.
-        alone: largest error of the fastest recipe in all layers at all steps.
+        errors: error of the configuration's output on each prompt that was used to choose it.
+        held_out: error of the configuration's output on each held-out prompt.
+        alone: largest error with the fastest recipe in all layers at all steps.
         recipes: the recipes, from the fastest to "exact".
-        layers, ranges: names of the layers, and of the ranges of steps; one range, "all", of a model without steps.
+        layers, ranges: names of the layers and of the ranges of steps; a model without steps has one range, "all".
         lengths: number of steps in each range.
-        cells: (layers, ranges), the recipe of each as an index.
-        cell_errors: (layers, ranges), error of the output if only this cell ran the fastest recipe, predicted.
+        cells: (layers, ranges), index of the recipe in each layer and range.
+        cell_errors: (layers, ranges), predicted error of the output if only this cell ran the fastest recipe.
         priced: True if costs are times from this GPU's table; False if they follow the order of the recipes.
         facts: architecture, settings and prompts of the measurement.
     """
@@ -93,7 +93,7 @@ class Calibration:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Return the summary, and a table of the recipe of each layer and range with the error it would make alone."""
+        """Return the summary, and a table with each cell's recipe and the error that the cell would make alone."""
         rows = [
             [layer, *(f"{self.recipes[cell]} ({error:.4f})" for cell, error in zip(row, errors, strict=True))]
             for layer, row, errors in zip(self.layers, self.cells, self.cell_errors, strict=True)
@@ -118,51 +118,51 @@ def calibrate(
 ) -> Calibration:
     """Find the fastest mix of recipes, by layer and denoising step, whose error on every prompt is within a budget.
 
-    The budget limits the error of the model's output. Of a pipeline it is the relative error of the latents with the
-    same seed, sqrt(Σ(O − O')² / ΣO²). Of a language model it is the mean KL divergence of its predictions in nats,
-    which is about the share by which perplexity grows.
+    The budget limits the error of the model's output. For a pipeline this is the relative error of the latents with the
+    same seed, sqrt(Σ(O − O')² / ΣO²). For a language model it is the mean KL divergence of its predictions in nats,
+    which is about the relative growth of perplexity.
 
-    The errors of layers and steps add up as independent ones do: squares add (of a language model divergences, which
-    are of second order). What a cell, a layer in a range of steps, adds is measured in three parts on each prompt:
+    Errors of layers and steps are added as if they were independent: their squares add (for a language model,
+    divergences add, which are of second order). A cell is a layer in a range of steps. Three measurements on each
+    prompt say how much a cell adds:
 
     1. the loss of the output with the fastest recipe everywhere;
     2. the share of each range: the losses of the output with the fastest recipe in this range alone;
     3. the share of each layer in its range: the losses of the denoiser's output, on exact attention's inputs at the
        middle step of the range, with one layer at a time in each recipe.
 
-    A mix is chosen by these, run on all prompts, and tightened until the measured error is within the budget on each
-    and, from four prompts on, probably on others too (`bound`).
-    Before that, the first of `sparse` or `kv_caches` is chosen whose loss, with the most accurate of the recipes, is at
-    most half of what the budget allows. The mix has what it leaves; if none is good enough, all of it.
+    A mix is chosen by these losses, run on all prompts, and made more exact until the measured error is within the
+    budget on each prompt and, with four prompts or more, probably on other prompts too (`bound`). Before that, the
+    first entry of `sparse` or `kv_caches` is chosen whose loss, with the most accurate recipe, is at most half of the
+    allowed loss. The mix may use the remaining loss; if no entry is good enough, the mix may use all of it.
 
     Recipes run in their own numerics, emulated where the GPU lacks them (`fallback="emulate"`), so that the result
-    holds on every GPU. Time is by the table of costs of this GPU if it knows all of these calls; otherwise each recipe
-    costs one unit more for each product of Q·Kᵀ than the recipe before it. Only sums are kept, and the latents of the
-    prompts.
+    holds on every GPU. Times come from this GPU's table of costs if it covers all of these calls; otherwise each recipe
+    costs one unit more for each product of Q·Kᵀ than the recipe before it. Only sums and the prompts' latents are kept.
 
     Args:
         pipe_or_model: a text-to-video or text-to-image pipeline, or a causal language model, as it was loaded.
-        prompts: texts; of a language model its tokens, an int64 tensor (tokens,) each.
+        prompts: texts; for a language model, one int64 tensor (tokens,) for each prompt.
         budget: the largest error that is allowed on each prompt.
         recipes: low-bit recipes to mix, the fastest first; "exact" is always the last.
-        held_out: more prompts, on which the configuration is measured when it has been chosen.
-        keep_sensitive: number of layers, those that add most loss, that run exact attention in any case.
-        sparse: settings of sparse attention to choose from, in order of preference; of a pipeline.
-        kv_caches: formats of the KV cache to choose from, in order of preference; of a language model. The first half
-            of a prompt then fills the cache, and the loss is the other half's.
+        held_out: more prompts, on which the chosen configuration is measured.
+        keep_sensitive: number of layers that always run exact attention: the layers that add most loss.
+        sparse: settings of sparse attention to choose from, in order of preference; for a pipeline.
+        kv_caches: formats of the KV cache to choose from, in order of preference; for a language model. The first half
+            of a prompt then fills the cache, and the loss is measured on the other half.
         seed: seed of every prompt.
-        measurements: JSON file of finished measurements, written after each one; if it exists, calibration goes on
-            from there.
+        measurements: JSON file of finished measurements, written after each measurement; if it exists, calibration
+            continues from it.
         settings: arguments of the pipeline's call, such as num_inference_steps; the configuration is for these.
 
     Returns:
-        The configuration, with what was measured.
+        The configuration and its measurements.
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline nor a causal language model.
         ValueError: prompts, budget or recipes make no sense; `sparse` is given for a language model, or `kv_caches` for
-            a pipeline; attention is switched already; or the file `measurements` is of another model or scheduler, or
-            of other settings.
+            a pipeline; attention is switched already; or the file `measurements` belongs to another model, scheduler or
+            settings.
 
     Example:
         >>> calibration = sage_hf.calibrate(pipe, ["a red circle moving left"], budget=0.02, num_inference_steps=20)
@@ -214,14 +214,14 @@ def calibrate(
 
 
 class Measurements:
-    """Finished measurements by name, in a file if there is a path, so that calibration goes on after an interruption.
+    """Finished measurements by name; with a path they are kept in a file, so that an interrupted calibration continues.
 
     Args:
         facts: plain data on which the measurements depend.
         path: JSON file, written after each measurement.
 
     Raises:
-        ValueError: the file holds no measurements, or depends on other facts; the message names the first.
+        ValueError: the file holds no measurements, or belongs to other facts; the message names the first difference.
     """
 
     def __init__(self, facts: Mapping[str, Any], path: str | Path | None) -> None:
@@ -243,7 +243,7 @@ class Measurements:
                 )
 
     def of(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the measurement of that name, plain data; make and keep it if there is none."""
+        """Return the measurement of that name as plain data; if there is none, call `measure` and keep the result."""
         if name not in self._done:
             self._done[name] = measure()
             if self._path is not None:
@@ -275,7 +275,7 @@ class _Measured:
 
 
 def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], done: Measurements) -> _Measured:
-    """Measure the losses of the fastest recipe, of it in each range, and of each layer with each recipe."""
+    """Measure the losses of the fastest recipe everywhere and in each range, and of each layer with each recipe."""
     layers = tuple(target.label(name) for target in subject.targets for name in target.layers)
     ranges = subject.ranges(prompts[0])
     steps = sum(1 if span is None else len(span) for span in ranges)
@@ -309,7 +309,7 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
     Args:
         layers: (layers, ranges, recipes), losses of single layers; the first recipe is the fastest.
         parts: the losses of the fastest recipe in single ranges.
-        alone: its loss everywhere.
+        alone: the loss of the fastest recipe everywhere.
 
     Returns:
         An array like `layers`, in which the losses of the fastest recipe add up to `alone`.
@@ -325,9 +325,9 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
 def _choose_extra(
     subject: Subject, prompts: Sequence[Any], extras: Sequence[SageConfig], done: Measurements, limit: float
 ) -> tuple[SageConfig, float]:
-    """Choose the first configuration that may be used with a mix; return it and the `bound` of its losses.
+    """Choose the first configuration that may be combined with a mix; return it and the `bound` of its losses.
 
-    If there is none, return one with neither sparse attention nor a low-bit KV cache, and 0.
+    If there is none, return a configuration with neither sparse attention nor a low-bit KV cache, and 0.
     """
     for extra in extras:
         spent = bound([_loss(subject, prompt, extra, done) for prompt in prompts])
@@ -349,11 +349,12 @@ def _choose_mix(
 ) -> tuple[Mix, SageConfig, list[float]]:
     """Return the fastest mix found that keeps the `bound` of measured losses within the limit.
 
-    It aims lower until one does, then between the last that did and the last that did not.
+    The search aims lower until a mix keeps the limit. Then it aims between the last mix that kept the limit and the
+    last mix that did not.
 
     Args:
-        subject, prompts, recipes, done, measured: what is calibrated, and what was measured of it.
-        limit: of the loss, `spent` included.
+        subject, prompts, recipes, done, measured: the model to calibrate, and its measurements.
+        limit: the largest loss, including `spent`.
         keep_sensitive: see `calibrate`.
         extra, spent: see `_choose_extra`.
 
@@ -388,7 +389,7 @@ def _choose_mix(
 
 
 def _in_range(span: StepRange, recipe: str) -> SageConfig:
-    """Return the configuration that runs a recipe in a range of steps, and exact attention at the others."""
+    """Return the configuration that runs a recipe in a range of steps, and exact attention at all other steps."""
     return SageConfig("exact", steps=(StepRule(span.start, span.stop, recipe),))
 
 
@@ -402,8 +403,8 @@ def _loss(subject: Subject, prompt: Any, config: SageConfig, done: Measurements)
 def bound(losses: Sequence[float]) -> float:
     """Return the largest loss that is expected of a prompt like these.
 
-    It is the largest of them or, from four prompts on, exp(m + 2·s·sqrt(1 + 1/n)) if that is more: the upper end of the
-    prediction interval of a log-normal loss, whose logarithms have the mean m and the standard deviation s.
+    It is the largest of the losses. With four prompts or more, it is at least exp(m + 2·s·sqrt(1 + 1/n)): the upper end
+    of the prediction interval of a log-normal loss, whose logarithms have the mean m and the standard deviation s.
     """
     highest = max(losses)
     if len(losses) < FEWEST_FOR_BOUND or min(losses) <= 0 or highest == math.inf:

@@ -22,13 +22,13 @@ from sage_kernels.spec.recipe import RECIPES
 if TYPE_CHECKING:
     import torch
 
-# Modules that import torch are imported by the command that needs them: help and typos are answered at once.
+# Each command imports the modules that need torch itself, so that help and errors of typing appear at once.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `sage-hf`, and return its exit code.
 
-    It is 0, 1 if `check` found a kernel that is wrong, 2 after an error (on stderr) or 130 after Ctrl-C.
+    The exit code is 0; 1 if `check` found a wrong kernel; 2 after an error (on stderr); or 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="sage-hf", description="Low-bit attention for diffusers and transformers.")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--pretrained", required=True, metavar="ID_OR_FOLDER", help="of diffusers or transformers")
     command.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
     _add_recipe_arguments(command)
-    command = commands.add_parser("generate", help="render prompts with low-bit attention, and report")
+    command = commands.add_parser("generate", help="render prompts with low-bit attention, and write a report")
     add_generate_arguments(command)
     command = commands.add_parser(
         "compare", help="the same and exact attention, with every layer's error; or a language model's predictions"
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _add_calibrate_arguments(command)
     command = commands.add_parser("bench", help="speed, error and memory of attention kernels on this GPU")
-    if arguments[:1] == ["bench"]:  # its choices are models and kernels, which take seconds to import
+    if arguments[:1] == ["bench"]:  # importing its choices, models and kernels, takes seconds
         from sage_hf.bench.command import add_arguments
 
         add_arguments(command)
-    command = commands.add_parser("tune", help="measure in minutes, once a GPU, what calls cost, to choose kernels by")
+    command = commands.add_parser("tune", help="time calls once per GPU (minutes), to choose kernels by")
     command.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: the first GPU)")
     command.add_argument("--seconds", type=_seconds, help="of compiling and measuring, at most (default: 420)")
     command.add_argument(
@@ -93,7 +93,7 @@ def generate_main(
         argv: the arguments, without the program's name; None: the command line's.
         description: text for --help.
         config: default recipe, or name or path of the default configuration.
-        own_config: path of the default configuration of the default `pretrained` alone.
+        own_config: path of a default configuration that is used only with the default `pretrained`.
         defaults: default values of other arguments, by their names ("pretrained", "frames", "cpu_offload", …).
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,15 +130,18 @@ def _add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: bfloat16, on a CPU float32)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: the first GPU, else the CPU)")
     parser.add_argument(
-        "--cpu-offload", action=argparse.BooleanOptionalAction, default=False, help="keep only what runs on the GPU"
+        "--cpu-offload",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep only the running model on the GPU",
     )
     parser.add_argument(
-        "--vae-tiling", action=argparse.BooleanOptionalAction, default=False, help="decode in tiles, for less memory"
+        "--vae-tiling", action=argparse.BooleanOptionalAction, default=False, help="decode in tiles to save memory"
     )
 
 
 def _add_html_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--html", type=_file, metavar="FILE", help="write the result as one self-contained page too")
+    parser.add_argument("--html", type=_file, metavar="FILE", help="also write the result as one self-contained page")
 
 
 def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,17 +163,16 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache", nargs="+", default=(), metavar="FORMAT", help="formats of the KV cache to try: int4 int8 nvfp4"
     )
-    parser.add_argument("--keep-sensitive", type=int, default=0, metavar="N", help="layers that stay exact in any case")
+    parser.add_argument("--keep-sensitive", type=int, default=0, metavar="N", help="layers that always stay exact")
     parser.add_argument(
-        "--held-out", type=int, metavar="N", help="prompts, the last ones, that only test it (default: a quarter)"
+        "--held-out", type=int, metavar="N", help="last prompts, which only test the result (default: a quarter)"
     )
     parser.add_argument(
         "--output",
         type=_file,
         default=Path("calibrated.json"),
         metavar="JSON",
-        help="default: calibrated.json; what was measured stands in calibrated.measurements.json, from where a second "
-        "run goes on",
+        help="default: calibrated.json; a second run continues from calibrated.measurements.json",
     )
     _add_html_argument(parser)
     _add_pipeline_arguments(parser)
@@ -194,7 +196,7 @@ def _path(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    """Return the path of a file to write, so that one in no folder is told before hours of work."""
+    """Return the path of a file to write; a missing folder is reported now, not after hours of work."""
     path = _path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
@@ -229,7 +231,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     args = parser.parse_args(argv)
     try:
         if "recipe" in args:
-            args.sage_config = _config(args)  # a typo is told before anything is imported
+            args.sage_config = _config(args)  # a wrong name is reported before anything is imported
         return COMMANDS[args.command](args) or 0
     except KeyboardInterrupt as interrupt:
         print(f"interrupted{interrupt}", file=sys.stderr)
@@ -245,7 +247,7 @@ def _run_guarded(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
 
 
 def _message_of_machine(error: RuntimeError) -> str | None:
-    """Return the message for a GPU without enough memory or a kernel that is not available; None of other errors."""
+    """Return the message for a GPU without enough memory or a kernel that is not available; None for other errors."""
     import torch
 
     from sage_kernels.dispatch.plan import KernelUnavailableError
@@ -291,7 +293,7 @@ def _env(args: argparse.Namespace) -> None:
 
 
 def _costs_note(device: torch.device) -> str:
-    """Return a line that says by which table of costs calls choose between low bits and exact attention."""
+    """Return a line that names the table of costs by which calls choose between low bits and exact attention."""
     import torch
 
     from sage_kernels.dispatch import cost_model
@@ -430,7 +432,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _refuse_settings_of_renderings(args: argparse.Namespace, **more: object) -> None:
-    """Raise ValueError for an argument that means nothing with --text; `more` are others, with their defaults."""
+    """Raise ValueError for an argument that has no meaning with --text; `more` holds further arguments' defaults."""
     rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
     rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1, **more}
     if given := [name for name, default in rendering.items() if getattr(args, name, default) != default]:
@@ -510,7 +512,7 @@ def _language_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
 
 
 def _name(args: argparse.Namespace) -> str:
-    """Return the recipe or configuration that the user asked for, or else the command's default."""
+    """Return the name of the recipe or configuration that the user asked for, or the command's default."""
     own = getattr(args, "own_config", None)
     if own is not None and args.pretrained != args.own_pretrained:
         own = None

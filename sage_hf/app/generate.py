@@ -1,4 +1,4 @@
-"""Generation: render videos or images with low-bit attention, and exact attention if asked, and write a report."""
+"""Render videos or images with low-bit attention, and with exact attention if asked, and write a report."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options of a generation. None leaves the choice to the pipeline (or to the `generation.json` in its folder).
+    """Options of a generation. Where an option is None, the pipeline (or the `generation.json` in its folder) chooses.
 
     Attributes:
         config: the recipe and its exceptions.
@@ -124,7 +124,7 @@ class GenerateOptions:
 
 
 def torch_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; of None float32 on a CPU, else bfloat16. Raise ValueError for another name."""
+    """Return the dtype of that name. Without a name: float32 on a CPU, else bfloat16. Raise ValueError if unknown."""
     if name is None:
         name = "float32" if device.type == "cpu" else "bfloat16"
     if name not in DTYPES:
@@ -138,12 +138,12 @@ def generate(options: GenerateOptions, on_written: Callable[[Path], None] = lamb
     Files: `01-<label>.mp4` for each prompt (gif if no encoder is installed, png of an image), with `compare` also
     `01-exact.mp4` and `01-side-by-side.mp4`; `report.json`, `report.md`. Each file is written
     atomically and as early as possible: after an error or Ctrl-C every existing file is finished, and the report says
-    that it is not complete. A comparison goes prompt by prompt, so that the first one can be seen early and only one
-    prompt's frames are kept in memory. Of several processes, the first one writes.
+    that it is not complete. A comparison goes prompt by prompt, so that the first videos can be seen early, and only
+    one prompt's frames are kept in memory. If there are several processes, the first process writes.
 
     Args:
-        options: what to render, and how.
-        on_written: called with the path of every file when it has been written for the first time.
+        options: prompts and settings.
+        on_written: called with each file's path after the file was written for the first time.
 
     Raises:
         ValueError: the options do not fit the pipeline, the output folder is not writable, the checkpoint is damaged,
@@ -217,8 +217,8 @@ def _generate(options: GenerateOptions, device: torch.device, on_written: Callab
 @dataclass
 class _Rendering:
     label: str
-    frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN; of an image one
-    nan: float  # the fraction that was NaN
+    frames: np.ndarray  # uint8 (F, H, W, 3), black where NaN; an image has F = 1
+    nan: float  # fraction of NaN
     seconds: float
     denoiser_seconds: float
 
@@ -233,7 +233,8 @@ class _Job:
         self.shows_progress = shows_progress
 
     def call(self, description: str, prompt: str, **settings: Any) -> Any:
-        """Return the pipeline's output for a prompt; `settings` override the job's. Progress is shown in a terminal."""
+        """Return the pipeline's output for a prompt; `settings` override the job's settings. A terminal shows
+        progress."""
         self.pipe.set_progress_bar_config(desc=description, disable=None if self.shows_progress else True)
         generator = torch.Generator("cpu").manual_seed(self.seed)
         return self.pipe(prompt=prompt, generator=generator, **{**self.settings, **settings})
@@ -259,7 +260,7 @@ class _Job:
             raise ValueError(f"{type(self.pipe).__name__} makes neither videos nor images")
 
     def render(self, prompt: str, label: str, count: str) -> _Rendering:
-        """Render the prompt with the present attention; `label` and `count` describe it in the progress bar."""
+        """Render the prompt with the current attention; `label` and `count` describe it in the progress bar."""
         with _denoiser_clock(self.pipe, self.device) as denoiser_seconds:
             start = synchronize(self.device)
             output = self.call(f"{label}: {count}", prompt, output_type="np")
@@ -272,7 +273,7 @@ class _Job:
 
 
 def _pictures(output: Any) -> Any:
-    """Return the frames of a pipeline's first video, or its first image as a batch of one; None if it has neither."""
+    """Return the frames of a pipeline's first video, or its first image as one frame; None if there is neither."""
     if hasattr(output, "frames"):
         return output.frames[0]
     images = getattr(output, "images", getattr(output, "image", None))  # Kandinsky 5 names its images "image"
@@ -280,7 +281,7 @@ def _pictures(output: Any) -> Any:
 
 
 class _Files:
-    """Writer of a report's files, each as early as possible; of none in a process that does not write."""
+    """Writer of a report's files, each as early as possible; in a process that does not write, it writes nothing."""
 
     def __init__(self, report: Report, fps: int, on_written: Callable[[Path], None], writes: bool) -> None:
         self._report, self._fps, self._on_written, self._writes = report, fps, on_written, writes
@@ -309,7 +310,7 @@ class _Files:
         self.save_report()
 
     def save_report(self) -> None:
-        """Write the report in its present state."""
+        """Write the report in its current state."""
         for path in self._report.save() if self._writes else ():
             self._note(path)
 
@@ -381,7 +382,7 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
 
 
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
-    """Return captions by label that say what really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
+    """Return captions by label that name the attention that really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
     others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
     remark = ""

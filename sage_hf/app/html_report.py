@@ -1,4 +1,4 @@
-"""Self-contained HTML pages of a comparison and of a calibration: no file, font or script is loaded from elsewhere."""
+"""Self-contained HTML pages of a comparison and of a calibration: they load no other file, font or script."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def comparison_page(report: Report) -> str:
     ]
     parts = [f'<p class="note">{escape(f"{report.pretrained} on {report.device}, {report.dtype}")}</p>']
     if not report.complete:
-        parts.append("<p><strong>Not complete: still being made, or broken off.</strong></p>")
+        parts.append("<p><strong>Not complete: still running, or interrupted.</strong></p>")
     pairs = "".join(_pair(report.output, video, label) for video in report.videos)
     parts.append(f'<div class="pairs">{pairs}</div>')
     parts += ["<h2>Speed and error</h2>", _table(["prompt", "exact, s", f"{label}, s", "PSNR, dB", "SSIM"], rows)]

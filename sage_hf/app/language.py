@@ -1,4 +1,4 @@
-"""Comparison of a language model's predictions of a text with those that it makes with exact attention."""
+"""Comparison of a language model's predictions of a text with its predictions under exact attention."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WINDOW = 2048
-"""Most tokens that the model reads at once."""
+"""Largest number of tokens that the model reads at once."""
 
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Predictions of a text with low-bit attention, and with the model's own.
+    """Predictions of a text with low-bit attention, and with the model's own attention.
 
     Attributes:
         label: name of the low-bit attention.
         tokens: number of predicted tokens.
-        exact, perplexity: perplexity a token of the baseline model, and with low-bit attention.
-        divergence: mean Kullback-Leibler divergence of the low-bit prediction from the exact one, in nats.
-        same_top: share of tokens of which both find the same most likely.
+        exact, perplexity: perplexity per token of the baseline model, and with low-bit attention.
+        divergence: mean Kullback-Leibler divergence of the low-bit prediction from the exact prediction, in nats.
+        same_top: share of tokens for which both predict the same most likely token.
         explanation: the kernels that ran in each layer.
         recorder: errors of each layer's attention on its own inputs, over the first window.
     """
@@ -69,7 +69,7 @@ def compare_text(
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TextComparison:
-    """Let a causal language model read a text with its own and with low-bit attention, in windows of at most WINDOW.
+    """Let a causal language model read a text with its own attention and with low-bit attention, in windows of WINDOW.
 
     Args:
         pretrained: folder of the model, or its name on the Hub.
@@ -80,8 +80,8 @@ def compare_text(
         progress: called with a line about each window.
 
     Raises:
-        ValueError: the model or the text cannot be read, or the text has no two tokens, with a KV cache no three; or
-            `sage_hf.apply` refuses.
+        ValueError: the model or the text cannot be read; the text has fewer than two tokens, or with a KV cache fewer
+            than three; or `sage_hf.apply` refuses.
     """
     model, tokenizer = load_language_model(folder_or_name(pretrained), dtype, device)
     windows = read_windows(path, model, tokenizer)
@@ -126,7 +126,7 @@ def load_language_model(pretrained: str, dtype: torch.dtype, device: torch.devic
     """Load a causal language model for evaluation, and its tokenizer, from a folder or the Hub.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is no such model, or it cannot be read.
     """
     import transformers
 
@@ -146,7 +146,7 @@ def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tor
     """Return the tokens of a text in UTF-8 in windows of at most WINDOW tokens, int64 (tokens,) each.
 
     Raises:
-        ValueError: the text cannot be read, or has no two tokens.
+        ValueError: the text cannot be read, or has fewer than two tokens.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -159,7 +159,7 @@ def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tor
 
 
 def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torch.Tensor]:
-    """Yield the text's tokens in parts of two or more, int64 (tokens,), each behind the BOS token if there is one."""
+    """Yield the text's tokens in parts of two or more, int64 (tokens,), each after the BOS token if there is one."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size = min(WINDOW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or WINDOW) - len(first)
@@ -171,7 +171,7 @@ def _windows(model: PreTrainedModel, tokenizer: Any, text: str) -> Iterator[torc
 
 @torch.no_grad()
 def logits_through_cache(model: Any, tokens: torch.Tensor, first: int, kv_cache: str) -> torch.Tensor:
-    """Return the logits of each next token behind the first tokens, through a KV cache that begins with these.
+    """Return the logits of each next token after the first `first` tokens, through a KV cache that begins with these.
 
     The tokens, int64 (tokens,), come MAX_QUERIES at a time. The result is (tokens - first - 1, vocabulary).
     """

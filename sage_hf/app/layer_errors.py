@@ -35,12 +35,12 @@ class LayerErrors:
     Attributes:
         layer: name of the layer.
         calls: number of observed calls.
-        errors: errors of what ran.
-        peaks: how peaked exact attention is on these inputs.
-        errors_without_outlier_handling: errors of the same recipe without its outlier handling; None if what ran
-            has none, or if they were not asked for.
-        recipes: what ran, in the order of its first call: ("exact",) if the recipe asked for never did.
-        by_step: relative L1 error at each denoising step of a pipeline, in order; one number of a model alone.
+        errors: errors of the attention that ran.
+        peaks: the peaks of exact attention on these inputs.
+        errors_without_outlier_handling: errors of the same recipe without its outlier handling; None if the recipe has
+            no outlier handling, or if these errors were not asked for.
+        recipes: the recipes that ran, in the order of their first calls: ("exact",) if the requested recipe never ran.
+        by_step: relative L1 error at each denoising step of a pipeline, in order; a single number for a model.
     """
 
     layer: str
@@ -79,7 +79,7 @@ class LayerErrorRecorder:
         self._layers = {name: _Layer() for name in self._names.values()}
         self._without_outlier_handling = without_outlier_handling
         self.step = 0
-        """The denoising step that calls belong to."""
+        """Denoising step of the current calls."""
 
     @torch.no_grad()
     def __call__(self, call: record.AttentionCall) -> None:
@@ -128,7 +128,7 @@ class LayerErrorRecorder:
         ]
 
     def never_ran(self) -> list[str]:
-        """Return a sentence for each recipe that was asked for and ran in no call, with the reason."""
+        """Return a sentence for each requested recipe that ran in no call, with the reason."""
         plans = [plan for layer in self._layers.values() for plan in layer.plans]
         ran = {plan.recipe for plan in plans}
         asked = {plan.request.recipe: plan for plan in plans if plan.request.recipe not in ran}
@@ -138,7 +138,7 @@ class LayerErrorRecorder:
         ]
 
     def __str__(self) -> str:
-        """Return a table of the layers that were called, in ASCII, with what `never_ran` says below it."""
+        """Return an ASCII table of the layers that were called, followed by the sentences of `never_ran`."""
         return to_ascii("\n".join([text_table(*table(self.layers())), *self.never_ran()]))
 
 
@@ -148,15 +148,15 @@ def record_layer_errors(
 ) -> Iterator[LayerErrorRecorder]:
     """Compare each eager attention call made inside the block with exact attention in float32 on the same inputs.
 
-    The block runs without gradients, so that recipes that are forward only run too; a recipe that was asked for and
-    never ran is logged.
+    The block runs without gradients, so that recipes without a backward pass run too. A requested recipe that never ran
+    is logged.
 
     Recording is slow: every attention is computed again in full precision, its weights once more, and with
-    `without_outlier_handling` the low-bit one a second time. Memory stays bounded, because samples are compared one
-    at a time and only sums are kept.
+    `without_outlier_handling` the low-bit attention a second time. Memory stays bounded, because samples are compared
+    one at a time, and only sums are kept.
 
     Args:
-        pipe_or_model: whose layers to observe.
+        pipe_or_model: the pipeline or model whose layers to observe.
         without_outlier_handling: also measure the same recipes without their outlier handling
             (`sage_kernels.spec.recipe.without_outlier_handling`), where they have any.
 

@@ -28,10 +28,11 @@ class StepRange:
 
 
 def step_ranges(num_steps: int, count: int) -> tuple[StepRange, ...]:
-    """Divide the steps into at most `count` ranges: the first step, the last step, and equal parts of those between.
+    """Divide the steps into at most `count` ranges: the first step, the last step, and equal parts of the steps in
+    between.
 
     Raises:
-        ValueError: there is no step, or fewer than three ranges are asked for.
+        ValueError: there is no step, or `count` is less than three.
     """
     if num_steps < 1 or count < 3:
         raise ValueError(f"expected at least one step and three ranges, got {num_steps} steps and {count} ranges")
@@ -60,13 +61,13 @@ class Mix:
         return np.array([self.columns if row is None else [row] * len(self.columns) for row in self.rows])
 
     def total(self, values: np.ndarray) -> float:
-        """Return the sum of the values, (layers, ranges, recipes), of the mix's recipes."""
+        """Return the sum of values (layers, ranges, recipes) over all cells, taken at each cell's recipe."""
         return float(np.take_along_axis(values, self.cells()[..., None], axis=2).sum())
 
     def config(self, recipes: Sequence[str], layers: Sequence[str], ranges: Sequence[StepRange | None]) -> SageConfig:
         """Return the mix as a configuration; a range is None where the model has no steps.
 
-        The last steps count from the end, so that they are the last ones of more or fewer steps too.
+        The last steps count from the end, so that the rules fit more or fewer steps too.
         """
         rules = [
             LayerRule(layer, recipes[row]) for layer, row in zip(layers, self.rows, strict=True) if row is not None
@@ -95,10 +96,10 @@ def fastest_mix(losses: np.ndarray, costs: np.ndarray, limit: float, start: Sequ
     and the sum stays within the limit.
 
     Args:
-        losses: (layers, ranges, recipes), what each recipe adds to the loss; the last recipe is the most accurate.
+        losses: (layers, ranges, recipes), the loss that each recipe adds; the last recipe is the most accurate.
         costs: (layers, ranges, recipes), in any unit.
         limit: the largest sum of losses. If no mix has it, the most accurate recipe runs everywhere.
-        start: recipes of layers that are not to be changed; None where they may be.
+        start: recipes of layers that must not change; None for layers that may change.
 
     Returns:
         The mix.

@@ -1,4 +1,4 @@
-"""Peaks of an attention: the share of the heaviest key, and the loudest channel of K."""
+"""Peaks of attention: the heaviest key's share of the weight, and the loudest channel of K."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Peaks:
     """Peaks of one or more calls of exact attention.
 
     Attributes:
-        share: the largest share of its rows' weight that one key holds in one head, averaged over the rows that may
-            attend to anything. Causal rows before the key count, with the 0 that they give it.
-        key: that key's position; None if no row may attend to anything.
-        loudness: the largest rms of a channel of K over the median channel's, in one head, without the channels'
-            means over existing keys; inf if the median is 0 and the largest is not.
+        share: the largest share of the weight that one key holds in one head, averaged over the rows that may attend to
+            any key. Causal rows before the key count as 0.
+        key: the position of this key; None if no row may attend to any key.
+        loudness: the largest rms of a channel of K in one head, divided by the median channel's rms; the channels'
+            means over existing keys are subtracted first. It is inf if only the median is 0.
     """
 
     share: float
@@ -33,7 +33,7 @@ class Peaks:
         return asdict(self)
 
     def joined(self, other: Peaks) -> Peaks:
-        """Return the peaks of both calls; NaN if one of them is."""
+        """Return the peaks of both calls; NaN if one of them is NaN."""
         heavier = other if other.share > self.share or math.isnan(other.share) else self
         louder = other if other.loudness > self.loudness or math.isnan(other.loudness) else self
         return Peaks(heavier.share, heavier.key, louder.loudness)
@@ -52,7 +52,7 @@ def find_peaks(
     causal_offset: int = 0,
     scale: float | None = None,
 ) -> Peaks:
-    """Return the peaks of one call; arguments as in `sage_kernels.exact.sdpa.attention`, in memory linear in length."""
+    """Return the peaks of one call, in memory linear in length; arguments as in `sage_kernels.exact.sdpa.attention`."""
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     weights = sdpa.mean_weights(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
@@ -66,7 +66,7 @@ def find_peaks(
 
 
 def channel_loudness(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the loudest channel's rms over the median channel's in each head: float32 (batch, kv_heads).
+    """Return the ratio of the loudest channel's rms to the median channel's in each head: float32 (batch, kv_heads).
 
     Args:
         key: (batch, kv_heads, tokens, head_dim), at least one token.

@@ -29,7 +29,7 @@ LOADING_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What loaders of diffusers and transformers raise of files that are missing, damaged or of another kind."""
+"""Errors that loaders of diffusers and transformers raise for missing or damaged files, or for a wrong kind of file."""
 TINY_VIDEO = Path("examples", "tiny_video")
 """Folder of the small trained pipeline in a checkout."""
 
@@ -37,7 +37,7 @@ TINY_VIDEO = Path("examples", "tiny_video")
 def tiny_video() -> Path | None:
     """Return the folder of the small trained pipeline; None outside of a checkout.
 
-    The package lies in the checkout if it was installed editable; otherwise the present folder may be one.
+    The package lies in the checkout if it was installed editable; otherwise the current folder may be a checkout.
     """
     for checkout in (Path(__file__).resolve().parents[2], Path()):
         if (checkout / TINY_VIDEO / "model_index.json").is_file():
@@ -62,7 +62,7 @@ def load_pipeline(
         device: device that the pipeline runs on.
         cpu_offload: keep only the running model on the GPU.
         vae_tiling: decode in tiles, which takes less memory.
-        split: called with the pipeline before it is moved: after each call, offloading takes away what came later.
+        split: called with the pipeline before it is moved, because after each call, offloading removes later hooks.
 
     Raises:
         ValueError: there is no such pipeline, a file is damaged or a tensor is missing (the message names it),

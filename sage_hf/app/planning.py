@@ -1,4 +1,4 @@
-"""Prediction of what each layer of a model will run on this machine, from its configuration, without weights."""
+"""Prediction of the kernels that a model's layers will run on this machine, from its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
     Args:
         pretrained: folder, or name on the Hub, of a diffusers pipeline or model or of a transformers model.
         config: the recipe and its exceptions.
-        device: the device to run on, of which only type and compute capability matter.
+        device: the device to run on; only its type and compute capability matter.
 
     Raises:
         ValueError: nothing can be loaded from `pretrained`, or `sage_hf.apply` refuses the configuration.
@@ -96,7 +96,7 @@ def _layer_rows(
 
 
 def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
-    """Return (heads, head_dim), None where the module does not tell."""
+    """Return (heads, head_dim); None for a number that the module does not state."""
     config = getattr(layer, "config", None)
     heads = getattr(layer, "heads", None) or getattr(layer, "num_heads", None)
     heads = heads or getattr(config, "num_attention_heads", None)
@@ -108,7 +108,7 @@ def _heads(layer: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
-    """Build the model without weights; of a pipeline, return a namespace with its denoisers."""
+    """Build the model without weights; for a pipeline, return a namespace with its denoisers."""
     folder = Path(pretrained)
     try:
         with torch.device("meta"):
@@ -126,7 +126,8 @@ def _model_on_meta(pretrained: str) -> nn.Module | SimpleNamespace:
 
 
 def _denoisers(pretrained: str) -> dict[str, nn.Module]:
-    """Build the denoisers of a diffusers pipeline, by name, without weights; return {} if it is no such pipeline."""
+    """Build the denoisers of a diffusers pipeline, by name, without weights; return {} if `pretrained` is no such
+    pipeline."""
     import diffusers
 
     if Path(pretrained).is_dir() and not (Path(pretrained) / "model_index.json").is_file():

@@ -1,4 +1,4 @@
-"""Processes that render together: each has a GPU, and part of the tokens of every denoising step."""
+"""Processes that render together: each has one GPU, and some tokens of every denoising step."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Check whether this process is the one that writes and prints."""
+        """Check whether this is the process that writes and prints."""
         return self.number == 1 or _of_torchrun("RANK", 0) == 0
 
     @property
     def remark(self) -> str:
-        """Describe the processes, for a report, behind the name of one of their devices; "" for one process."""
+        """Describe the processes for a report, to append to a device's name; "" for one process."""
         return "" if self.number == 1 else f", {self.number} processes (ulysses {self.ulysses}, ring {self.ring})"
 
     def device_of(self, device: torch.device) -> torch.device:
-        """Return this process's device of a kind: of several processes, each has the GPU of its number on its host.
+        """Return this process's device of a kind; among several processes, each has the GPU of its local rank.
 
         Raises:
             ValueError: the host has fewer GPUs, or `device` is one GPU for all processes.
@@ -78,7 +78,7 @@ class Processes:
     def joined(self, device: torch.device) -> Iterator[None]:
         """Join the process group, by NCCL on GPUs and gloo on CPUs, and leave it at the end.
 
-        A process that raises does not leave: it ends, and torchrun ends those that wait for it.
+        A process that raises an error does not leave the group: it ends, and torchrun ends the waiting processes.
         """
         if self.number == 1:
             yield
@@ -90,7 +90,7 @@ class Processes:
         dist.destroy_process_group()
 
     def split(self, pipe: DiffusionPipeline) -> None:
-        """Split the tokens of a pipeline's denoisers among the processes, which have joined.
+        """Split the tokens of a pipeline's denoisers among the processes, which have joined the group.
 
         Raises:
             UnsupportedAttentionError: there is no plan for a denoiser, or its attention cannot be split.

@@ -1,4 +1,4 @@
-"""The report of a generation, as JSON and Markdown: what ran, its times, and its distance from exact attention."""
+"""The report of a generation, as JSON and Markdown: kernels, times, and the distance from exact attention."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class VideoReport:
     """Report about one prompt's videos.
 
     Attributes:
-        prompt, seed: what was rendered.
+        prompt, seed: the rendered prompt and its seed.
         files: file name by label ("exact", "sage3", "side by side").
         seconds: wall time by label, from the prompt to the decoded frames.
         denoiser_seconds: the part of `seconds` that was spent in the denoiser.
-        nan: fraction of the video that is NaN, and shown black, by label.
-        psnr, ssim: similarity of the low-bit video to the exact one, PSNR in dB; None without a comparison, and if one
+        nan: fraction of the video that is NaN and shown black, by label.
+        psnr, ssim: similarity of the low-bit video to the exact one, PSNR in dB; None without a comparison, or if one
             of the videos contains NaN. Equal videos have psnr inf.
     """
 
@@ -58,9 +58,9 @@ class Report:
         explanation: the kernels that ran in each layer.
         videos: one report for each prompt rendered so far.
         layer_errors: errors of each layer's attention on its own inputs; empty without a comparison.
-        layer_error_steps: number of denoising steps in which they were measured.
+        layer_error_steps: number of denoising steps in which the errors were measured.
         output: the folder of the files.
-        complete: whether everything asked for is there; False during the generation and if it was interrupted.
+        complete: True if all that was asked for was rendered; False during the generation, and after an interruption.
         versions: versions of the packages, by name.
     """
 
@@ -143,7 +143,7 @@ class Report:
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         lines = [f"# {self.pipeline}: {self.config.recipe}", ""]
         if not self.complete:
-            lines += ["**Not complete: still being made, or broken off.**", ""]
+            lines += ["**Not complete: still running, or interrupted.**", ""]
         lines += [f"{self.pretrained} on {self.device}, {self.dtype}; {packages}.", ""]
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         lines += [f"Settings: {settings}." if settings else "Settings: the pipeline's own.", "", "## Results", ""]
@@ -180,7 +180,7 @@ class Report:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python, torch, CUDA and of those PACKAGES that are installed."""
+    """Return the versions of Python, torch, CUDA and of the installed PACKAGES."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Models as calibration sees them: what a configuration, or one layer with a recipe, changes in the model's output."""
+"""Models as calibration sees them: how a configuration, or one layer with a recipe, changes the model's output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 
 ROWS = 256
-"""Rows of logits that are compared at a time."""
+"""Number of rows of logits that are compared at a time."""
 
 
 class Subject(Protocol):
@@ -37,7 +37,7 @@ class Subject(Protocol):
 
     Attributes:
         measure: name of the error that the budget limits.
-        exponent: power of the error that adds up over layers and steps; this power is the loss.
+        exponent: the power of the error that adds up over layers and steps. Loss means this power of the error.
         targets: the models whose attention is switched.
     """
 
@@ -49,16 +49,16 @@ class Subject(Protocol):
         """Return the facts, as plain data, on which measurements depend."""
 
     def check(self, prompt: Any) -> None:
-        """Raise ValueError if that is no prompt of this model."""
+        """Raise ValueError if `prompt` is not a prompt for this model."""
 
     def ranges(self, prompt: Any) -> tuple[StepRange | None, ...]:
-        """Return the ranges of steps of a run on a prompt; of a model without steps one None."""
+        """Return the ranges of steps of a run on a prompt; for a model without steps, one None."""
 
     def loss(self, prompt: Any, config: SageConfig) -> float:
-        """Run a configuration on a prompt, and return the loss of its output against exact attention's."""
+        """Run a configuration on a prompt, and return the loss of its output against exact attention's output."""
 
     def layer_losses(self, prompt: Any, recipes: Sequence[str], progress: Callable[[], object]) -> dict[str, Any]:
-        """Run each layer alone with each recipe but the last, "exact"; return `LayerLosses.to_dict()`.
+        """Run each layer alone with each recipe except the last, "exact"; return `LayerLosses.to_dict()`.
 
         `progress` is called after each run of the model.
         """
@@ -70,7 +70,7 @@ class LayerLosses:
     Attributes:
         losses: losses of the model's output, summed over its calls.
         products: multiplications of Q·Kᵀ.
-        us: microseconds on this GPU by its table of costs; NaN where the table does not have all calls.
+        us: microseconds on this GPU by its table of costs; NaN where the table does not cover all calls.
     """
 
     def __init__(self, layers: int, ranges: int, recipes: int) -> None:
@@ -83,10 +83,10 @@ class LayerLosses:
 
 
 def call_us(request: Request) -> float | None:
-    """Return the time in µs of what runs a call on its GPU by default, by the table of costs.
+    """Return the time in µs of the kernel that runs a call on its GPU by default, by the table of costs.
 
-    None where the table has no such call, and where another low-bit recipe would run in place of the one asked for:
-    the time would be of other numerics than those that were measured.
+    Return None if the table has no such call, or if another low-bit recipe would run in place of the requested recipe:
+    its numerics were not measured.
     """
     plan = select(request, "native")
     if plan.recipe == "exact":
@@ -97,14 +97,15 @@ def call_us(request: Request) -> float | None:
 
 
 def relative_square(exact: Tensor, other: Tensor) -> float:
-    """Return Σ(O − O')² / ΣO² of two outputs of one shape."""
+    """Return Σ(O − O')² / ΣO² of two outputs of the same shape."""
     exact, other = exact.double(), other.double()
     total = exact.square().sum().item()
     return (exact - other).square().sum().item() / total if total else 0.0
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence in nats of predictions from exact ones, logits (tokens, words).
+    """Return the mean Kullback-Leibler divergence in nats of predictions from exact predictions, logits (tokens,
+    words).
 
     Without predictions it is 0.
     """
@@ -116,12 +117,12 @@ def divergence(exact: Tensor, other: Tensor) -> float:
 
 
 def only(layer: str, recipe: str) -> SageConfig:
-    """Return the configuration that runs a recipe in one layer, and exact attention in the others."""
+    """Return the configuration that runs a recipe in one layer, and exact attention in all other layers."""
     return SageConfig("exact", layers=(LayerRule(layer, recipe),))
 
 
 SAMPLES = 1024
-"""Values of a parameter, at equal distances, that tell whose weights they are."""
+"""Number of values of a parameter, at equal distances, that identify the weights."""
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -133,7 +134,7 @@ def fingerprint(model: nn.Module) -> str:
             step = max(1, parameter.numel() // SAMPLES)
             found.update(parameter.detach().flatten()[::step].double().cpu().numpy().tobytes())
     for name, module in model.named_modules():
-        if isinstance(scales := vars(module).get("scaling"), dict):  # of PEFT's layers, by adapter
+        if isinstance(scales := vars(module).get("scaling"), dict):  # in PEFT's layers, by adapter
             used = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", scales)
             found.update(f"{name} {[(adapter, scales.get(adapter)) for adapter in used]}".encode())
     return found.hexdigest()[:16]
@@ -197,13 +198,13 @@ class _Prober:
 
 
 class PipelineSubject:
-    """A diffusers pipeline; its error is the relative one of its latents, sqrt(Σ(O − O')² / ΣO²).
+    """A diffusers pipeline; its error is the relative error of its latents, sqrt(Σ(O − O')² / ΣO²).
 
     Args:
         pipe: the pipeline.
-        settings: arguments of its call, without the prompt.
+        settings: arguments of the pipeline's call, without the prompt.
         seed: seed of every prompt.
-        count: ranges of steps at most.
+        count: largest number of ranges of steps.
     """
 
     measure = "relative error of the latents"
@@ -233,7 +234,7 @@ class PipelineSubject:
         }
 
     def check(self, prompt: Any) -> None:
-        """Raise ValueError if the prompt is no text."""
+        """Raise ValueError if the prompt is not a text."""
         if not isinstance(prompt, str):
             raise ValueError(f"a pipeline's prompts are texts, got {type(prompt).__name__}")
 
@@ -243,7 +244,7 @@ class PipelineSubject:
         return step_ranges(self._num_steps, self._count)
 
     def exact(self, prompt: str) -> Tensor:
-        """Return the latents of exact attention, on the CPU; they are rendered once."""
+        """Return the latents under exact attention, on the CPU; they are rendered once."""
         if prompt not in self._exact:
             with self._following() as schedules:
                 self._exact[prompt] = self._render(prompt)
@@ -251,7 +252,7 @@ class PipelineSubject:
         return self._exact[prompt]
 
     def loss(self, prompt: Any, config: SageConfig) -> float:
-        """Run a configuration on a prompt, and return the loss of its latents against exact attention's."""
+        """Run a configuration on a prompt, and return the loss of its latents against exact attention's latents."""
         exact = self.exact(prompt)
         with apply(self._pipe, config, fallback="emulate"):
             return relative_square(exact, self._render(prompt))
@@ -291,7 +292,7 @@ class PipelineSubject:
 
     @contextmanager
     def _following(self) -> Iterator[list[StepSchedule]]:
-        """Yield a schedule for each target, which knows the step that its model is at."""
+        """Yield a schedule for each target; the schedule knows its model's current step."""
         schedules = [StepSchedule(SageConfig("exact"), {}, self._pipe) for _ in self.targets]
         handles = [schedule.attach(target.model) for schedule, target in zip(schedules, self.targets, strict=True)]
         try:
@@ -308,7 +309,7 @@ class PipelineSubject:
 
 
 class LanguageSubject:
-    """A language model; its error is the mean divergence of its predictions from those with exact attention, in nats.
+    """A language model; its error is the mean divergence of its predictions from exact attention's, in nats.
 
     A divergence of 0.002 lets the perplexity of text that the model could have written grow by 0.2 %.
     """
@@ -325,7 +326,7 @@ class LanguageSubject:
         return _describe(self.targets)
 
     def check(self, prompt: Any) -> None:
-        """Raise ValueError if the prompt is no sequence of tokens that predicts one."""
+        """Raise ValueError if the prompt is not a sequence of at least two tokens."""
         fact = f"a tensor {tuple(prompt.shape)} {prompt.dtype}" if isinstance(prompt, Tensor) else type(prompt).__name__
         integers = isinstance(prompt, Tensor) and not (prompt.is_floating_point() or prompt.dtype == torch.bool)
         if not integers or prompt.ndim != 1 or len(prompt) < 2:
@@ -334,7 +335,7 @@ class LanguageSubject:
             )
 
     def ranges(self, prompt: Any) -> tuple[None, ...]:
-        """Return one None, for there are no steps."""
+        """Return one None, because a language model has no steps."""
         return (None,)
 
     def loss(self, prompt: Any, config: SageConfig) -> float:
@@ -370,8 +371,8 @@ def subject_of(
     """Return the subject for a text-to-image or text-to-video pipeline, or for a causal language model.
 
     Raises:
-        TypeError: it is another model, or settings are given for a language model.
-        ValueError: its attention is switched already, or has no layer that can be.
+        TypeError: `pipe_or_model` is of another kind, or settings are given for a language model.
+        ValueError: its attention is switched already, or no layer of it can be switched.
     """
     if not isinstance(pipe_or_model, nn.Module):
         return PipelineSubject(pipe_or_model, settings, seed, count)

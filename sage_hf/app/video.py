@@ -1,4 +1,4 @@
-"""Files of videos and images, and clips shown side by side."""
+"""Write files of videos and images, and combine clips side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def can_write_mp4() -> bool:
 
 
 def write_video(frames: np.ndarray, path: Path, fps: int) -> Path:
-    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif if no encoder is installed; one as `path`.png.
+    """Write uint8 frames (F, H, W, 3) as `path`.mp4, or as `path`.gif without an encoder; write one frame as
+    `path`.png.
 
     The file is written atomically. Older files of the other kinds are removed.
 
@@ -109,7 +110,7 @@ def side_by_side(videos: Mapping[str, np.ndarray], title: str) -> np.ndarray:
 
 
 def _panel_size(video: np.ndarray) -> tuple[int, int]:
-    """Return (width, height) of a panel: small videos are enlarged by a whole factor, large ones reduced."""
+    """Return (width, height) of a panel: small videos are enlarged by a whole factor, large videos are reduced."""
     height, width = video.shape[1:3]
     if height <= PANEL_HEIGHT:
         factor = PANEL_HEIGHT // height

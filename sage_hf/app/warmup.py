@@ -16,7 +16,7 @@ from sage_kernels.dispatch.select import select
 
 HEAD_DIMS = (64, 128)
 LENGTHS = (1024, 4096, 16384)
-"""Lengths of which each may have a kernel of its own."""
+"""Lengths that may have different kernels."""
 MASKS: tuple[MaskName, ...] = ("none", "causal", "lengths")
 EXACT_MASKS: tuple[MaskName, ...] = (*MASKS, "documents", "bias")
 EXACT_LENGTH = 1024
@@ -26,14 +26,14 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
     """Compile, in several processes, the kernels of all recipes of a configuration, and keep them in the caches.
 
     Args:
-        config: the recipes; where one is not native, what stands in for it is compiled, and of exact attention what
-            short calls, masks and decoding need.
+        config: the recipes. If a recipe is not native, the kernels of its substitute are compiled. Kernels of exact
+            attention are compiled for short calls, masks and decoding.
         device: a CUDA device.
-        head_dims: of the models to come.
+        head_dims: head dimensions of the models that will run.
 
     Returns:
-        The number of calls that were run for it: of each recipe, without a mask, causal and with padded keys; and of
-        each kernel of exact attention.
+        The number of calls that ran in order to compile: for each recipe, calls without a mask, causal calls and calls
+        with padded keys; and calls for each kernel of exact attention.
 
     Raises:
         ValueError: device is no CUDA device.
@@ -59,5 +59,5 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
 
 
 def _aligned(mask: MaskName, queries: int) -> MaskName:
-    """Return the mask of some queries at the last of EXACT_LENGTH keys."""
+    """Return the mask for queries at the end of EXACT_LENGTH keys."""
     return "lower_right" if mask == "causal" and queries < EXACT_LENGTH else mask

@@ -23,15 +23,15 @@ KINDS: dict[MaskName, MaskKind] = {
     "documents": "bool",
     "bias": "additive",
 }
-"""Kinds of the masks, as `sage_kernels` names them; the others have no tensor that it reads."""
+"""Kinds of masks, as `sage_kernels` names them; masks that are missing here have no tensor that it reads."""
 
 CACHED = ("decoding", "chunked prefill")
-"""Names of the calls whose K and V come from a cache."""
+"""Names of calls whose K and V come from a cache."""
 WINDOW = 1024
 DOCUMENT = 700
-"""Length of the documents that share a sequence."""
+"""Length of documents that share a sequence."""
 BACKWARD = 3.5
-"""Operations of forward and backward, two and five matrix products, relative to the forward's."""
+"""Operations of forward and backward pass (two and five matrix products), relative to the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Case:
     """One call of attention.
 
     Attributes:
-        name: short, for the command line and tables; on the grid the kind of call.
+        name: a short name for the command line and tables; in the grid, the kind of call.
         batch, q_heads, kv_heads, q_len, kv_len, head_dim: sizes of query, and of key and value.
         mask: "none"; "causal", upper left; "lower_right", causal with the last query at the last key; "lengths", each
-            sample has its own number of keys; "causal_lengths", causal too; "keys", as "lengths" with padding in the
-            middle; "window", a band of WINDOW keys on each side of the diagonal; "documents", blocks on the diagonal;
-            "bias", added, for each head.
-        training: forward and backward.
+            sample has its own number of keys; "causal_lengths", "lengths" and causal; "keys", as "lengths" with padding
+            in the middle; "window", a band of WINDOW keys on each side of the diagonal; "documents", blocks on the
+            diagonal; "bias", a bias for each head.
+        training: run forward and backward pass.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Case:
         """Read B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal, such as 1,32,8,4096,128,causal.
 
         Raises:
-            ValueError: it is not such a text, a size is below 1, or Hq is no multiple of Hkv.
+            ValueError: the text has another form, a size is below 1, or Hq is no multiple of Hkv.
         """
         numbers, _, rest = text.partition(",causal")
         try:
@@ -84,7 +84,7 @@ class Case:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Case:
-        """Return the call that a row of a result was measured at."""
+        """Return the call that a row of a result belongs to."""
         mask: MaskName = row["mask"] if "mask" in row else "causal" if row["causal"] else "none"
         sizes = {name: row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")}
         training = row["direction"] == "forward_backward"
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes of the call, as cost models have them."""
+        """Return the sizes of the call as a cost model takes them."""
         return Sizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
 
     @property
@@ -113,17 +113,17 @@ class Case:
 
     @property
     def kind(self) -> MaskKind:
-        """Return the kind of the mask that kernels read; causality is none."""
+        """Return the kind of the mask that kernels read; causality is not a mask."""
         return KINDS.get(self.mask, "none")
 
     @property
     def is_causal(self) -> bool:
-        """Return whether the call is causal, wherever it is aligned."""
+        """Return whether the call is causal, with any alignment."""
         return self.mask in ("causal", "lower_right", "causal_lengths")
 
     @property
     def causal_offset(self) -> int:
-        """Return the key, less the query, at which causality is aligned."""
+        """Return the offset of causality: query i attends to keys up to i plus this offset."""
         return self.kv_len - self.q_len if self.mask == "lower_right" else 0
 
     @property
@@ -157,12 +157,12 @@ class Inputs:
     """The tensors of a call on a device, with its mask in every form that a provider may take.
 
     Attributes:
-        case: whose tensors these are.
+        case: the call.
         query, key, value: bfloat16 (batch, heads, tokens, head_dim).
-        mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask and where
-            `is_causal` says it.
-        lengths: int32 (batch,), the number of keys of each sample where they come first; else None.
-        gradient: of the output, for training; else None.
+        mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask, or if `is_causal`
+            replaces it.
+        lengths: int32 (batch,), the number of keys of each sample, if existing keys come first; else None.
+        gradient: gradient of the output, for training; else None.
     """
 
     case: Case
@@ -185,7 +185,7 @@ class Inputs:
 
     @property
     def grouped(self) -> bool:
-        """Return whether heads of Q share one of K."""
+        """Return whether several heads of Q share a head of K."""
         return self.case.q_heads != self.case.kv_heads
 
     @cached_property
@@ -195,15 +195,15 @@ class Inputs:
 
 
 def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bool = False) -> Inputs:
-    """Draw standard normal tensors, the same ones at every call; Q, K and V require gradients for training.
+    """Draw standard normal tensors, the same tensors at every call; Q, K and V require gradients for training.
 
     Args:
         case: the call.
-        device: where to.
-        biased: K also gets a mean in each channel, drawn with 3 standard deviations, and V one with half a standard
-            deviation, as in diffusion transformers.
-        heads_first: in memory, heads come before tokens; otherwise tokens before heads, as projections leave them, but
-            for the K and V of a cache.
+        device: device of the tensors.
+        biased: each channel also gets a mean, as in diffusion transformers: drawn with a standard deviation of 3 in K,
+            and of 0.5 in V.
+        heads_first: in memory, heads come before tokens. Otherwise tokens come before heads, as projections leave them;
+            a cache's K and V always have heads first.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -238,7 +238,7 @@ def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device
         case "lengths" | "causal_lengths":
             assert lengths is not None
             return (keys < lengths[:, None])[:, None, None]
-        case "keys":  # Half of the keys that exist come first, the other half last.
+        case "keys":  # Half of the existing keys come first, the other half last.
             assert lengths is not None
             first = (lengths[:, None] + 1) // 2
             return ((keys < first) | (keys >= case.kv_len - (lengths[:, None] - first)))[:, None, None]
@@ -252,8 +252,8 @@ def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device
     return None
 
 
-# From 4k to 119k tokens, at the head_dims of today's models. The smallest inputs are larger than any L2, so that no
-# flush is needed between calls.
+# From 4k to 119k tokens, at the head_dims of today's models. The smallest inputs are larger than any L2 cache, so the
+# cache need not be flushed between calls.
 SHAPES: tuple[Case, ...] = (
     Case.square("4k-128", (4, 32, 32, 4096, 128)),
     Case.square("8k-128", (2, 32, 32, 8192, 128)),

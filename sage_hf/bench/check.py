@@ -1,4 +1,4 @@
-"""The table of `sage-hf check`: the kernels that a device uses, run on small calls and compared with the reference."""
+"""The table of `sage-hf check`: a device's kernels run on small calls and are compared with the reference."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0
 COMPILING = 2 / 3
-"""Share of the time after which the kernels that are not compiled yet are compiled one after another."""
+"""Share of the time after which the remaining kernels are compiled one after another."""
 HEAD_DIMS = (64, 128)
-"""Sizes of heads; a CPU, whose reference has one path for all, is checked with the first."""
+"""Values of head_dim; a CPU, whose reference has one path for all, is checked with the first."""
 MASKS = ("bool", "additive", "blocks")
 
 
 def run(
     device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Check the kernels of a device, and keep the verdicts: a kernel that fails is passed over from then on.
+    """Check the kernels of a device, and keep the verdicts: a kernel that fails is skipped from then on.
 
-    On a GPU that is every native kernel of attention, and every kernel of exact attention, of norms and of the KV
-    cache; on a CPU, the reference.
+    On a GPU, these are all native attention kernels, and all kernels for exact attention, norms and the KV cache; on a
+    CPU, the reference.
 
     Args:
         device: a CUDA device or the CPU.
-        seconds: after which no further call is begun; a first run compiles.
+        seconds: time after which no further call begins; a first run compiles.
         progress: called with a text before each call.
 
     Returns:
         {"machine": see `verdicts.machine_of`, "rows": a list of {"kernel", "calls", "worst", "failed"}, "left_out"}:
-        "worst" is the largest distance from the reference in units of what is allowed, None if the kernel raises;
-        "failed" lists what was wrong, and in which call; "left_out" counts calls for which there was no time.
+        "worst" is the largest distance from the reference in units of the bound, None if the kernel raises an error;
+        "failed" lists each fault and its call; "left_out" counts calls for which there was no time.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     verdicts.drop(capability)
@@ -82,7 +82,7 @@ def run(
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the table of a result, with what failed below."""
+    """Return the table of a result, with the failures below."""
     rows = [
         [
             row["kernel"],
@@ -95,7 +95,7 @@ def text(result: dict[str, Any]) -> str:
     lines = [text_table(["kernel", "calls", "worst error / bound", "result"], rows)]
     lines += [f"{row['kernel']}: {failed}" for row in result["rows"] for failed in row["failed"]]
     if result["left_out"]:
-        lines.append(f"{result['left_out']} calls were left out for want of time: run it again, or give more --seconds")
+        lines.append(f"{result['left_out']} calls were left out for lack of time: run again, or give more --seconds")
     return "\n".join(lines)
 
 
@@ -139,7 +139,7 @@ def _examinations(
 
     def examine(where: str, case: Case) -> None:
         request = dispatch.request_of(case.draw(device), case.grad)
-        while True:  # until a kernel is right, or none is left
+        while True:  # until a kernel is right, or no kernel is left
             try:
                 plan = select(request, "error" if device.type == "cuda" else "emulate")
             except KernelUnavailableError:
@@ -156,7 +156,7 @@ def _examinations(
         with enforce_nvfp4_forward(True), enforce_fused_backward(True):
             examine(where, case)
 
-    # The most common calls come first, calls with an attention bias or lists last, should time be up.
+    # The most common calls come first, calls with an attention bias or lists last, because time may run out.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
         untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"

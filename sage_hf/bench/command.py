@@ -52,46 +52,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--training only calls of training, with --shapes only some kinds",
     )
     what.add_argument(
-        "--phases", action="store_true", help="time statistics, quantising and attention of our calls apart"
+        "--phases", action="store_true", help="time statistics, quantising and attention of our calls separately"
     )
-    what.add_argument("--host", action="store_true", help="time what small calls cost on the host, instead of the GPU")
+    what.add_argument("--host", action="store_true", help="time small calls on the host, instead of the GPU")
     what.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
-        help="write one JSON that tells what this GPU does with our recipes (machine, kernels, errors, speeds), to be "
-        "sent to us; kernels that nobody has run on such a GPU are tried, last",
+        help="write one JSON about our recipes on this GPU (machine, kernels, errors, speeds), to send to us; kernels "
+        "that nobody has run on such a GPU are tried last",
     )
-    parser.add_argument("--training", action="store_true", help="forward and backward (default: forward)")
+    parser.add_argument("--training", action="store_true", help="time forward and backward pass (default: forward)")
     parser.add_argument(
         "--shapes",
         nargs="+",
         metavar="SHAPE",
-        help=f"of {_names(SHAPES)}; with --training of {_names(TRAINING_SHAPES)} (default: all)",
+        help=f"some of {_names(SHAPES)}; with --training some of {_names(TRAINING_SHAPES)} (default: all)",
     )
     parser.add_argument(
         "--shape",
         action="append",
         default=[],
         metavar="B,Hq,Hkv,N,D[,causal]",
-        help="any other shape: batch, query heads, key heads, tokens, head_dim; repeatable",
+        help="another shape: batch, query heads, key heads, tokens, head_dim; repeatable",
     )
     parser.add_argument(
         "--providers",
         nargs="+",
         metavar="NAME",
-        help=f"of {_names(PROVIDERS)}; with --training of {_names(TRAINING_PROVIDERS)}; with --model of "
+        help=f"some of {_names(PROVIDERS)}; with --training some of {_names(TRAINING_PROVIDERS)}; with --model some of "
         f"{_names(EVERY_MODEL_PROVIDER)} (default: all)",
     )
     parser.add_argument(
         "--only",
         type=re.compile,
         metavar="REGEX",
-        help="of the grid, the calls whose text contains this, such as 'causal, .*×256,'",
+        help="with --grid: only calls whose text contains this, such as 'causal, .*×256,'",
     )
-    parser.add_argument("--resume", action="store_true", help="of the grid, only what the output folder does not have")
-    parser.add_argument("--layers", type=int, metavar="N", help="of a model, at most (default: what takes about 1 s)")
-    parser.add_argument("--compiled", action="store_true", help="models with compiled blocks, too")
+    parser.add_argument("--resume", action="store_true", help="with --grid: only calls that the output folder lacks")
+    parser.add_argument("--layers", type=int, metavar="N", help="most layers of a model (default: about 1 s a step)")
+    parser.add_argument("--compiled", action="store_true", help="time models with compiled blocks too")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR", help="default: output")
 
@@ -104,7 +104,7 @@ TAKES = {
     "model": ("providers", "layers", "compiled"),
     "": ("training", "shapes", "shape", "providers"),
 }
-"""Options that each benchmark takes, but for --device and --output; "" measures named shapes."""
+"""Options that each benchmark takes, except --device and --output; "" measures named shapes."""
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -115,7 +115,7 @@ def execute(args: argparse.Namespace) -> None:
     that it names.
 
     Args:
-        args: of `add_arguments`.
+        args: parsed arguments of `add_arguments`.
 
     Raises:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or an option that the
@@ -152,7 +152,7 @@ def _execute_shapes(args: argparse.Namespace) -> None:
 def _execute_models(args: argparse.Namespace) -> None:
     """Measure models in the order in which they are named, and write <gpu>-models.json after each.
 
-    Rows that this file has of other models and providers stay, if machine, versions and commit are the same.
+    The file's rows of other models and providers stay, if machine, versions and commit are the same.
     """
     if args.layers is not None and args.layers < 1:
         raise ValueError(f"--layers {args.layers}: a model has at least 1")
@@ -207,15 +207,15 @@ def _execute_grid(args: argparse.Namespace) -> None:
 
 
 def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case], more: Row) -> tuple[Path, Result]:
-    """Measure calls as of the grid, and write <gpu>-<benchmark>.json as rows come; return the file and its result.
+    """Measure calls like the grid's, and write <gpu>-<benchmark>.json as rows come; return the file and its result.
 
-    Rows that the file has of other calls stay, if machine, versions and commit are the same.
+    The file's rows of other calls stay, if machine, versions and commit are the same.
 
     Args:
-        args: with `device`, `output`, and `resume`: only calls that the file lacks.
+        args: `device`, `output`, and `resume` (measure only calls that the file lacks).
         benchmark: name of the file.
         cases: the calls.
-        more: what is added to each row.
+        more: entries to add to each row.
     """
     device = gpu(args.device)
     empty: Result = {**results.facts(device), "rows": []}
@@ -242,13 +242,13 @@ def _execute_host(args: argparse.Namespace) -> None:
 
 
 def _execute_report(args: argparse.Namespace) -> None:
-    """Report on the GPU, write the file as parts of it come, and print tables."""
+    """Report on the GPU, write the file after each part, and print tables."""
     result = report.run(gpu(args.device), lambda result: results.write(args.report, result), progress)
     print(f"{report.text(result)}\n\nwrote {args.report}")
 
 
 def progress(line: str) -> None:
-    """Print a line to the terminal's errors, at once."""
+    """Print a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -268,7 +268,7 @@ def _of(args: argparse.Namespace, forward: Sequence[Named], training: Sequence[N
 
 
 def _shapes(args: argparse.Namespace) -> list[Case]:
-    """Return the named and the parsed shapes that are asked for; all named ones by default."""
+    """Return the requested named and parsed shapes; by default all named shapes."""
     cases = [Case.parse(text, args.training) for text in args.shape]
     if args.shapes is None and cases:
         return cases

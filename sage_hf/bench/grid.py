@@ -1,7 +1,7 @@
-"""The grid: some hundred attention calls as models make them, systematic ones and drawn ones, as data.
+"""The grid: several hundred attention calls as models make them, some systematic and some random, as data.
 
-The name of each is its kind, a row of the heat map. Heads are as many as models have, but fewer where sequences
-are so long that a call would need more than `MOST_OPERATIONS`.
+The name of a call is its kind, a row of the heat map. Calls have as many heads as real models, but fewer where a long
+call would need more than `MOST_OPERATIONS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_OPERATIONS = 6e12
 
 
 def _capped(case: Case, most_operations: float = MOST_OPERATIONS) -> Case:
-    """Return the case with a smaller batch, then with fewer heads, if it has more operations than that."""
+    """Return the case; if it has too many operations, with a smaller batch and then with fewer heads."""
     batch, kv_heads, group = case.batch, case.kv_heads, case.q_heads // case.kv_heads
     of_a_head = case.dense_operations / (batch * case.q_heads) * (BACKWARD if case.training else 1)
     while batch * kv_heads * group > max(1, most_operations / of_a_head):
@@ -118,7 +118,8 @@ def _after_a_cache() -> Iterator[Case]:
 
 
 def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> list[Case]:
-    """Draw calls of every kind but training, at lengths and sizes that nobody tuned for; the same ones for a seed."""
+    """Draw calls of every kind except training, at lengths and sizes that nobody tuned for; a seed gives fixed
+    calls."""
     random_ = random.Random(seed)
     kinds: dict[str, tuple[MaskName, ...]] = {
         "self-attention": ("none",),
@@ -193,4 +194,4 @@ def _all_cases() -> tuple[Case, ...]:
 
 
 CASES = _all_cases()
-"""All cases: forward passes, systematic ones first, then training."""
+"""All cases: first forward passes (systematic, then random), then training."""

@@ -25,7 +25,7 @@ LONG_KEYS = 4096
 """Number of keys from which low bits are expected to gain."""
 WORST = 3
 EXACT_ALLOWANCE_US, LOW_BIT_ALLOWANCE_US = 25.0, 45.0
-"""Host time that a call may take beyond the best one's: where exact attention runs, and where low bits do."""
+"""Host time that a call may take beyond the best provider's: where exact attention runs, and where low bits run."""
 
 TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Smallest number of tokens in each column of the heat map."""
@@ -47,7 +47,7 @@ def measured(result: Result) -> list[Row]:
 
 
 def geometric_mean(numbers: Iterable[float]) -> float:
-    """Return the geometric mean; NaN of nothing."""
+    """Return the geometric mean; NaN of no numbers."""
     logarithms = [math.log(number) for number in numbers]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan
 
@@ -111,7 +111,7 @@ def unseen_markdown(results: Sequence[Result]) -> str:
 
 
 def unseen_text(result: Result) -> str:
-    """Return the scores of unseen calls, the slowest ones, and what could not be timed, for a terminal."""
+    """Return the scores of unseen calls, the slowest calls, and calls that could not be timed, for a terminal."""
     return "\n\n".join([text_table(*unseen([result])), text_table(*worst(result)), caption(result), *_missing(result)])
 
 
@@ -121,13 +121,13 @@ def _share(held: Iterable[bool]) -> str:
 
 
 def has_host_time_within_limits(row: Row) -> bool:
-    """Return whether our call takes no more of the host than the best one's and the limit of what ran."""
+    """Return whether our call's host time is within the limit: the best provider's time plus the allowance."""
     limit = EXACT_ALLOWANCE_US if row["recipe"] == "exact" else LOW_BIT_ALLOWANCE_US
     return row["ours_host_us"] <= row["best_host_us"] + limit
 
 
 def worst(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells of the WORST calls, the slowest of ours first."""
+    """Return header and cells of the WORST calls, beginning with the lowest ratio."""
     header = ["call", "ran", "ours, ms", "best, ms", "best", "ours is faster by", "host, µs", "best's host, µs"]
     cells = [
         [
@@ -156,7 +156,7 @@ def markdown(result: Result) -> str:
 
 
 def text(result: Result) -> str:
-    """Return the tables for a terminal, and what could not be timed."""
+    """Return the tables for a terminal, and calls that could not be timed."""
     tables = text_table(*summary(result)), text_table(*worst(result))
     return "\n\n".join([caption(result), *tables, *_missing(result)])
 
@@ -171,9 +171,9 @@ def caption(result: Result) -> str:
     return (
         f"Our speed relative to the fastest of PyTorch's backends and FlashAttention 3: {len(measured(result))} calls"
         f" on {result['gpu']}; batch × heads (query/key) × tokens (queries·keys) × head_dim; "
-        "bfloat16, quantisation included, GPU time of CUDA graph replays. Host time may exceed the best one's by "
-        f"{EXACT_ALLOWANCE_US:.0f} µs where exact attention runs, and by {LOW_BIT_ALLOWANCE_US:.0f} µs where low bits "
-        f"do. {versions(result)}"
+        "bfloat16, quantisation included, GPU time of CUDA graph replays. The limit of host time is the best "
+        f"provider's and {EXACT_ALLOWANCE_US:.0f} µs more where exact attention runs, or {LOW_BIT_ALLOWANCE_US:.0f} µs "
+        f"more where low bits run. {versions(result)}"
     )
 
 

@@ -33,15 +33,15 @@ def run(
 
     Args:
         device: a CUDA device.
-        cases: all forward, or all of training.
-        providers: of `PROVIDERS`, or of `TRAINING_PROVIDERS`.
+        cases: only forward passes, or only training.
+        providers: some of `PROVIDERS` or `TRAINING_PROVIDERS`.
         progress: called with a text for each case before it is measured.
 
     Returns:
         Plain data: facts about the machine, and "rows". A row has the case, "provider", "scope" and
         - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops", "kernel",
           and in training "forward_ms", "backward_ms";
-        - "compile_s": by how many seconds the first call took longer than the second;
+        - "compile_s": seconds by which the first call took longer than the second;
         - "rel_l1", "cosine", in training "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": errors in some heads,
           on the timed tensors, which are standard normal; the same names with "_biased": errors if K and V have means;
         - "peak_extra_bytes": most memory allocated during a call, beyond inputs, output and gradients; end to end only;
@@ -90,7 +90,7 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                     found = step()
                     require_finite(found)
                     measured = errors.of(found, prepared.output_scale)
-                except Exception as error:  # A provider may fail in any way: its row says how.
+                except Exception as error:  # A provider may raise any error: its row holds it.
                     rows[provider.name] = new_row(case, provider) | {"unavailable": reason(error)}
                     calls.pop(provider.name, None)
                 else:
@@ -110,7 +110,7 @@ def new_row(case: Case, provider: Provider) -> Row:
 
 
 def require_finite(results: Tensor | Sequence[Tensor]) -> None:
-    """Raise ArithmeticError if a result contains NaN or infinity, because its speed would mean nothing."""
+    """Raise ArithmeticError if a result contains NaN or infinity, because its speed would have no meaning."""
     for x in [results] if isinstance(results, Tensor) else results:
         if not (x.float() if x.dtype.itemsize == 1 else x).isfinite().all():
             raise ArithmeticError("the result holds NaN or infinity")
@@ -149,7 +149,7 @@ class SampledGradientErrors:
         self._truth = exact_gradients(*tensors, is_causal=inputs.is_causal)
 
     def of(self, found: Gradients, scale: float = 1.0) -> dict[str, float]:
-        """Return the errors <name>_rel_l1 of output, dq, dk and dv, each times scale."""
+        """Return the errors <name>_rel_l1 of output, dq, dk and dv, each multiplied by scale."""
         pairs = zip(ERRORS, self._truth, found, strict=True)
         return {f"{name}_rel_l1": tensor_errors(truth, self._sample(x) * scale).rel_l1 for name, truth, x in pairs}
 
@@ -163,7 +163,7 @@ class Step:
 
     Args:
         attend: computes the forward pass of the inputs' query, key and value.
-        inputs: with the gradient of the output, which is copied to the output's memory layout, as in a model.
+        inputs: inputs with a gradient, which is copied to the output's memory layout, as in a model.
     """
 
     def __init__(self, attend: Callable[[], Tensor], inputs: Inputs) -> None:

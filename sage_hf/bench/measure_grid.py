@@ -1,7 +1,7 @@
-"""Timing of ours and of the fastest other attention at every call of the grid, on one GPU.
+"""Timing of sage-hf and of the fastest other attention at every call of the grid, on one GPU.
 
-Two times are taken apart: the GPU's with a full queue, as a CUDA graph of several calls replays it, with every
-pass that a call needs; and the host's, which is the wall time until a call returns when nothing is queued.
+Two times are taken separately. GPU time: a CUDA graph of several calls is replayed with a full queue, with every pass
+that a call needs. Host time: the wall time until a call returns when nothing is queued.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sage_hf.bench.providers import GRID_PROVIDERS, GRID_TRAINING_PROVIDERS, Pro
 from sage_hf.bench.results import Result, Row, facts, reason
 from sage_hf.bench.timing import Queue, Timed
 
-# Of the others, one whose second call took so many times as long as the fastest one's, and over LONG_MS, is left out.
+# Another provider is left out if its second call took this many times as long as the fastest, and over LONG_MS.
 HOPELESS = 2.0
 LONG_MS = 1.0
 
 WRITE_SECONDS = 2.0
 SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "mask", "direction")
-"""Attributes of a call in a row, behind its kind."""
+"""Attributes of a call in a row, after its kind."""
 RAN = ("recipe", "kernel", "quantizer", "backward", "reason")
 
 
@@ -54,12 +54,12 @@ def run(
 
     Returns:
         Plain data: facts about the machine, and "rows". A row has the call (`sizes`) and
-        - "ours_ms", "best_ms", "pytorch_ms": GPU time of a call by ours, by the fastest other one, and by PyTorch's
-          fastest backend; "best" and "pytorch" name them, and "others_ms" has the times of all;
-        - "ours_host_us", "best_host_us", "pytorch_host_us": host time of a call by the same;
-        - "recipe", "kernel", "quantizer", "backward", "reason": what ran for ours, and why not the recipe asked for;
-        - "rel_l1": relative L1 distance of our output from the best one's; it shows that both computed the same;
-        or "unavailable": the reason why ours or all others could not be timed.
+        - "ours_ms", "best_ms", "pytorch_ms": GPU time of a call by sage-hf, by the fastest other provider, and by
+          PyTorch's fastest backend; "best" and "pytorch" name them, and "others_ms" has the times of all;
+        - "ours_host_us", "best_host_us", "pytorch_host_us": host time of a call by the same three;
+        - "recipe", "kernel", "quantizer", "backward", "reason": our plan, and why the requested recipe did not run;
+        - "rel_l1": relative L1 distance of our output from the best provider's; it shows that both computed the same
+        function; or "unavailable": the reason why sage-hf, or every other provider, could not be timed.
 
     Raises:
         RuntimeError: a kernel failed in a way that leaves the process without a GPU; the row of its call is written.
@@ -75,10 +75,10 @@ def run(
             try:
                 row = measure_case(case, queue)
                 queue.synchronize()
-            except RuntimeError as error:  # No later call of this process would run.
+            except RuntimeError as error:  # No later call would run in this process.
                 result["rows"].append(sizes(case) | {"unavailable": reason(error)})
                 write(result)
-                message = f"the GPU failed at {case.name}, {case}; what is missing can be timed by --resume"
+                message = f"the GPU failed at {case.name}, {case}; --resume times the missing calls"
                 raise RuntimeError(message) from error
             result["rows"].append(row)
             progress(f"{case.name}, {case}: {told(row)} ({time.perf_counter() - started:.2f} s)")
@@ -100,8 +100,8 @@ def told(row: Row) -> str:
 
 
 def warm(cases: Sequence[Case]) -> None:
-    """Run ours once at every call, in several processes, so that the caches on disk hold what is compiled."""
-    # Neighbours need the same kernels: far from each other they are compiled at the same time.
+    """Run sage-hf once at every call, in several processes, so that the caches on disk hold the compiled kernels."""
+    # Neighbouring calls need the same kernels; calls far from each other need different kernels, compiled in parallel.
     stride = max(1, len(cases) // PROCESSES)
     call_in_processes(_call_once, [case for start in range(stride) for case in cases[start::stride]])
 
@@ -114,7 +114,7 @@ def _call_once(case: Case) -> None:
 
 
 def providers_of(case: Case) -> tuple[Provider, ...]:
-    """Return the providers that are tried at a call."""
+    """Return the providers to try at a call."""
     return tuple(one for one in (GRID_TRAINING_PROVIDERS if case.training else GRID_PROVIDERS) if one.suits(case))
 
 
@@ -143,8 +143,8 @@ class Candidate:
 def measure_case(case: Case, queue: Queue) -> Row:
     """Return the row of one call.
 
-    Providers are prepared one after the other; of those other than ours, a hopeless one is left out. Then host times of
-    all are taken in turns, and all are replayed in turns.
+    Providers are prepared one after the other; a hopelessly slow other provider is left out. Then the host times of all
+    are taken in turns, and all graphs are replayed in turns.
     """
     row, failures = sizes(case), {}
     candidates: list[Candidate] = []
@@ -169,10 +169,10 @@ def measure_case(case: Case, queue: Queue) -> Row:
                     timed = queue.prepare(call, provider.context)
                     if provider.ours:
                         with watch(ran):
-                            call()  # steps of decoding may run another kernel than the first one
+                            call()  # later steps of decoding may run another kernel than the first step
                         row |= ran[0]
                     candidates.append(Candidate(provider, output, timed))
-            except Exception as error:  # A provider may fail in any way.
+            except Exception as error:  # A provider may raise any error.
                 failures[provider.name] = reason(error)
         queue.take_host_times([one.timed for one in candidates])
         queue.replay([one.timed for one in candidates])
@@ -181,7 +181,7 @@ def measure_case(case: Case, queue: Queue) -> Row:
 
 @contextmanager
 def watch(found: list[Row]) -> Iterator[None]:
-    """Append what ran, a dictionary of the names RAN, for each of our calls in the block."""
+    """Append a dictionary of RAN's names for each of our calls in the block."""
 
     def keep(call: record.AttentionCall) -> None:
         found.append({name: getattr(call.plan.outcome, name) for name in RAN})
@@ -191,7 +191,7 @@ def watch(found: list[Row]) -> Iterator[None]:
 
 
 def _compared(candidates: Sequence[Candidate], failures: dict[str, str]) -> Row:
-    """Return the part of a row that compares ours with others."""
+    """Return the part of a row that compares sage-hf with other providers."""
     ours = next((one for one in candidates if one.provider.ours), None)
     others = sorted((one for one in candidates if not one.provider.ours), key=lambda one: one.timed.ms)
     if ours is None or not others:

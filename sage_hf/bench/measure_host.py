@@ -1,4 +1,4 @@
-"""Host time of attention calls: what a call costs before the GPU works, on one GPU, in one process."""
+"""Host time of attention calls: the time before the GPU works, on one GPU, in one process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward
 ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
 PROVIDERS = ("sage", "sdpa", "sageattention")
 RECIPES: dict[Route, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
-"""Our recipes on the routes with gradients."""
+"""Our recipe on each route with gradients."""
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 128, 64
 """The tensors' shape: so small that the GPU always waits for the host."""
 EXACT_TOKENS = 32
-"""Tokens where exact attention takes over."""
+"""Number of tokens at which exact attention takes over."""
 COMPILED_CALLS = 16
-"""Calls in the compiled graph, whose own cost they share."""
+"""Number of calls in the compiled graph, which share its cost."""
 WARM_UP = 5
 
 
@@ -46,9 +46,9 @@ def run(
         device: a CUDA device.
         routes: "plain": recipe sage2, even if exact attention is faster; "key_mask": with a key-padding mask; "exact":
             recipe sage2 where exact attention takes over; "forward_backward": recipe sage_bwd;
-            "exact_forward_backward": exact attention in its place, as where it trains faster; "compiled": plain, inside
-            a graph of torch.compile.
-        providers: "sage"; "sdpa", which does the same exactly; "sageattention", if it is installed and has the route.
+            "exact_forward_backward": exact attention in place of sage_bwd, as where it trains faster; "compiled":
+            plain, inside a graph of torch.compile.
+        providers: "sage"; "sdpa", exact attention by PyTorch; "sageattention", if it is installed and has the route.
         progress: called with a text for each route before it is measured.
 
     Returns:
@@ -74,7 +74,7 @@ def measure_route(route: Route, providers: Sequence[str], device: torch.device) 
             for _ in range(WARM_UP):
                 calls[provider][0]()
             synchronize(device)
-        except Exception as error:  # A provider may fail in any way: its row says how.
+        except Exception as error:  # A provider may raise any error: its row holds it.
             calls.pop(provider, None)
             rows[provider]["unavailable"] = reason(error)
     for provider, us in looped_us(calls, device).items():
@@ -83,11 +83,11 @@ def measure_route(route: Route, providers: Sequence[str], device: torch.device) 
 
 
 def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
-    """Return a provider's call of a route.
+    """Return a provider's call for a route.
 
     Raises:
         ImportError: the provider is not installed.
-        ValueError: it has no such route.
+        ValueError: the provider does not have the route.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokens = EXACT_TOKENS if route == "exact" else TOKENS
@@ -126,7 +126,7 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
         compiled = torch.compile(many, fullgraph=True)
         from torch._inductor import config as inductor
 
-        # Processes that start to compile, or wait to, would take time from the host.
+        # Processes that compile, or wait to compile, would take time from the host.
         with inductor.patch(compile_threads=1), torch.no_grad():
             compiled(query)
 

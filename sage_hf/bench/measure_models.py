@@ -31,11 +31,11 @@ from sage_hf.targets import find_targets
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.external.flash_attention3 import is_installed
 
-# Each provider times one step of a model in each of its turns: in so many turns as take about SECONDS of its steps. The
-# GPU's clock follows its load, and the host's speed changes within seconds where others use it too.
+# Each provider times one step of a model in each of its turns: in as many turns as take about SECONDS. The GPU's clock
+# follows its load, and a shared host's speed changes within seconds.
 SECONDS = 1.2
 MIN_TURNS, MAX_TURNS = 3, 20
-# A shorter step is preceded by one that is not timed: the first one after a switch of providers is slower on the host.
+# An untimed step precedes a shorter step: the first step after a switch of providers is slower on the host.
 LONG_STEP = 0.5
 
 
@@ -51,11 +51,11 @@ def run(
     """Measure a step of every model with every provider that suits it.
 
     Args:
-        device: where to; times of a CPU mean little.
-        models: what to measure.
-        providers: of `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS` to measure with.
+        device: device to run on; times of a CPU mean little.
+        models: the models to measure.
+        providers: the providers to measure, from `MODEL_PROVIDERS` and `TRAINING_MODEL_PROVIDERS`.
         progress: called with a text before and after each model, and for each result and failure.
-        layers: largest number of a model's blocks (default: each model's own).
+        layers: largest number of a model's blocks (default: each model's own number).
         compiled: measure with compiled blocks too, after the eager model.
         write: called with the result so far after each model.
 
@@ -64,16 +64,16 @@ def run(
         "compiled"), "provider", "layers" (the blocks that ran), "layers_of_model", "attention" (the largest attention
         call) and
         - "ms": median time of a step, by the wall clock;
-        - "attention_share": share of attention in that time with the provider "default"; else, and where no forward
-          pass of attention tells it (training, compiled blocks), None;
-        - "peak_bytes": most memory allocated during a step, with weights;
-        - "first_step_ms": time of the first step, with everything that is compiled in it;
+        - "attention_share": share of attention in that time, for the provider "default"; None for other providers, and
+          where it cannot be seen (training, compiled blocks);
+        - "peak_bytes": most memory allocated during a step, including weights;
+        - "first_step_ms": time of the first step, including compilation;
         - "kernels": the attention kernels of a step, and how often each ran (empty if compiled);
-        - "qk_norm_rope", "fa3_installed": of ours, the number of layers whose norms or rotation one kernel computed,
-          and whether FlashAttention 3 was there to be chosen;
-        - "rel_l1": relative L1 distance of the step's output from "default"'s, with these random weights; it
-          shows that the same function was computed (but not of sparse attention, which computes another one), and says
-          nothing of quality. None without a finite reference;
+        - "qk_norm_rope", "fa3_installed": for sage-hf, the number of layers whose norms or rotation one kernel
+          computed, and whether FlashAttention 3 was available;
+        - "rel_l1": relative L1 distance of the step's output from "default"'s, with these random weights; it shows that
+          both computed the same function (sparse attention computes another), and says nothing about quality. None
+          without a finite reference;
         or, if the model or provider cannot run, "unavailable": the reason.
     """
     result: Result = {**facts(device), "rows": []}
@@ -103,7 +103,7 @@ def measure_model(
     with torch.set_grad_enabled(model.training), torch.cuda.device(device) if _on_gpu(device) else nullcontext():
         try:
             loaded = load(model, device, layers)
-        except Exception as error:  # Too large, or unknown to the library here: the rows say so.
+        except Exception as error:  # The model is too large, or unknown to the installed library: the rows say so.
             why = reason(error)
             loaded = None
         for mode, of_mode in rows.items():
@@ -126,7 +126,7 @@ class _Measurement:
         self._reference: Tensor | None = None
 
     def measure(self, providers: Sequence[ModelProvider]) -> None:
-        """Measure with all providers: each on its own first, then in turns, in drawn orders."""
+        """Measure with all providers: first each alone, then in turns, in random orders."""
         for provider in providers:
             self._attempt(provider, self._first_steps)
         if self._mode == "eager":
@@ -143,7 +143,7 @@ class _Measurement:
             return
         try:
             action(provider)
-        except Exception as error:  # A provider may fail in any way: its row says how.
+        except Exception as error:  # A provider may raise any error: its row holds it.
             row["unavailable"] = reason(error)
             self._samples.pop(provider.name, None)
             for name in ("attention_share", "peak_bytes", "first_step_ms", "kernels", "rel_l1"):
@@ -196,12 +196,12 @@ class _Measurement:
             self._samples[provider.name].append(self._next_step())
 
     def _next_step(self) -> float:
-        """Return the seconds of a step that differs from the last one as a model's steps do."""
+        """Return the seconds of a step that differs from the previous step as a model's steps do."""
         self._loaded.advance()
         return self._timed(self._loaded.step)[0]
 
     def _timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
-        """Return (seconds of a step, what it returned)."""
+        """Return (seconds of a step, its result)."""
         start = synchronize(self._device)
         output = step()
         seconds = synchronize(self._device) - start
@@ -247,7 +247,7 @@ class AttentionTime:
             return step()
 
     def seconds(self) -> float:
-        """Return the sum over all calls, once they have ended."""
+        """Return the sum over all calls after they have ended."""
         if _on_gpu(self._device):
             return sum(start.elapsed_time(end) for start, end in self._marks) * 1e-3
         return sum(end - start for start, end in self._marks)
@@ -262,14 +262,14 @@ class AttentionTime:
 
 @contextmanager
 def compiled_blocks(module: nn.Module) -> Iterator[None]:
-    """Compile the blocks of a model that attend, in place."""
+    """Compile, in place, the blocks of a model that contain attention."""
     (target,) = find_targets(module)
     paths = {match[0] for name in target.layers if (match := re.match(r".*?\.\d+(?=\.)", name))}
     blocks: list[Any] = [module.get_submodule(path) for path in sorted(paths)]
     torch._dynamo.reset()
     for block in blocks:
         block.compile()
-    # Else blocks beyond the limit would run without being compiled.
+    # Otherwise blocks beyond the limit would run without being compiled.
     limit: dict[str, Any] = {"fail_on_recompile_limit_hit": True}
     limit = {name: value for name, value in limit.items() if hasattr(torch._dynamo.config, name)}
     try:

@@ -1,7 +1,7 @@
-"""Time of each phase of our calls on one GPU: statistics, quantising, attention; and how close copying comes to them.
+"""Time of each phase of our calls on one GPU (statistics, quantising, attention), compared with the time of a copy.
 
-The profiler's trace gives each kernel's start and end. A kernel may start while the one before it ends and wait for it,
-so a phase counts from the end of the one before.
+The profiler's trace gives each kernel's start and end. A kernel may start before the previous kernel ends, and wait for
+it, so a phase counts from the end of the previous phase.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sage_kernels import ops
 
 RECIPES = tuple(QUANTIZERS)
 WHOLE = "whole"
-"""The phase of all kernels together."""
+"""Name of the phase of all kernels together."""
 PHASES = {"forward": "attention", "quantize": "quantize", "heavy": "quantize"}
-"""Parts of kernels' names -> phases; what has none of them counts as statistics."""
+"""Parts of kernels' names -> phases; all other kernels count as statistics."""
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     cases: Sequence[Case] = SHAPES,
     progress: Callable[[str], None] = print,
 ) -> Result:
-    """Measure the phases of whole calls and of the quantisers alone.
+    """Measure the phases of whole calls, and of the quantisers alone.
 
     Args:
         device: a CUDA device.
@@ -42,9 +42,9 @@ def run(
     Returns:
         Plain data: facts about the machine, "copy_bandwidth" (bytes read and written per second by a copy) and "rows".
         A row has the case, "what" (a recipe's whole call, or one of `providers.quantizers`), "phase"
-        ("statistics", "quantize", "attention" or "whole"), "kernels" and "ms" (median of the calls); of a quantiser
-        also "bytes", which it reads and writes, and "copy_share", how much of the copy's bandwidth that is;
-        or, if it cannot run, "unavailable": the reason.
+        ("statistics", "quantize", "attention" or "whole"), "kernels" and "ms" (median of the calls); for a quantiser
+        also "bytes" that it reads and writes, and "copy_share", its share of the copy's bandwidth; or, if it cannot
+        run, "unavailable": the reason.
     """
     kinds = {(case.head_dim, case.causal): case for case in cases}
     call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
@@ -57,13 +57,13 @@ def run(
 
 
 def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row]:
-    """Return the rows of one case; one that cannot be measured says why."""
+    """Return the rows of one case; the row of a failed measurement holds the reason."""
     names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
     sizes: Row = {"shape": case.name} | {name: getattr(case, name) for name in names}
     try:
         inputs = draw(case, device, biased=True, heads_first=True)
         known = quantizers(inputs, RECIPES)
-    except Exception as error:  # It may fail in any way: the row says how.
+    except Exception as error:  # It may raise any error: the row holds it.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
     calls: dict[str, tuple[Callable[[], object], int]] = {recipe: (_whole(inputs, recipe), 0) for recipe in RECIPES}
     rows: list[Row] = []

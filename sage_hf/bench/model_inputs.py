@@ -13,7 +13,7 @@ Inputs = dict[str, Any]
 
 
 class Draw:
-    """Random inputs of models, on a device; the same ones for each new `Draw`."""
+    """Random inputs of models, on a device; each new `Draw` draws the same inputs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -138,12 +138,13 @@ def qwen_image(draw: Draw) -> Inputs:
 
 
 def text(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
-    """Return a drawer of a prompt, of which the last token's logits are wanted."""
+    """Return a drawer of a prompt; the model computes the last token's logits."""
     return lambda draw: {"input_ids": draw.ids(vocabulary, 1, tokens), "logits_to_keep": 1}
 
 
 def token_batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
-    """Return a drawer of a batch for training, with its attention mask: without one, older transformers makes one."""
+    """Return a drawer of a batch for training, with its attention mask: if it is missing, older transformers makes
+    one."""
     return lambda draw: {
         "input_ids": draw.ids(vocabulary, 1, tokens),
         "attention_mask": draw.full(1, 1, tokens, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Providers that are compared in whole models: the model's own attention, others' in its place, and ours."""
+"""Providers that are compared in whole models: the model's own attention, other libraries' attention, and ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Step = Callable[[], Tensor]
 Kernels = dict[str, int]
 """Names of the attention kernels of a step -> number of calls."""
 Observe = Callable[[Step], tuple[Tensor, Kernels]]
-"""Runs a step; returns its output, and the kernels that ran."""
+"""Function that runs a step, and returns its output and the kernels that ran."""
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
 """(query, key, value, is_causal, scale) -> output, all (batch, heads, tokens, head_dim)."""
 
@@ -44,8 +44,8 @@ class ModelProvider:
     Attributes:
         name: name in the JSON.
         label: name in tables.
-        use: (model, module) -> context in which the module's attention is this provider's; it yields an `Observe`. It
-            raises if the provider is not installed or does not suit the model.
+        use: (model, module) -> context in which this provider computes the module's attention; the context yields an
+            `Observe`. It raises an error if the provider is not installed or does not suit the model.
     """
 
     name: str
@@ -54,13 +54,13 @@ class ModelProvider:
 
     @property
     def ours(self) -> bool:
-        """Return whether the provider is one of ours."""
+        """Return whether the provider is sage-hf."""
         return self.name.startswith("sage_hf:")
 
 
 @contextmanager
 def replaced_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `attend` stand in for torch.nn.functional.scaled_dot_product_attention, by which libraries call it."""
+    """Replace torch.nn.functional.scaled_dot_product_attention, which libraries call, by `attend`."""
     original = F.scaled_dot_product_attention
     setattr(F, PYTORCH, attend)
     try:
@@ -70,7 +70,7 @@ def replaced_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def _pytorch(*backends: SDPBackend) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
-    """Use PyTorch's attention as it is, or with the first of these backends that supports a call."""
+    """Use PyTorch's attention unchanged, or with the first of these backends that supports a call."""
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
@@ -112,7 +112,7 @@ def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
 def in_place_of_pytorch(
     kernel: str, load: Callable[[], Attend]
 ) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
-    """Use others' attention for the calls that it serves: those without mask or dropout, in 16 bits."""
+    """Use another library's attention for the calls that it serves: 16-bit calls without mask or dropout."""
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
@@ -173,11 +173,11 @@ def _ours(
     """Use `sage_hf.apply`.
 
     Args:
-        recipe: which.
-        only_native: raise on a GPU that falls back to something else.
-        low_bits: with kernels of few bits; without, calls run by the fastest exact kernel.
-        norms: with norms and rotation of queries and keys by one kernel.
-        fa3: with FlashAttention 3, where a package of it is installed.
+        recipe: name of the recipe.
+        only_native: raise an error on a GPU that runs a fallback.
+        low_bits: use low-bit kernels; if False, calls run by the fastest exact kernel.
+        norms: normalise and rotate queries and keys by one kernel.
+        fa3: use FlashAttention 3, if a package of it is installed.
     """
     left_out = () if fa3 else tuple(name for name in exacts if name.startswith("fa3"))
 
@@ -208,13 +208,13 @@ def _ours(
 def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
     """Use `sage_hf.apply` with sparse self-attention, where the model's grid of tokens is known.
 
-    The weight that is kept is not measured, which would count in the time of the first steps.
+    The kept weight is not measured, because that would add to the time of the first steps.
     """
 
     @contextmanager
     def use(model: Model, module: nn.Module) -> Iterator[Observe]:
         if layout_of(module) is None:
-            raise RuntimeError("this model has no grid of video tokens that is known")
+            raise RuntimeError("this model's grid of video tokens is unknown")
         with apply(module, SageConfig(recipe, sparse=sparse)):
             processors = [sage_of(layer) for layer in attention_layers(module).values()]
             layers = [sage.sparse for sage in processors if sage is not None and sage.sparse is not None]

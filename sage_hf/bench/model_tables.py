@@ -1,4 +1,4 @@
-"""Tables of models' steps, from the benchmark's JSON: what they gain, by what, and what every provider takes."""
+"""Tables of models' steps, from the benchmark's JSON: the gain, its parts, and every provider's time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ModelGain:
     """Gain of a step of a model by our fastest recipe.
 
     Attributes:
-        name, label, mode: of the model; the label says how many layers ran if not all did.
-        recipe: of ours.
-        before_ms, after_ms: the baseline, and with ours.
-        kernels, qk_norm_rope: what ran, as a row of the result has it.
-        saved_ms: what each of PARTS saves; empty if it was not measured apart.
-        without_fa3_ms: with ours where FlashAttention 3 is not installed; None if that was not measured apart.
+        name, label, mode: name, label and mode of the model; the label says how many layers ran, if not all.
+        recipe: our fastest recipe.
+        before_ms, after_ms: time of the baseline, and with sage-hf.
+        kernels, qk_norm_rope: the kernels that ran, as in a row of the result.
+        saved_ms: time that each of PARTS saves; empty if not measured separately.
+        without_fa3_ms: time with sage-hf if FlashAttention 3 is not installed; None if not measured separately.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ModelGain:
 
     @property
     def low_bit(self) -> bool:
-        """Return whether attention calls ran in few bits."""
+        """Return whether attention calls ran in low bits."""
         return any(_family(kernel) in LOW_BITS for kernel in self.kernels)
 
     @property
@@ -58,8 +58,8 @@ class ModelGain:
 
 
 RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
-"""Providers that compute a whole recipe; others leave out a part of it, or tiles."""
-PARTS = ("exact kernel", "norms and rotation", "few bits")
+"""Providers that compute a whole recipe; other providers leave out a part of it, or tiles."""
+PARTS = ("exact kernel", "norms and rotation", "low bits")
 """Parts of a gain, in the order in which they are added."""
 LOW_BITS = ("INT8", "FP4")
 PIPELINES = ("cogvideox-2b", "hunyuanvideo-720p", "mochi")
@@ -67,7 +67,7 @@ PIPELINES = ("cogvideox-2b", "hunyuanvideo-720p", "mochi")
 
 
 def _family(kernels: str) -> str:
-    """Return the kind of kernel, for a user, of a row's names of a call's kernels."""
+    """Return a kernel's kind, as users know it, from a row's names of a call's kernels."""
     kernel = kernels.split(",")[0]
     families = {"int8": "INT8", "nvfp4": "FP4", "fa3": "FA3", "sdpa": "PyTorch", "efficient": "PyTorch"}
     own = "our exact kernel"
@@ -75,12 +75,12 @@ def _family(kernels: str) -> str:
 
 
 def model_gain(result: Result) -> str:
-    """Return a Markdown table of whole models: the time of a step before and after, what ran, and what gains how much.
+    """Return a Markdown table of whole models: a step's time before and after, the kernels, and the parts of the gain.
 
     Args:
         result: JSON with rows {"model", "mode", "provider", "ms", "kernels"}; the provider is "default" for the
-            unchanged model and "sage_hf:<recipe>" for ours, of which the fastest counts. A model without both is left
-            out. Where "layers" of a row is below "layers_of_model", the table says so.
+            unchanged model and "sage_hf:<recipe>" for sage-hf, where the fastest recipe counts. A model without both is
+            left out. If a row's "layers" is below "layers_of_model", the table says so.
     """
     gains = model_gains(result)
     header = ["model", "mode", "baseline, ms", "with sage-hf, ms", "recipe", "faster by", "what ran"]
@@ -98,11 +98,11 @@ def model_gain(result: Result) -> str:
 
 
 def low_bit_gain(result: Result, most: int) -> str:
-    """Return the rows of `model_gain` in which calls ran in few bits, in short, and a line about all others.
+    """Return short rows of `model_gain` in which calls ran in low bits, and a line about all other rows.
 
     Args:
-        result: as of `model_gain`.
-        most: largest number of rows: those of PIPELINES come first, then those that gain most.
+        result: as in `model_gain`.
+        most: largest number of rows: rows of PIPELINES come first, then the rows with the largest gain.
     """
     gains = model_gains(result)
     low_bit = [gain for gain in gains if gain.low_bit and gain.mode == "eager"]
@@ -116,18 +116,18 @@ def low_bit_gain(result: Result, most: int) -> str:
         ]
         for gain in low_bit[:most]
     ]
-    header.append("what ran in its attention calls")
+    header.append("kernels of its attention calls")
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
-    found = f"{slower} {'is' if slower == 1 else 'are'}" if slower else "none is"
-    found += f" below {NOT_SLOWER:g}×"
-    span = f"{min(others):.2f}× to {max(others):.2f}×" if others else ""
-    rest = f"Of the {len(others)} other steps measured {found}: {span}. " if others else ""
-    return f"{markdown_table(header, table)}\n\n{rest}{_models_caption(result)}"
+    found = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
+    found += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
+    span = f"at {min(others):.2f}× to {max(others):.2f}×" if others else ""
+    line = f"{len(others)} other steps were measured, {span}; {found}. " if others else ""
+    return f"{markdown_table(header, table)}\n\n{line}{_models_caption(result)}"
 
 
 NOT_SLOWER = 0.97
-"""Ratio of a step's times from which ours is not slower: two runs of a model differ by as much."""
+"""Ratio of a step's times from which sage-hf counts as not slower: two runs of a model differ by as much."""
 
 
 def _models_caption(result: Result) -> str:
@@ -139,7 +139,7 @@ def _models_caption(result: Result) -> str:
 def model_gains(result: Result) -> list[ModelGain]:
     """Return the gain of each model in each mode by our fastest recipe.
 
-    A model without both is left out. Sparse attention computes something else, so its time does not count.
+    A model without both is left out. Sparse attention computes a different function, so its time does not count.
     """
     found = []
     for (label, mode), rows in _model_rows(result).items():
@@ -149,7 +149,7 @@ def model_gains(result: Result) -> list[ModelGain]:
         fastest = min(ours, key=ours.__getitem__)
         row, before = rows[fastest], rows["default"]["ms"]
         steps = [rows.get(f"{fastest}{less}", {}).get("ms") for less in (", no low bits, no norms", ", no low bits")]
-        if row["provider"] == "sage_hf:sage_bwd":  # PyTorch's own exact kernels train
+        if row["provider"] == "sage_hf:sage_bwd":  # in training, PyTorch's own exact kernels run
             steps[0] = before
         times = [before, *steps, row["ms"]]
         saved = tuple(a - b for a, b in itertools.pairwise(times)) if None not in steps else ()
@@ -167,7 +167,7 @@ def model_speed(result: Result) -> str:
 
 
 def model_text(result: Result) -> str:
-    """Return tables for a terminal: the time of a step of every model, and what could not run."""
+    """Return tables for a terminal: the time of a step of every model, and models that could not run."""
     missing: dict[str, list[str]] = {}
     for row in result["rows"]:
         if "unavailable" in row:
@@ -177,7 +177,7 @@ def model_text(result: Result) -> str:
 
 
 def _model_rows(result: Result) -> dict[tuple[str, str], dict[str, Row]]:
-    """Return (model, with its layers if not all ran; mode) -> provider -> row, of those that have times."""
+    """Return (model, with its layers if not all ran; mode) -> provider -> row, for rows that have times."""
     rows: dict[tuple[str, str], dict[str, Row]] = {}
     for row in result["rows"]:
         if "ms" in row:

@@ -36,24 +36,24 @@ class Model:
     """A model at one size of its input, and the step that is measured.
 
     Attributes:
-        name: short, for the command line.
-        label: for tables.
+        name: a short name for the command line.
+        label: name in tables.
         library, class_name: where its class is.
-        config: hyperparameters of the real checkpoint; a transformers model's are its configuration class's.
+        config: hyperparameters of the real checkpoint; for a transformers model, arguments of its configuration class.
         inputs: draws the arguments of forward.
         attention: its largest attention call; when decoding, its tokens are the keys.
         layers_of_model: number of transformer blocks of the real model.
-        depths: those numbers in `config` that add up to `layers_of_model`, and shrink where fewer layers are measured;
-            none if the model is measured whole in any case.
+        depths: names of the numbers in `config` that add up to `layers_of_model`, and shrink if fewer layers are
+            measured; empty if the model is always measured whole.
         layers: number of blocks measured by default, so that a step takes less than half a second on a large GPU where
-            that can be; None: all.
+            possible; None: all.
         kind: "denoise" and "prefill" run forward; "decode" runs it for one token after `cache_tokens` of cache;
             "train" runs forward and backward.
         cache_tokens: see `kind`.
-        checkpointing: with gradient checkpointing.
-        masked: its longest attention calls have a mask.
-        drops_mask: its blocks are called without the mask that the model makes for its text; position of the mask among
-            a block's arguments is `MASK_ARGUMENT`.
+        checkpointing: use gradient checkpointing.
+        masked: the longest attention calls have a mask.
+        drops_mask: blocks are called without the mask that the model makes for its text; position of the mask among a
+            block's arguments is `MASK_ARGUMENT`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Model:
 
     @property
     def training(self) -> bool:
-        """Return whether its step is one of training."""
+        """Return whether the step is a training step."""
         return self.kind == "train"
 
     @property
@@ -83,10 +83,10 @@ class Model:
         return f"{self.attention}, one query" if self.kind == "decode" else str(self.attention)
 
     def shortened(self, layers: int | None = None) -> tuple[dict[str, Any], int]:
-        """Return (configuration with about that many blocks of every kind that it has, their number).
+        """Return (configuration with about that many blocks, keeping every kind of block; their number).
 
         Args:
-            layers: at most so many, but at least one of each kind; None: `self.layers`.
+            layers: largest number of blocks, but at least one of each kind; None: `self.layers`.
         """
         wanted = layers or self.layers
         if not self.depths or wanted is None or wanted >= self.layers_of_model:
@@ -107,8 +107,8 @@ class Loaded:
         module: the model.
         layers: number of its transformer blocks.
         step: runs one step and returns its output.
-        reset: makes ready for another such step, also after one that failed.
-        advance: makes ready for the step behind it: when decoding, the cache then has one more token.
+        reset: prepares for repeating the same step, also after a failed step.
+        advance: prepares for the next step: when decoding, the cache then has one more token.
     """
 
     module: nn.Module
@@ -122,8 +122,8 @@ def load(model: Model, device: torch.device, layers: int | None = None) -> Loade
     """Build a model in bfloat16 with random weights, and draw its inputs.
 
     Args:
-        model: which.
-        device: where its weights are made.
+        model: the model.
+        device: device on which its weights are made.
         layers: see `Model.shortened`.
 
     Raises:
@@ -164,7 +164,7 @@ def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, devi
         tokens += count
 
     def reset() -> None:
-        """Leave the first tokens in each layer's cache, whether or not the step got as far as that layer."""
+        """Cut each layer's cache to the first tokens, whether or not the step reached that layer."""
         for layer in cache.layers:
             if (added := layer.get_seq_length() - tokens) > 0:
                 layer.crop(-added)
@@ -224,7 +224,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# Configurations of the real checkpoints; what they leave out is the class's default.
+# Configurations of the real checkpoints; values that they leave out are the class's defaults.
 
 COGVIDEOX_2B: dict[str, Any] = {"num_attention_heads": 30, "num_layers": 30}
 COGVIDEOX_5B: dict[str, Any] = {

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {"fa3": "#3f6fb5", "cudnn": "#2a9d6f", "sageattention2": "#8a6bbf", "sdpa_fa2": "#8c8c8c"}
-"""Colours of the providers that are drawn against length; ours is drawn in OUR_COLOR."""
+"""Colours of the providers that are drawn against length; sage-hf is drawn in OUR_COLOR."""
 OUR_COLOR = "#d1402f"
 PALE_COLOR = "#e58e83"
 OTHER_COLOR = "#8c8c8c"
-GRID_SPAN = 2.5  # of the heat map: this many times as fast, or as slow, has the full colour
-LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the height of the axes
+GRID_SPAN = 2.5  # in the heat map, this many times as fast, or as slow, has the full colour
+LABEL_GAP = 0.045  # smallest distance between labels, as a fraction of the axes' height
 
 
 def has_matplotlib() -> bool:
@@ -92,10 +92,10 @@ def plot_grid(result: dict[str, Any], path: Path) -> Path:
 
 
 def plot_models(result: dict[str, Any], path: Path) -> Path:
-    """Draw how much faster a step of each model is, and what ran in it, to a file; return the file.
+    """Draw the speed of each model's step relative to the baseline, and the step's kernels, to a file; return the file.
 
     Raises:
-        ValueError: matplotlib is not installed, or no model was measured with the baseline and with ours.
+        ValueError: matplotlib is not installed, or no model was measured with both the baseline and sage-hf.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
 
     gains = sorted(model_tables.model_gains(result), key=lambda gain: gain.ratio)
     if not gains:
-        raise ValueError("no model was measured with the baseline and with ours, so there is nothing to plot")
+        raise ValueError("no model was measured with both the baseline and sage-hf, so there is nothing to plot")
     figure = Figure(figsize=(11.5, 1.6 + 0.34 * len(gains)), layout="constrained")
     axes = figure.subplots()
     colors = [OUR_COLOR if gain.low_bit else PALE_COLOR for gain in gains]
@@ -117,7 +117,7 @@ def plot_models(result: dict[str, Any], path: Path) -> Path:
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= max(gain.ratio for gain in gains)])
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.02)
-    parts = {"few bits in attention": OUR_COLOR, "exact attention only": PALE_COLOR}
+    parts = {"low-bit attention": OUR_COLOR, "exact attention only": PALE_COLOR}
     axes.legend(handles=[Patch(color=color, label=label) for label, color in parts.items()], loc="lower right")
     figure.suptitle(f"Steps of models on {result['gpu']}, with sage-hf")
     figure.savefig(path, dpi=120)
@@ -159,7 +159,7 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
 
 
 def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Provider | None) -> None:
-    """Write each line's name behind its end, from the lowest upwards, moved apart if they would overlap."""
+    """Write each line's name after its end, from the lowest upwards, and move names apart that would overlap."""
     top = axes.get_ylim()[1]
     lowest = 0.0
     for one, (tokens, speed) in sorted(ends.items(), key=lambda item: item[1][1]):
@@ -178,7 +178,7 @@ def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Pro
 
 
 def _error_figure(columns: Columns, gpu: str) -> Figure:
-    """Draw speed against error for every provider at one shape, ours in colour and labelled on the left."""
+    """Draw speed against error for every provider at one shape, sage-hf in colour and labelled on the left."""
     from matplotlib.figure import Figure
 
     shape = common_shape(columns)
@@ -246,7 +246,7 @@ def _our_fastest(columns: Columns) -> Provider | None:
 
 
 def _is_drawn_peer(one: Provider) -> bool:
-    """Return whether a provider is drawn with ours: cuDNN, FA3 and SageAttention2, end to end."""
+    """Return whether a provider is drawn next to sage-hf: cuDNN, FA3 and SageAttention2, end to end."""
     return one.scope == "end_to_end" and one.name in ("cudnn", "fa3", "sageattention2")
 
 

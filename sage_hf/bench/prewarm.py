@@ -1,4 +1,4 @@
-"""Calls made once in several processes, so that the caches on disk hold what is compiled before it is timed.
+"""Call functions once in several processes, so that the caches on disk hold compiled kernels before they are timed.
 
 Compilers take seconds for each kernel, one after another within a process.
 """
@@ -23,10 +23,10 @@ def call_in_processes(
     """Call a function once for each item, in the order of the items, in up to PROCESSES new processes.
 
     Args:
-        function: of a module, so that another process finds it. An error is ignored: the call that follows here
-            fails alike, and says so.
-        items: what can be pickled.
-        seconds: how long to go on beginning calls; default until all have run.
+        function: a function of a module, so that another process finds it. Its errors are ignored: the later call in
+            this process fails in the same way, and reports it.
+        items: arguments, which can be pickled.
+        seconds: time after which no call begins; default: all calls run.
 
     Returns:
         The results of the calls that ended without an error.

@@ -1,4 +1,4 @@
-"""Providers of attention that are compared: our recipes and others' kernels, in inference, training and on the grid."""
+"""Providers of attention to compare: our recipes and other libraries' kernels, in inference, training and the grid."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.attention import attend as attend_with_offset
-from sage_hf.attention import sage_attention
+from sage_hf.attention import attend, sage_attention
 from sage_hf.bench.cases import Case, Inputs
 from sage_hf.drop_in import STAND_INS
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
@@ -36,11 +35,11 @@ E4M3_MAX = 448.0
 QUANTIZERS = {"sage1": "int8_quantize", "sage2": "int8_quantize", "sage3": "nvfp4_quantize"}
 """The portable quantiser of each recipe."""
 MOST_MATH_SCORES = 2**25
-"""Number of scores from which PyTorch's own arithmetic is hopeless."""
+"""Number of scores from which PyTorch's own arithmetic is too slow to try."""
 LARGE = 1e11
-"""Operations from which the kernels that are never the fastest are not tried where a faster one takes the call."""
+"""Operations from which kernels that are never the fastest are not tried, if a faster kernel takes the call."""
 FEW_QUERIES = 64
-"""Queries up to which FlashAttention 3 chooses its number of splits."""
+"""Number of queries up to which FlashAttention 3 chooses its number of splits."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Prepared:
     Attributes:
         call: computes the output (batch, q_heads, q_len, head_dim); may be called repeatedly. Where the inputs
             require gradients, the output has a backward pass.
-        kernel: name of the kernel that runs; "" where a call's record tells it.
-        output_scale: factor by which the output has to be multiplied to be attention's.
+        kernel: name of the kernel that runs; "" if a call's record names it.
+        output_scale: factor by which to multiply the output to get attention's output.
     """
 
     call: Callable[[], Tensor]
@@ -60,7 +59,7 @@ class Prepared:
 
 
 Prepare = Callable[[Inputs], Prepared]
-"""A function that raises if the provider is not installed or refuses the call; it writes to no tensor of the inputs."""
+"""Function that raises an error if the provider is missing or refuses the call; it leaves the inputs unchanged."""
 
 
 def _any(case: Case) -> bool:
@@ -74,11 +73,11 @@ class Provider:
     Attributes:
         name: name in the JSON.
         label: name in tables and plots.
-        prepare: does everything that is not timed.
-        scope: "end_to_end": bfloat16 in and out, quantisation included; "kernel": the operands are quantised before,
+        prepare: does all work that is not timed.
+        scope: "end_to_end": bfloat16 in and out, quantisation included; "kernel": the operands are already quantised,
             and only attention is timed. A 16-bit kernel quantises nothing, and has only "end_to_end".
-        context: made anew for each use; calls run inside, and its cost is no part of theirs.
-        suits: whether the provider is tried on the grid at a call.
+        context: made anew for each use; calls run inside it, and its cost does not count.
+        suits: whether the grid tries the provider for a call.
     """
 
     name: str
@@ -90,12 +89,12 @@ class Provider:
 
     @property
     def ours(self) -> bool:
-        """Return whether the provider is one of ours."""
+        """Return whether the provider is sage-hf."""
         return self.name.startswith("sage_hf:")
 
 
 def within(provider: Provider, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return the call inside the provider's context, made anew for each call."""
+    """Return a call that runs inside the provider's context, made anew for each call."""
 
     def run() -> Tensor:
         with provider.context():
@@ -105,7 +104,7 @@ def within(provider: Provider, call: Callable[[], Tensor]) -> Callable[[], Tenso
 
 
 def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare:
-    """Prepare our attention: the recipe's own kernel or an error, or with "native" what a user's call runs by."""
+    """Prepare our attention: by the recipe's own kernel or an error; with "native", as in a user's call."""
 
     def prepare(inputs: Inputs) -> Prepared:
         (query, key, value), mask, case = inputs.tensors, inputs.mask, inputs.case
@@ -115,11 +114,11 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
             facts: dict[str, Any] = {"is_causal": case.causal, "recipe": recipe, "grad": case.training}
             kernel = select(Request.of(query, key, value, **facts), "error").kernel
         options: dict[str, Any] = {"recipe": recipe, "fallback": fallback}
-        if case.mask == "lower_right":  # as for transformers, whose masks say so
+        if case.mask == "lower_right":  # as in transformers, whose masks state causality
             behind = Options(
                 True, causal_offset=case.kv_len - case.q_len, enable_gqa=grouped, recipe=recipe, fallback=fallback
             )
-            return Prepared(lambda: attend_with_offset(query, key, value, None, behind)[0])
+            return Prepared(lambda: attend(query, key, value, None, behind)[0])
         options |= {"is_causal": inputs.is_causal, "enable_gqa": grouped}
         return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
 
@@ -164,13 +163,13 @@ def _our_int8_kernel(recipe: str) -> Prepare:
         operands = _quantizer("int8_quantize").quantize(call)
         output = torch.empty_like(inputs.query)
         if plan.kernel == "int8_forward_hopper":
-            attend = partial(hopper.forward, operands, output, None, call)
+            launch = partial(hopper.forward, operands, output, None, call)
         else:
             capability = torch.cuda.get_device_capability(inputs.query.device)
-            attend = partial(portable.forward, operands, output, None, call, capability)
+            launch = partial(portable.forward, operands, output, None, call, capability)
 
         def run() -> Tensor:
-            attend()
+            launch()
             return output
 
         return Prepared(run, plan.kernel)
@@ -185,7 +184,7 @@ def _sdpa(inputs: Inputs, mask: Any) -> Callable[[], Tensor]:
 
 
 def _pytorch(name: str, label: str, backend: SDPBackend, suits: Callable[[Case], bool] = _any) -> Provider:
-    """Return PyTorch's scaled_dot_product_attention with one backend; the call raises if that does not support it."""
+    """Return PyTorch's scaled_dot_product_attention with one backend; an unsupported call raises an error."""
 
     def prepare(inputs: Inputs) -> Prepared:
         flash = backend == SDPBackend.FLASH_ATTENTION and inputs.case.mask == "lower_right"
@@ -206,13 +205,13 @@ def fa3_attention(
 
     Args:
         query, key, value: (batch, heads, tokens, head_dim), float16 or bfloat16.
-        is_causal, scale: as of PyTorch's function.
+        is_causal, scale: as in PyTorch's function.
         lengths: int32 (batch,), the number of keys of each sample; None: all.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # It takes tokens before heads: views, which are part of the call as all providers get the same tensors.
+    # It takes tokens before heads. The views are part of the call, because all providers get the same tensors.
     tensors = [(x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value)]
-    # 0 splits: its own choice, which matters for few queries.
+    # 0 splits: FlashAttention 3 chooses, which matters for few queries.
     options: dict[str, Any] = {"num_splits": 0 if query.shape[2] <= FEW_QUERIES else 1}
     if lengths is not None:
         options["seqused_k"] = lengths
@@ -248,7 +247,7 @@ def _fa3_fp8(inputs: Inputs) -> Prepared:
     (query, key, value), is_causal = inputs.tensors, inputs.is_causal
     import_module("fa3_fwd._C")
     group = query.shape[1] // key.shape[1]
-    # One scale per key head, also for the queries of its group.
+    # One scale per key head, also used for the queries of its group.
     q, q_descale = to_e4m3(query.unflatten(1, (-1, group)), (2, 3, 4))
     q = q.flatten(1, 2)
     k, k_descale = to_e4m3(key, (2, 3))
@@ -275,9 +274,9 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
     cudnn: Any = import_module("cudnn")
     types = cudnn.data_type
     codes, descales = zip(*(to_e4m3(x, (0, 1, 2, 3)) for x in (query, key, value)), strict=True)
-    # P is at most 1; 256 of e4m3's 448 leaves room for a maximum that is updated late.
+    # P is at most 1; scaling to 256 of e4m3's 448 leaves room for a maximum that is updated late.
     p_scale = torch.tensor(256.0, device=query.device)
-    # An output row is a weighted mean of V, so no element exceeds V's largest, and V's scale serves both.
+    # An output row is a weighted mean of V, so no element exceeds V's largest, and V's scale also fits the output.
     scalars = [*descales, 1 / p_scale, p_scale, 1 / descales[2]]
     output = torch.empty_like(codes[0])
 
@@ -338,7 +337,7 @@ def to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _sageattention1(inputs: Inputs) -> Prepared:
     (query, key, value), is_causal = inputs.tensors, inputs.is_causal
     module = sageattention(1)
-    key = key.clone()  # It subtracts the mean from the caller's keys.
+    key = key.clone()  # It subtracts the mean from the caller's keys in place.
     return Prepared(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, Triton"
     )
@@ -385,10 +384,10 @@ def _sageattention2_kernel(inputs: Inputs) -> Prepared:
 
 
 def sageattention(generation: Literal[1, 2]) -> ModuleType:
-    """Import the authors' package of one generation.
+    """Import the authors' package of one SageAttention generation.
 
-    Both generations are called `sageattention`; to have both, one may be installed with its generation in the name, as
-    `sageattention2`.
+    Both generations are called `sageattention`; to have both, one may be installed with its generation in the name,
+    such as `sageattention2`.
     """
     for name in (f"sageattention{generation}", "sageattention"):
         try:
@@ -408,19 +407,19 @@ def _is_small(case: Case) -> bool:
 
 
 def _is_open(case: Case) -> bool:
-    """Return whether any kernel may be the fastest: where FlashAttention takes no such mask, and for small calls."""
+    """Return whether any kernel may be the fastest: if FlashAttention takes no such mask, or if the call is small."""
     return case.mask not in ("none", "causal", "lower_right") or case.dense_operations < LARGE
 
 
 def _has_plans(case: Case) -> bool:
-    """Return whether cuDNN is tried, which makes a plan for each length: steps of decoding have a new one each."""
+    """Return whether to try cuDNN. It makes a plan for each length, and each step of decoding has a new length."""
     return case.training or case.q_len >= DECODED_QUERIES or case.mask in ("lengths", "keys")
 
 
 _FA2 = _pytorch("sdpa_fa2", "FA2", SDPBackend.FLASH_ATTENTION)
 _CUDNN = _pytorch("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION, _has_plans)
 _FA3 = Provider("fa3", "FA3", _fa3)
-# The fastest ones first: on the grid others are compared to them before they are measured in full.
+# The fastest providers come first: the grid compares others with them before it measures these in full.
 _BACKENDS = (
     _CUDNN,
     _FA2,
@@ -457,7 +456,7 @@ GRID_TRAINING_PROVIDERS: tuple[Provider, ...] = (
     Provider("sage_hf:sage_bwd", "sage_bwd", ours("sage_bwd", "native")),
     *_BACKENDS,
 )
-"""Providers of the grid's calls; ours chooses exact attention where that is faster."""
+"""Providers of the grid's calls; sage-hf chooses exact attention where that is faster."""
 
 
 def quantizers(
@@ -465,9 +464,8 @@ def quantizers(
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 
-    A recipe that has no kernel on this GPU is quantised by the portable quantiser.
-    Quantisers named "K and V" leave Q to the attention kernel. Q is read once, K and V twice (first for their means),
-    and each operand is written once.
+    For a recipe without a kernel on this GPU, the portable quantiser runs. Quantisers named "K and V" leave Q to the
+    attention kernel. Q is read once, K and V twice (first for their means), and each operand is written once.
     """
     from sage_kernels.cuda import quantize as hopper
 
@@ -480,7 +478,7 @@ def quantizers(
             name = QUANTIZERS[recipe]
         if name == "int8_quantize_hopper":
             calls[f"operands of {recipe}, Hopper"] = partial(_quantizer(name).quantize, call)
-            if recipe == "sage2":  # whose attention kernel may quantise Q
+            if recipe == "sage2":  # whose attention kernel may quantise Q itself
                 calls[f"K and V of {recipe}, Hopper"] = partial(hopper.quantize_operands, call, leaves_query=True)
         else:
             calls[f"operands of {recipe}"] = partial(_quantizer(name).quantize, call)

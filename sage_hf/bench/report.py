@@ -1,4 +1,4 @@
-"""One file that tells what a GPU does with our recipes: for owners of a GPU that we have never run on."""
+"""One file about our recipes on a GPU, for owners of a GPU that we have never run on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FORWARD_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.qk !=
 SPEED_SHAPES = ("4k-128", "16k-128", "16k-128-causal", "4k-64", "16k-64")
 SPEED_PROVIDERS = ("sdpa_fa2", "cudnn", "sage_hf:sage1", "sage_hf:sage2", "sage_hf:sage3")
 UNTRIED = "kernels that run where `sage-hf tune` found them faster"
-"""Name of the kernels that nobody has tried on such a GPU."""
+"""Label of the kernels that nobody has tried on such a GPU."""
 
 
 def plans(device: torch.device) -> list[Row]:
-    """Return which kernels run each recipe in a long call, and why another recipe does, if one does."""
+    """Return the kernels that run each recipe in a long call; if another recipe runs, also the reason."""
     chosen = [select(nominal_request(name, device)) for name in RECIPES]
     return [
         {
@@ -49,17 +49,17 @@ def run(
 ) -> Result:
     """Report on a GPU.
 
-    Kernels that nobody has tried come last, after all else has been written: should one hang, the file is there.
+    Kernels that nobody has tried come last, after everything else has been written: if one hangs, the file exists.
 
     Args:
         device: a CUDA device.
-        write: called with the result so far, whenever there is more.
+        write: called with the result so far, after each part.
         progress: called with a text for each part before it begins.
 
     Returns:
         Plain data: facts about the machine, "copy_bandwidth", "check" (see `check.run`), "plans" (see `plans`), and
-        "rows", speeds and errors as of `measure.run` of SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that wait to
-        be tried have "untried".
+        "rows", speeds and errors as from `measure.run` with SPEED_SHAPES and SPEED_PROVIDERS. Rows of kernels that are
+        yet to be tried have "untried".
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
     providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]

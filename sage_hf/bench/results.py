@@ -1,4 +1,4 @@
-"""Results of benchmarks: facts about machine and source, JSON files, and rows that stay from an earlier run."""
+"""Results of benchmarks: facts about machine and source, JSON files, and rows kept from an earlier run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PACKAGES = (
     *("fa3-fwd", "nvidia-cudnn-frontend", "sageattention", "sageattention2"),
 )
 COMMIT = "SAGE_HF_COMMIT"
-"""Environment variable that names the commit of the source where there is no checkout to ask."""
+"""Environment variable that names the commit of the source where there is no git checkout."""
 
 
 def facts(device: torch.device) -> Result:
-    """Return facts about the machine, the versions and the source, for the record."""
+    """Return facts about the machine, the versions and the source."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -78,7 +78,7 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a result to a file, whose folder is made; a run that is cut leaves the file whole."""
+    """Write a result to a file, and make its folder; an interrupted run leaves the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(to_json(result), encoding="utf-8")
@@ -101,15 +101,15 @@ def to_json(result: Result) -> str:
 
 
 def merged(result: Result, before: Result | None, key: Callable[[Row], Any], order: Sequence[Any]) -> Result:
-    """Return a result with the rows that an earlier one has under other keys.
+    """Return a result with the rows that an earlier result has under other keys.
 
-    They stay only if everything but the date is the same: machine, versions and commit.
+    These rows are kept only if everything except the date is the same: machine, versions and commit.
 
     Args:
         result: the new result.
-        before: the earlier one, if there is one.
-        key: of a row.
-        order: keys in the order in which rows come; others follow.
+        before: the earlier result, if there is one.
+        key: function that returns a row's key.
+        order: keys in the order of the rows; rows with other keys follow.
     """
     if before is None or {**before, "rows": [], "date": ""} != {**result, "rows": [], "date": ""}:
         return result

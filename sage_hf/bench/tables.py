@@ -1,4 +1,4 @@
-"""Tables of a benchmark's JSON at named shapes, and of the phases of calls: as text and as Markdown."""
+"""Tables of a benchmark's JSON at named shapes, and of the phases of calls, as text and as Markdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def markdown(result: Result) -> str:
 
 
 def text(result: Result) -> str:
-    """Return tables for a terminal: speeds, errors and memory at one shape, and what could not run."""
+    """Return tables for a terminal: speeds, errors and memory at one shape, and providers that could not run."""
     parts = [_caption(result), text_table(*_speeds(result, bold=False))]
     if columns := measured(result):
         shape = common_shape(columns)
@@ -39,15 +39,15 @@ def text(result: Result) -> str:
 def phases_markdown(result: Result) -> str:
     """Return the result of `measure_phases.run` as a Markdown table."""
     caption = (
-        f"On {result['gpu']}, from a profiler's trace; a phase counts from the end of the one before. Shares are of "
-        f"the bandwidth of a copy, {result['copy_bandwidth'] * 1e-12:.2f} TB/s, whose bytes are counted alike. "
+        f"On {result['gpu']}, from a profiler's trace; a phase counts from the end of the previous phase. Shares "
+        f"are of a copy's bandwidth, {result['copy_bandwidth'] * 1e-12:.2f} TB/s, counted in the same way. "
         f"{versions(result)}"
     )
     return f"{markdown_table(*_phases(result))}\n\n{caption}"
 
 
 def phases_text(result: Result) -> str:
-    """Return the result of `measure_phases.run` as a table for a terminal, and what could not run."""
+    """Return the result of `measure_phases.run` as a table for a terminal, and calls that could not run."""
     missing: dict[str, list[str]] = {
         f"{row['shape']}, {row['what']}: {row['unavailable']}": [] for row in result["rows"] if "unavailable" in row
     }
@@ -81,7 +81,7 @@ def rows_of(result: Result, provider: Provider) -> dict[Case, Row]:
 
 
 def measured(result: Result) -> Columns:
-    """Return the rows of each provider that measured any, in the order of PROVIDERS or TRAINING_PROVIDERS."""
+    """Return the rows of each provider that has any, in the order of PROVIDERS or TRAINING_PROVIDERS."""
     providers = TRAINING_PROVIDERS if is_training(result) else PROVIDERS
     found = {provider: rows_of(result, provider) for provider in providers}
     return {provider: rows for provider, rows in found.items() if rows}
@@ -108,7 +108,7 @@ def _speeds(result: Result, bold: bool = True) -> tuple[list[str], list[list[str
 
 
 def common_shape(columns: Columns) -> Case:
-    """Return the shape that most providers measured; among several, the one with most operations."""
+    """Return the shape that most providers measured; if several, the shape with most operations."""
     shapes = {shape for rows in columns.values() for shape in rows}
     return max(shapes, key=lambda shape: (sum(shape in rows for rows in columns.values()), shape.operations))
 
@@ -185,6 +185,6 @@ def _unavailable(result: Result) -> list[str]:
 
 
 def not_measured(missing: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the paragraph about what could not run, and why: text -> where; none if nothing is missing."""
+    """Return a paragraph about failures and where they occurred; none if nothing failed."""
     lines = [f"  {what} ({'; '.join(where)})" if where else f"  {what}" for what, where in missing.items()]
     return ["\n".join(["Not measured:", *lines])] if lines else []

@@ -1,4 +1,4 @@
-"""Times of calls: on the GPU in turns or replayed as CUDA graphs, on the host, and of each kernel by the profiler."""
+"""Times of calls: on the GPU in turns or as replayed CUDA graphs, on the host, and of each kernel by the profiler."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 Call = Callable[[], object]
 Item = TypeVar("Item")
 Steps = tuple[Sequence[Call], int]
-"""(the consecutive steps of a call, the number of calls)."""
+"""(consecutive steps of a call, number of calls)."""
 
-# In turns with others, a call runs for about SECONDS, in TURNS turns, of which the second half is timed.
+# In turns with other calls, a call runs for about SECONDS, in TURNS turns; the second half of each turn is timed.
 SECONDS = 1.0
 MIN_CALLS, MAX_CALLS = 5, 100
 TURNS = 4
@@ -28,11 +28,11 @@ TURNS = 4
 WINDOW_MS = 20.0
 REPLAYS = 6
 MAX_CAPTURED = 32
-# The GPU is kept busy for so many cycles, some 0.15 and 0.5 ms, while the host launches a replay, or a call.
+# The GPU is kept busy for these cycles, about 0.15 and 0.5 ms, while the host launches a replay, or a call.
 REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
-# Calls before a capture: ours repeats what the first ones found out by then, its backward pass too.
+# Number of calls before a capture: by then, sage-hf replays the call and its backward pass.
 SETTLING_CALLS = 2
-# Host times are taken in turns, for about HOST_MS of each call; the fewest and the most turns.
+# Host times are taken in turns, for about HOST_MS of each call; the smallest and the largest number of turns.
 HOST_MS = 8.0
 HOST_TURNS = 11, 31
 
@@ -48,10 +48,10 @@ def synchronize(device: torch.device) -> float:
 
 
 def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
-    """Yield the items for each of some turns, in an order drawn anew.
+    """Yield the items for each of `turns` turns, each time in a new random order.
 
-    A call's predecessor decides the GPU's clock, which follows its power, and the contents of caches: in one order,
-    each call would always follow the same other one.
+    A call's predecessor decides the contents of caches, and the GPU's clock, which follows its power. In a fixed order,
+    each call would always have the same predecessor.
     """
     draw = random.Random(0)
     for _ in range(turns):
@@ -62,7 +62,7 @@ def first_calls(call: Call) -> tuple[float, int, int]:
     """Call twice, to compile and to estimate time and memory.
 
     Returns:
-        (seconds that the first call took longer than the second, most bytes allocated during the second, number of
+        (seconds by which the first call took longer than the second, most bytes allocated during the second, number of
         calls for `median_steps_ms`).
     """
     first = _seconds(call)
@@ -87,11 +87,11 @@ def median_ms(calls: Mapping[Any, tuple[Call, int]]) -> dict[Any, float]:
 
 
 def median_steps_ms(calls: Mapping[Any, Steps]) -> dict[Any, list[float]]:
-    """Return the median times in ms of calls that consist of steps: of the whole, then of each step.
+    """Return the median times in ms of calls that consist of steps: first of the whole call, then of each step.
 
-    Each is called several times in a row, at the clocks and temperature that it causes itself, as in a model that calls
-    it again and again; the first half of them is not timed, because what ran before decides their clocks. Calls take
-    such turns in drawn orders, so that drift affects all of them.
+    Each call runs several times in a row, at the clocks and temperature that it causes itself, as in a model that
+    repeats it. The first half of these runs is not timed, because the previous call decides their clocks. Calls take
+    such turns in random orders, so that drift affects all of them.
     """
     events: dict[Any, list[list[torch.cuda.Event]]] = {key: [] for key in calls}
     for turn, order in enumerate(drawn_orders(list(calls), TURNS)):
@@ -131,11 +131,11 @@ class Timed:
 
     Attributes:
         call: the call.
-        context: the call runs inside, and its cost is no part of the call's.
+        context: the call runs inside it, and its cost does not count.
         once_ms: the GPU's time of one call.
-        replay: runs the captured calls, of which there are `calls`.
+        replay: runs the captured calls; their number is `calls`.
         marks: start and end of each replay.
-        host_times: in microseconds.
+        host_times: host times in microseconds.
     """
 
     call: Call
@@ -158,7 +158,7 @@ class Timed:
 
 
 class Queue:
-    """A stream of the GPU on which everything runs, and the memory that all its graphs share."""
+    """A stream of the GPU on which all calls run, and the memory that all its graphs share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -182,7 +182,7 @@ class Queue:
         self._stream.synchronize()
 
     def once_ms(self, call: Call) -> float:
-        """Return the GPU's time of one call, and what the host needs beyond the time that the GPU is kept busy."""
+        """Return the GPU's time of one call, plus the host's time beyond the time that the GPU is kept busy."""
         torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), torch.cuda.Event(enable_timing=True)
         call()
@@ -191,9 +191,9 @@ class Queue:
         return start.elapsed_time(end)
 
     def gpu_us(self, call: Call, ms: float, replays: int) -> float:
-        """Return the GPU's time for a call in microseconds, the median of some replays of about so long each.
+        """Return the GPU's time for a call in microseconds: the median of replays that take about `ms` each.
 
-        Before them the GPU is kept busy: else short ones would wait for the host's launches.
+        Before the replays the GPU is kept busy; otherwise short calls would wait for the host's launches.
         """
         for _ in range(SETTLING_CALLS):
             call()
@@ -210,7 +210,7 @@ class Queue:
         return statistics.median(times) / count * 1e3
 
     def prepare(self, call: Call, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
-        """Call until a call does no more than all later ones, and capture as many calls as fit into a replay."""
+        """Repeat the call until it has done its one-time work, and capture as many calls as fit into a replay."""
         for _ in range(SETTLING_CALLS):
             call()
         once_ms = self.once_ms(call)
@@ -218,10 +218,10 @@ class Queue:
         return Timed(call, context, once_ms, self._capture(call, calls).replay, calls)
 
     def take_host_times(self, timed: Sequence[Timed]) -> None:
-        """Take the host times of all calls in turns, in drawn orders: from an idle GPU until the call returns.
+        """Take the host times of all calls in turns, in random orders: from an idle GPU until the call returns.
 
-        A host time is of one call behind others, not of a call in a loop: in the host's caches, other calls have taken
-        the place of its code and data, as between the layers of a model. All providers take longer so.
+        A host time is the time of one call after other calls, not of a call in a loop: other calls have displaced its
+        code and data from the host's caches, as between the layers of a model. All providers take longer in this way.
         """
         fewest, most = HOST_TURNS
         longest = max((one.once_ms for one in timed), default=HOST_MS)
@@ -235,9 +235,10 @@ class Queue:
         self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
-        """Replay all graphs in turns, in drawn orders, and wait until the last has ended.
+        """Replay all graphs in turns, in random orders, and wait until the last has ended.
 
-        Before each timed replay the GPU is kept busy: else the calls of a short one would wait for the host's launch.
+        Before each timed replay the GPU is kept busy; otherwise the calls of a short replay would wait for the host's
+            launch.
         """
         for turn, order in enumerate(drawn_orders(timed, REPLAYS + 1)):
             for one in order:
@@ -250,7 +251,7 @@ class Queue:
         self._stream.synchronize()
 
     def _capture(self, call: Call, calls: int) -> torch.cuda.CUDAGraph:
-        """Return a graph of some calls. Unlike torch.cuda.graph it frees no memory before, which takes long."""
+        """Return a graph of some calls. Unlike torch.cuda.graph, it does not free memory first, which takes long."""
         graph = torch.cuda.CUDAGraph()
         self._stream.synchronize()
         graph.capture_begin(self._pool)
@@ -271,8 +272,8 @@ def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> di
     """Return the host time of each call in µs: the median over rounds of calls in a loop, with an idle GPU.
 
     Args:
-        calls: key -> (function, the number of calls that it makes). Rounds go through them in drawn orders.
-        device: of the calls.
+        calls: key -> (function, the number of calls that it makes). Rounds go through the calls in random orders.
+        device: device of the calls.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for order in drawn_orders(list(calls), ROUNDS):
@@ -295,7 +296,7 @@ class Span(NamedTuple):
 
 
 def profiled(call: Call) -> list[list[Span]]:
-    """Return the kernels of some calls by PyTorch's profiler, each call's in the order of their ends.
+    """Return the kernels of some calls by PyTorch's profiler; each call's kernels are in the order of their ends.
 
     Raises:
         RuntimeError: the profiler saw no kernels, or not the same number in each call.

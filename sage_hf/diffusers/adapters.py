@@ -16,10 +16,11 @@ from .bridge import BackendProcessor, parallel_config_of, set_parallel_config
 class ServedAdapter(BackendProcessor):
     """Base of IP-Adapter processors whose attention a SageAttnProcessor computes; see `serve`.
 
-    All attributes but these are the adapter's, in one dictionary: who reads or assigns one here does so there.
+    All other attributes are the adapter's, in one shared dictionary: reading or assigning an attribute here reads or
+    assigns it there.
 
     Attributes:
-        adapter: the processor of diffusers that it stands in for, with the same weights and scale.
+        adapter: the processor of diffusers that this object replaces, with the same weights and scale.
         sage: the SageAttnProcessor that computes the attention.
     """
 
@@ -39,7 +40,7 @@ class ServedAdapter(BackendProcessor):
 
     @property
     def attention_backend(self) -> Any:
-        """Return the backend of the processor that attends."""
+        """Return the backend of the processor that computes attention."""
         return self.sage.attention_backend
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,5 +62,5 @@ def serve(adapter: Any, sage: Any) -> Any:
     served_class = _served_class(family)
     served = served_class.__new__(served_class)
     for name, value in {"__dict__": vars(adapter), "adapter": adapter, "sage": sage}.items():
-        object.__setattr__(served, name, value)  # not as submodules: the weights are there already
+        object.__setattr__(served, name, value)  # not as submodules: the weights are submodules already
     return served

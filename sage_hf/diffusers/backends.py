@@ -1,6 +1,6 @@
 """Attention backends of diffusers for our recipes: `attention_backend("sage3")`, `set_attention_backend("sage3")`.
 
-Their names are in `sage_hf.names`.
+The backends' names are in `sage_hf.names`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
 
 def backend_member(recipe: str, fallback: str | None) -> Any:
-    """Return the member of diffusers' AttentionBackendName for that recipe and fallback."""
+    """Return the member of diffusers' AttentionBackendName for this recipe and fallback."""
     return _MEMBERS[recipe, None if recipe == "exact" else fallback]
 
 
@@ -46,7 +46,7 @@ class Choice:
 
     Attributes:
         backend: the member of AttentionBackendName.
-        reached: whether attention ran by one of our backends.
+        reached: whether one of our backends computed attention.
     """
 
     backend: Any
@@ -54,7 +54,7 @@ class Choice:
 
 
 class _Thread(threading.local):
-    """The choice for the processor that this thread runs."""
+    """The choice for the processor that runs in this thread."""
 
     choice: Choice | None = None
 
@@ -64,7 +64,7 @@ _thread = _Thread()
 
 @contextmanager
 def choosing(backend: Any) -> Iterator[Choice]:
-    """Attend by `backend` in this thread where a processor leaves the choice to diffusers. Eager only."""
+    """Attend by `backend` in this thread if a processor leaves the choice to diffusers. Eager mode only."""
     before, _thread.choice = _thread.choice, Choice(backend)
     try:
         yield _thread.choice
@@ -85,9 +85,9 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask is for every head and query.
+        """Run sage_attention on (B, N, H, D) tensors; LSE is (B, H, Nq); a (B, Nk) mask holds for every head and query.
 
-        FlexAttention runs a mask of its own, a BlockMask, in place of the recipe.
+        With FlexAttention's own kind of mask, a BlockMask, FlexAttention runs in place of the recipe.
         """
         if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
             if return_lse or _split_of(_parallel_config) is not None:
@@ -164,7 +164,7 @@ def by_flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def _split_of(config: Any) -> SplitTokens | None:
-    """Return how tokens are split by diffusers' ParallelConfig, or by a plan of ours; None if they are not."""
+    """Return the split of tokens by diffusers' ParallelConfig or by our plan; None if tokens are not split."""
     if config is None or isinstance(config, SplitTokens):
         return config
     config = config.context_parallel_config
@@ -174,7 +174,7 @@ def _split_of(config: Any) -> SplitTokens | None:
 def register_backends(dispatch: ModuleType) -> None:
     """Register every name of NAMES; `dispatch` is diffusers.models.attention_dispatch.
 
-    Ours also attend where a processor names no backend, while it runs inside `choosing`.
+    Our backends also attend for a processor that names no backend, while it runs inside `choosing`.
     """
     for name, choice in NAMES.items():
         _MEMBERS[choice] = add_backend(dispatch, name, _make_backend(*choice))

@@ -1,7 +1,7 @@
-"""Names of diffusers that are private or depend on its version: every use of one is here.
+"""All uses of names of diffusers that are private or depend on its version.
 
-A name that a version lacks costs speed; it never changes a result.
-Importing this file imports neither diffusers nor torch.
+If a version lacks a name, speed is lost, but results never change. Importing this file imports neither diffusers nor
+torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 IP_ADAPTER_METHODS = "_load_ip_adapter_weights", "unload_ip_adapter"
-"""Methods of loaders that make every processor anew by its class."""
+"""Methods of loaders that create every processor again from its class."""
 
 
 # Running pipelines
 
 
 class _Thread(threading.local):
-    """Pipelines whose calls this thread is inside of, the innermost last."""
+    """Pipelines whose calls are running in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.pipelines: list[Any] = []
@@ -35,9 +35,9 @@ _thread = _Thread()
 
 
 def running_pipeline() -> Any:
-    """Return the pipeline whose call encloses the caller's in this thread and whose scheduler has timesteps; or None.
+    """Return the running pipeline of this thread whose scheduler has timesteps; None if there is none.
 
-    Calls are seen from the first `follow_pipelines` on.
+    Only calls after the first `follow_pipelines` are seen.
     """
     has_timesteps = (one for one in reversed(_thread.pipelines) if _has_timesteps(one))
     return next(has_timesteps, None)
@@ -49,7 +49,8 @@ def _has_timesteps(pipe: Any) -> bool:
 
 @functools.cache
 def follow_pipelines() -> None:
-    """Let `running_pipeline` see the calls of diffusers' pipelines, modular ones too, and of classes derived from them.
+    """Let `running_pipeline` see the calls of diffusers' pipelines, including modular pipelines, and of derived
+    classes.
 
     Their `__call__` is wrapped, in later subclasses as well.
     """
@@ -76,7 +77,7 @@ def _follow_calls(pipeline_class: Any) -> None:
 
 
 def for_each_subclass(base: Any, complete: Callable[[Any], None]) -> None:
-    """Call `complete` with a class and every subclass of it, now and whenever another is defined."""
+    """Call `complete` with a class and every subclass of it, now and whenever a subclass is defined."""
     own = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
@@ -95,7 +96,7 @@ def for_each_subclass(base: Any, complete: Callable[[Any], None]) -> None:
 # Attention backends
 
 DISPATCH = "dispatch_attention_fn"
-"""Name of diffusers' function by which processors attend."""
+"""Name of diffusers' function through which processors attend."""
 
 
 def add_backend(dispatch: ModuleType, name: str, backend: Callable[..., Any]) -> Any:
@@ -122,7 +123,7 @@ def add_backend(dispatch: ModuleType, name: str, backend: Callable[..., Any]) ->
 
 
 def choose_backend(dispatch: ModuleType, choose: Callable[[], Any]) -> None:
-    """Let `choose` say which backend attends where a processor names none; None: the one that diffusers would take."""
+    """Let `choose` return the backend for a processor that names none; None: the backend that diffusers would use."""
     registry = dispatch._AttentionBackendRegistry
     get_active_backend = registry.get_active_backend.__func__
 
@@ -143,10 +144,10 @@ def active_backend(dispatch: ModuleType) -> str:
 # Processors
 
 
-class StandIn:
-    """Stand-in for an object during one call: it has some attributes of its own, and all others are the object's.
+class Overlay:
+    """An object with some attributes replaced during one call; all other attributes are the original object's.
 
-    A compiled call finds the object as it was traced, for its own attributes are not written to the object.
+    A compiled call finds the original as it was traced, because replaced attributes are not written to it.
     """
 
     def __init__(self, original: Any, own: Mapping[str, Any]) -> None:
@@ -168,7 +169,7 @@ class ParallelProcessor:
 
     @property
     def parallel_config(self) -> Any:
-        """Return the ParallelConfig of this processor, None without one."""
+        """Return the ParallelConfig of this processor; None if it has none."""
         return vars(self).get("parallel")
 
     @parallel_config.setter
@@ -185,9 +186,9 @@ class ParallelProcessor:
 
 
 class BackendProcessor(ParallelProcessor):
-    """Base of our processors that attend by a recipe: diffusers sees its backend, by which models make their masks.
+    """Base of our processors that attend by a recipe: diffusers sees their backend, and models make masks for it.
 
-    A model's `set_attention_backend` assigns to all its processors; these keep theirs.
+    A model's `set_attention_backend` assigns a backend to all its processors; our processors keep their own.
     """
 
     @property
@@ -215,19 +216,19 @@ def backend_of(processor: Any) -> str:
     return str(getattr(backend, "value", backend) or "")
 
 
-def with_backend(processor: Any, backend: Any, parallel: Any = None) -> StandIn:
-    """Return a stand-in for a processor that attends by another backend, and passes it `parallel` if it is given."""
+def with_backend(processor: Any, backend: Any, parallel: Any = None) -> Overlay:
+    """Return an overlay of a processor that attends by another backend, and passes `parallel` to it if given."""
     own = {"_attention_backend": backend}
-    return StandIn(processor, own if parallel is None else own | {"_parallel_config": parallel})
+    return Overlay(processor, own if parallel is None else own | {"_parallel_config": parallel})
 
 
 def fixed_backends(processor: Any) -> tuple[str, ...]:
-    """Return the backends to which a processor confines itself; () if it names none."""
+    """Return the only backends that a processor accepts; () if it does not restrict them."""
     return tuple(getattr(processor, "_SUPPORTED_BACKENDS", None) or ())
 
 
 def passes_parallel_config(processor: Any) -> bool:
-    """Return whether a processor's code hands its ParallelConfig to diffusers' dispatch."""
+    """Return whether a processor's code passes its ParallelConfig to diffusers' dispatch."""
     return "_parallel_config" in type(processor).__call__.__code__.co_names
 
 
@@ -235,17 +236,17 @@ def passes_parallel_config(processor: Any) -> bool:
 
 
 def parallel_config_of(model_or_processor: Any) -> Any:
-    """Return the ParallelConfig that `enable_parallelism` gave a model or a processor; None without one."""
+    """Return the ParallelConfig that `enable_parallelism` gave to a model or a processor; None if there is none."""
     return getattr(model_or_processor, "_parallel_config", None)
 
 
 def set_parallel_config(processor: Any, config: Any) -> None:
-    """Give a processor of diffusers a ParallelConfig."""
+    """Assign a ParallelConfig to a processor of diffusers."""
     processor._parallel_config = config
 
 
 def parallel_plan_of(model: Any) -> Any:
-    """Return diffusers' plan for splitting a model's inputs among processes; None if it has none."""
+    """Return diffusers' plan for splitting a model's inputs among processes; None if there is none."""
     return getattr(model, "_cp_plan", None)
 
 
@@ -253,7 +254,7 @@ def split_tokens(dim: int, dims: int, *, output: bool = False) -> Any:
     """Return diffusers' plan for splitting a tensor of `dims` dimensions along `dim`.
 
     Args:
-        output: whether it is an output of the module, not an argument.
+        output: whether the tensor is an output of the module, not an argument.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput
 
@@ -269,7 +270,7 @@ def gathered_tokens() -> Any:
 
 @dataclass(frozen=True)
 class Shards:
-    """Split of a model's tokens among processes, of diffusers' ContextParallelConfig.
+    """Split of a model's tokens among processes, read from diffusers' ContextParallelConfig.
 
     Attributes:
         ring: number of processes in ring attention.
@@ -290,18 +291,18 @@ class Shards:
 
     @property
     def group(self) -> Any:
-        """Return the process group of those that exchange tokens for heads."""
+        """Return the group of processes that exchange tokens for heads."""
         return self._config._ulysses_mesh.get_group()
 
     @property
     def rank(self) -> int:
-        """Return this process's place in that group."""
+        """Return this process's place in `group`."""
         rank: int = self._config._ulysses_local_rank
         return rank
 
     @property
     def ring_group(self) -> Any:
-        """Return the process group of those that gather each other's keys."""
+        """Return the group of processes that gather each other's keys."""
         return self._config._ring_mesh.get_group()
 
     @property
@@ -311,13 +312,13 @@ class Shards:
 
     @property
     def near(self) -> slice:
-        """Return the places among all of those that exchange tokens for heads with this process."""
+        """Return the places, among all processes, of the processes that exchange tokens for heads with this process."""
         start = self.part - self.rank
         return slice(start, start + self.ulysses)
 
     @property
     def part(self) -> int:
-        """Return this process's place among all, by which diffusers splits tokens."""
+        """Return this process's place among all processes, in the order in which diffusers splits tokens."""
         part: int = self._config._ring_local_rank * self.ulysses + self.rank
         return part
 
@@ -325,7 +326,7 @@ class Shards:
 # Layer skip (skip-layer and perturbed-attention guidance)
 
 score_skip_modes: list[type] = []
-"""The function mode inside of which diffusers leaves attention's scores out, once it is imported."""
+"""The function mode in which diffusers skips attention's scores, once it is imported."""
 
 
 def function_modes_are_active() -> bool:
@@ -352,7 +353,7 @@ def scores_are_skipped(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def skip_as_original(helpers: ModuleType, ours: tuple[type, ...], original_of: Callable[[Any], Any]) -> None:
-    """Let diffusers skip the attention of layers with our processors as it skips their originals'.
+    """Let diffusers skip the attention of layers with our processors as it does with the original processors.
 
     Args:
         helpers: diffusers.hooks._helpers.

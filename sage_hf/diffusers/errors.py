@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class UnsupportedAttentionError(ValueError):
-    """Error for an attention module, or a way of running it, that low-bit attention cannot serve, and that it names."""
+    """Error that names an attention module, or a mode of running it, that low-bit attention cannot serve."""
 
 
 class FixedBackendError(UnsupportedAttentionError):
-    """Error for a processor that attends by a backend of its own choice alone: its layer stays as it is."""
+    """Error for a processor that attends only by a backend of its own choice: its layer is not changed."""

@@ -55,14 +55,14 @@ class VSAHandle:
     def restore(self) -> None:
         """Put back the attention from before, and remove the gates; undo a later `sage_hf.apply` first.
 
-        A model where another `enable_vsa` has replaced this one stays as it is. A second call does nothing.
+        If another `enable_vsa` has replaced this one, the model is not changed. A second call does nothing.
         """
         for change in self._changes:
             change.undo()
 
 
 class _VSA(Change):
-    """Change that `enable_vsa` made of a model.
+    """Change that `enable_vsa` made to a model.
 
     Attributes:
         loaded: number of blocks whose gate was read from a checkpoint.
@@ -77,25 +77,25 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
     """Give the self-attention of Wan transformers VSA (arXiv 2505.13389), with a gate in each block.
 
     Each block gets `to_gate_compress`, a Linear(dim, dim), as in FastVideo's checkpoints: `save_pretrained` keeps it,
-    while `from_pretrained` leaves out what the class does not know, so the gates are read again here. A gate that no
+    but `from_pretrained` ignores weights that the class does not know, so the gates are read again here. A gate that no
     checkpoint has is 0: the model then attends to the chosen tiles alone, until it is trained. The fine stage is exact;
-    `sage_hf.apply(pipe_or_model, "sage2")` afterwards runs it, and cross-attention, in few bits. A second call replaces
-    the first, undoes such an `apply`, and keeps the gates unless it names a checkpoint.
+    `sage_hf.apply(pipe_or_model, "sage2")` afterwards runs it, and cross-attention, in low bits. A second `enable_vsa`
+    replaces the first, undoes such an `apply`, and keeps the gates unless it names a checkpoint.
 
     Args:
         pipe_or_model: a WanTransformer3DModel, or a pipeline with one or two.
         sparsity: share of the tiles that the fine stage leaves out, in [0, 1).
-        checkpoint: the folder, safetensors file or Hub repository that has the gates; of a pipeline's folder, each
-            denoiser's subfolder. None: what `from_pretrained` read the model from, if gates lie there.
+        checkpoint: the folder, safetensors file or Hub repository that has the gates; in a pipeline's folder, each
+            denoiser's subfolder. None: the place from which `from_pretrained` read the model, if it has gates.
 
     Returns:
         A handle: `restore()` undoes the change, `loaded` counts the gates that were read.
 
     Raises:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
-        ValueError: sparsity is not in [0, 1), the checkpoint has no gates, lacks some, or has gates of another size.
-        UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has processors that
-            replaced its own, runs under context parallelism, or has weights that accelerate offloads one by one.
+        ValueError: sparsity is not in [0, 1), or the checkpoint has no gates, lacks some, or has gates of another size.
+        UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has other processors
+            than its own, runs under context parallelism, or has weights that accelerate offloads one by one.
     """
     models = _denoisers(pipe_or_model)
     for model in models.values():
@@ -109,7 +109,7 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
 
 
 def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VSA:
-    """Give one model VSA with gates that were read, else with those that it has, else with gates of 0."""
+    """Give one model VSA, with the gates that were read, or else with its existing gates, or else with gates of 0."""
     loaded, kept = len(gates) // 2, [None] * len(model.blocks)
     if (earlier := _vsa_of(model)) is not None:
         if not gates:
@@ -130,7 +130,7 @@ def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VS
 
 
 def _put_back(module: Any, original: Any) -> None:
-    """Put back a processor of diffusers in place of VSA's, above which one of ours may have been set by hand."""
+    """Put back a processor of diffusers in place of VSA's, even if a processor of ours was set over VSA's by hand."""
     if sage_of(module) is not None:
         module.set_processor(layer_of(module).original)
     module.set_processor(original)
@@ -142,10 +142,10 @@ def _vsa_of(model: nn.Module) -> _VSA | None:
 
 
 def read_gates(source: Path) -> dict[str, torch.Tensor]:
-    """Return the gates' weights and biases by key, from a safetensors file or from all of a folder, sharded or not."""
+    """Return the gates' weights and biases by key, from a safetensors file or from all files of a folder."""
     files = sorted(source.glob("*.safetensors"), key=lambda path: len(path.name)) if source.is_dir() else [source]
     gates: dict[str, torch.Tensor] = {}
-    for path in files:  # of two variants of a file, that with the shorter name
+    for path in files:  # of two variants of a file, the shorter name wins
         with safe_open(path, "pt") as file:
             keys = [key for key in list(file.keys()) if _KEY.fullmatch(key) and key not in gates]
             gates |= {key: file.get_tensor(key) for key in keys}
@@ -153,7 +153,7 @@ def read_gates(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _denoisers(pipe_or_model: object) -> dict[str, Any]:
-    """Return the denoisers by their name in the pipeline, and a model alone as its "transformer"."""
+    """Return the denoisers by their names in the pipeline; a model alone has the name "transformer"."""
     if isinstance(pipe_or_model, nn.Module):
         return {DENOISERS[0]: inner(pipe_or_model)}
     found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
@@ -193,10 +193,10 @@ def _checked(sparsity: float) -> float:
 
 
 def _gates_of(model: Any, name: str, checkpoint: str | Path | None) -> dict[str, torch.Tensor]:
-    """Return a model's gates from the checkpoint, or from where the model came; none if none lie there.
+    """Return a model's gates from the checkpoint, or from the place that the model came from; {} if it has none.
 
     Raises:
-        ValueError: the checkpoint that was given has none, or a checkpoint has not the gates of this model.
+        ValueError: the given checkpoint has no gates, or a checkpoint's gates do not fit this model.
     """
     origin = model.config.get("_name_or_path") if checkpoint is None else checkpoint
     gates = next((found for source in _sources(origin, name, checkpoint is None) if (found := read_gates(source))), {})
@@ -217,7 +217,7 @@ def _gates_of(model: Any, name: str, checkpoint: str | Path | None) -> dict[str,
 
 
 def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path]:
-    """Yield the folders, or the file, in which a denoiser's gates may lie: its subfolder first."""
+    """Yield the folders, or the file, that may hold a denoiser's gates: its subfolder first."""
     if not origin:
         return
     path = Path(origin)
@@ -237,7 +237,7 @@ def _sources(origin: str | Path | None, name: str, local: bool) -> Iterator[Path
 def _make_gate(block: Any, computed: torch.dtype, weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
     """Return a gate like the block's projections; 0 without weights.
 
-    Its dtype is theirs, or the one that the model computes in where they are stored in fewer bits.
+    Its dtype is the projections' dtype; if they are stored in fewer bits, the dtype in which the model computes.
     """
     query = block.attn1.to_q.weight
     dtype = query.dtype if query.is_floating_point() and query.dtype.itemsize > 1 else computed

@@ -1,8 +1,9 @@
-"""Norms and rotation of queries and keys by one kernel, where diffusers' processors run a dozen operators for them.
+"""Norms and rotation of queries and keys by one kernel, for which diffusers' processors run a dozen operators.
 
-A processor calls `attn.norm_q(query)`, and rotates what that returns by a table of angles (RoPE). Here it gets a
-stand-in for `attn` whose norms rotate as well, and no table; all else is its own code. Only processors and norms of
-diffusers and PyTorch are served so, each after its first queries and keys agreed with its own operators'.
+A processor calls `attn.norm_q(query)`, and rotates the result by a table of angles (RoPE). Here it gets an overlay of
+`attn` whose norms also rotate, and no table; the rest of the processor runs unchanged. Only processors and norms of
+diffusers and PyTorch are served in this way, and only after their first queries and keys matched the results of their
+own operators.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.get_logger(__name__)
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
 
 Ropes: TypeAlias = dict[str, Rope]
-"""Names among NORMS -> the rotation behind that norm."""
+"""Names among NORMS -> the rotation after that norm."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Rotary:
     """Rotation of queries and keys by a processor of diffusers.
 
     Attributes:
-        argument: the name of its argument with the angles.
-        ropes: (the angles, its attention module, its arguments by name) -> the rotations; None if they are none of this
-            kind.
+        argument: name of the processor's argument with the angles.
+        ropes: (the angles, the attention module, the processor's arguments by name) -> the rotations; None if the
+            angles are of another kind.
     """
 
     argument: str
@@ -47,7 +48,7 @@ class Rotary:
 
 
 def _real_table(table: Any, tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Return cosine and sine, each (tokens, …), or None if the table is of another kind."""
+    """Return cosine and sine, each (tokens, …); None if the table is of another kind."""
     if not isinstance(table, (tuple, list)) or len(table) != 2:
         return None
     cosine, sine = table
@@ -66,7 +67,7 @@ def _rotate_all(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None
 
 
 def _rotate_sample(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
-    """Rotate the sample, before whose norm the context may stand behind it, as HunyuanVideo does."""
+    """Rotate the sample, which the norm may get together with the context after it, as HunyuanVideo does."""
     if (found := _real_table(table, given["hidden_states"].shape[1])) is None:
         return None
     return dict.fromkeys(NORMS[:2], Rope(*found))
@@ -81,7 +82,7 @@ def _rotate_halves_of_sample(table: Any, attn: Any, given: Mapping[str, Any]) ->
 
 
 def _rotate_behind_text(table: Any, attn: Any, given: Mapping[str, Any], halves: bool = False) -> Ropes | None:
-    """Rotate the sample, whose text is before it unless it has norms of its own, as CogVideoX does."""
+    """Rotate the sample, which follows the text unless the text has its own norms, as CogVideoX does."""
     found = _real_table(table, given["hidden_states"].shape[1])
     if found is None or attn.is_cross_attention:
         return None
@@ -90,7 +91,7 @@ def _rotate_behind_text(table: Any, attn: Any, given: Mapping[str, Any], halves:
 
 
 def _rotate_by_complex(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
-    """Rotate sample and context by complex numbers of their own, (tokens, head_dim / 2) each, as Qwen-Image does."""
+    """Rotate sample and context by separate complex numbers, (tokens, head_dim / 2) each, as Qwen-Image does."""
     lengths = given["hidden_states"].shape[1], given["encoder_hidden_states"].shape[1]
     if not all(one.dtype == torch.complex64 and len(one) == length for one, length in zip(table, lengths, strict=True)):
         return None
@@ -145,7 +146,7 @@ ROTARIES: dict[str, Rotary] = {
     **dict.fromkeys(("WanAttnProcessor", "SkyReelsV2AttnProcessor"), Rotary("rotary_emb", _rotate_heads_of_token)),
     "LTXVideoAttnProcessor": Rotary("image_rotary_emb", _rotate_channels_of_token),
 }
-"""By the class names of diffusers' processors that rotate right behind their norms, or on what these gave alone."""
+"""Rotations by class names of diffusers' processors that rotate right after their norms, or only the norms' results."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class NormClass:
 
     Attributes:
         kind, rounds: as in `heads.Norm`.
-        any_weight: it takes weights of any dtype; others are of the tensor's.
-        one_operator: it runs one operator of PyTorch.
+        any_weight: the norm takes weights of any dtype; other norms take only the tensor's dtype.
+        one_operator: the norm runs one operator of PyTorch.
     """
 
     kind: Literal["rms", "layer"]
@@ -171,24 +172,24 @@ NORM_CLASSES: dict[str, NormClass] = {
     "torch.nn.modules.normalization.RMSNorm": NormClass("rms", one_operator=True),
     "torch.nn.modules.normalization.LayerNorm": NormClass("layer", one_operator=True),
 }
-"""By module and name of the class."""
+"""Norm classes by module and name."""
 
 LARGE_ROW = 256
-"""Channels above which PyTorch's own norms are as fast as a kernel, which has no gradients there."""
+"""Number of channels above which PyTorch's norms are as fast as our kernel, which has no gradients there."""
 LARGE_SAMPLE = 2**20
-"""Elements of a sample from which on a kernel gains on one operator of PyTorch."""
+"""Number of a sample's elements from which our kernel is faster than one operator of PyTorch."""
 LARGE_TRAINING_SAMPLE = 2**22
-"""The same with gradients, which autograd records at a cost."""
+"""The same number with gradients, because autograd records calls at a cost."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Call of a processor whose queries and keys a kernel normalises and rotates.
+    """A processor's call whose queries and keys a kernel normalises and rotates.
 
     Attributes:
-        norms: names among NORMS -> what stands for these norms.
+        norms: names among NORMS -> functions that replace these norms.
         given: the processor's arguments by name, without the angles if the norms rotate.
-        rotates: kind of the call, of which the first must agree with the processor; None: nothing is rotated.
+        rotates: kind of the call; the first call of a kind must agree with the processor. None: nothing is rotated.
     """
 
     norms: dict[str, Callable[[Tensor], Tensor]]
@@ -199,15 +200,15 @@ class Fused:
 def with_own_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> Fused | None:
-    """Plan a call of a processor in which a kernel normalises and rotates; None: call it as it is.
+    """Plan a processor's call in which a kernel normalises and rotates; None: call the processor unchanged.
 
     Args:
-        processor: the processor; one that is not of diffusers stays as it is.
-        attn: the module.
-        names: of the arguments behind the module.
-        args, kwargs: these arguments.
-        heads_first: what computes it normalises tensors (batch, heads, tokens, head_dim), as our own functions do, not
-            (batch, tokens, heads, head_dim), as diffusers' processors.
+        processor: the processor; the result is None if it is not diffusers'.
+        attn: the attention module.
+        names: names of the arguments after the module.
+        args, kwargs: the arguments after the module.
+        heads_first: the norms get (batch, heads, tokens, head_dim), as in our own functions, not (batch, tokens, heads,
+            head_dim), as in diffusers' processors.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     sample = given.get("hidden_states")
@@ -221,7 +222,7 @@ def with_own_norms(
         ropes = rotary.ropes(table, attn, given)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
             return None
-        if any(rope.cosine.is_cpu for rope in ropes.values()):  # processors move such angles in each call, too
+        if any(rope.cosine.is_cpu for rope in ropes.values()):  # processors also move such angles in each call
             ropes = {name: _moved(rope, sample.device) for name, rope in ropes.items()}
         if any(rope.cosine.device != sample.device for rope in ropes.values()):
             return None
@@ -252,7 +253,8 @@ def _moved(rope: Rope, device: torch.device) -> Rope:
 
 
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
-    """Describe a norm for the kernel; None if its class is unknown, it has hooks, or needs gradients from no kernel."""
+    """Describe a norm for the kernel; None if its class is unknown, it has hooks, or no kernel computes its
+    gradients."""
     known = NORM_CLASSES.get(path_of(type(module), "forward"))
     if known is None or "forward" in vars(module) or _has_hooks(module):
         return None
@@ -281,7 +283,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Check whether anything else is called than a module's forward pass; true if this PyTorch does not tell."""
+    """Check whether a call of a module runs more than its forward pass; True if this PyTorch cannot tell."""
     if any(vars(module).get(name, True) for name in HOOKS):
         return True
     of_all_modules: Callable[[], bool] | None = getattr(nn.modules.module, "_has_any_global_hook", None)
@@ -289,19 +291,19 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _sizes(module: Any) -> Sequence[int]:
-    """Return the sizes of the axes that a norm is taken over."""
+    """Return the sizes of the axes over which a norm is taken."""
     sizes: Sequence[int] = module.normalized_shape if hasattr(module, "normalized_shape") else module.dim
     return sizes
 
 
 def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
-    """Normalise and rotate what a norm gets.
+    """Normalise and rotate the input of a norm.
 
     Args:
-        norm, rope: what to do.
+        norm, rope: the norm and the rotation; None: neither.
         heads_first: x is (batch, heads, tokens, head_dim).
         x: queries or keys, (batch, tokens, heads, head_dim) unless another size is given above; or (batch, tokens,
-            heads · head_dim), where all heads have one norm, or of any other size, if nothing is rotated.
+            heads · head_dim), if all heads share one norm, or any other size if nothing is rotated.
     """
     if x.dim() == 3:
         # Channels that are not rotated may be divided in any way.
@@ -310,17 +312,17 @@ def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
         return qk_norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
     if x.dim() != 4:
         return qk_norm_rope(x.reshape(1, -1, 1, x.shape[-1]), norm, rope).view(x.shape)
-    if x.stride(1) < x.stride(2) if rope is None else heads_first:  # any order of axes is right for a norm of each head
+    if x.stride(1) < x.stride(2) if rope is None else heads_first:  # a norm of each head allows any order of axes
         return qk_norm_rope(x.transpose(1, 2), norm, rope).transpose(1, 2)
     return qk_norm_rope(x, norm, rope)
 
 
 _agreements: dict[Hashable, bool] = {}
-"""Agreement of the kernel with processors and norms, by the kind of call."""
+"""Agreement of the kernel with processors and norms, by kind of call."""
 
 
 def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tensor) -> Tensor:
-    """Normalise by the kernel if the first such x gave what the module's own operators give."""
+    """Normalise by the kernel if its result for the first such x equalled the module's own result."""
     kind = type(module), norm.kind, x.dtype, x.shape[-1], x.device
     if (agrees := _agreements.get(kind)) is None:
         if _is_capturing(x):
@@ -337,15 +339,16 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
 
 
 def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
-    """Check whether a processor attends with the same queries and keys as its own operators make.
+    """Check that a processor attends with the same queries and keys as with its own operators.
 
-    The first call of a kind is run up to its attention both ways, in a layer inside of which no hooks would see that.
+    The first call of a kind is run up to its attention in both ways, in a layer whose submodules have no hooks to
+    notice.
 
     Args:
         fused: the call.
         attn: the attention module.
-        own: runs the processor of diffusers as it is.
-        ours: runs what stands for it.
+        own: runs the processor of diffusers unchanged.
+        ours: runs the processor with our norms.
     """
     if fused.rotates is None:
         return True
@@ -372,11 +375,11 @@ def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable
 
 
 SAMPLED_TOKENS = 1024
-"""Tokens of a call by which the kernel is compared."""
+"""Number of a call's tokens on which the kernel is compared."""
 
 
 class _Attended(Exception):
-    """Queries and keys of a trial, (batch, heads, tokens, head_dim), of some tokens."""
+    """Queries and keys of a trial, (batch, heads, tokens, head_dim), for some of the tokens."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
@@ -384,7 +387,7 @@ class _Attended(Exception):
 
 
 class _Thread(threading.local):
-    """The thread's state: whether it runs a processor for its queries and keys alone."""
+    """Thread state: whether the thread runs a processor only for its queries and keys."""
 
     trial = False
 
@@ -393,7 +396,7 @@ _thread = _Thread()
 
 
 def end_trial(query: Tensor, key: Tensor, tokens_first: bool = False) -> None:
-    """End a trial with what attention is given; do nothing outside of one.
+    """End a trial with the queries and keys that attention gets; outside a trial, do nothing.
 
     Args:
         query, key: (batch, heads, tokens, head_dim), or (batch, tokens, heads, head_dim) if `tokens_first`.
@@ -416,7 +419,7 @@ class _SeenByPyTorch(TorchFunctionMode):
 
 
 def _first_attended(run: Callable[[], Any]) -> tuple[Tensor, ...] | None:
-    """Return the queries and keys of the first attention of a run, which ends there; None if there is none."""
+    """Run until the first attention, and return its queries and keys; None if the run has no attention."""
     _thread.trial = True
     try:
         run()
@@ -428,14 +431,14 @@ def _first_attended(run: Callable[[], Any]) -> tuple[Tensor, ...] | None:
 
 
 def _tells(x: Tensor) -> bool:
-    """Check whether anything can be told by heads: there are some, and all their values are finite."""
+    """Check that heads are fit for a comparison: x is not empty, and all its values are finite."""
     return x.numel() > 0 and bool(x.isfinite().all())
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:
-    """Check whether two ways to the same heads differ by their roundings.
+    """Check that two computations of the same heads differ by rounding only.
 
-    Each rounds twice, by half an ulp at most, and adds up a head's channels in float32 in an order of its own.
+    Each computation rounds twice, by at most half an ulp, and sums a head's channels in float32 in its own order.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
@@ -445,5 +448,5 @@ def _are_close(expected: Tensor, found: Tensor) -> bool:
 
 
 def _is_capturing(x: Tensor) -> bool:
-    """Check whether work on the device of x is captured in a graph, which could not be waited for."""
+    """Check whether work on the device of x is captured in a graph; the host cannot wait for captured work."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

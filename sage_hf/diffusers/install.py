@@ -28,7 +28,7 @@ LAYER_SKIP = "layer skip in models with a SageAttnProcessor"
 
 @functools.cache
 def install() -> None:
-    """Complete each module of diffusers once: now if it is imported already, else right after its import."""
+    """Complete each module of diffusers once: now if it is already imported, or else right after its import."""
     for name, complete, purpose in (
         ("models.attention_dispatch", _complete_dispatch, 'set_attention_backend("sage3") and its siblings'),
         ("models.attention_processor", _complete_attention_processor, SHARED),
@@ -51,7 +51,7 @@ def _complete_dispatch(dispatch: ModuleType) -> None:
 
 
 def _complete_attention_processor(module: ModuleType) -> None:
-    """Have `Attention` and `MochiAttention` tell a new SageAttnProcessor what they computed before."""
+    """Make `Attention` and `MochiAttention` tell a new SageAttnProcessor their previous computation."""
     attention, mochi = module.Attention, module.MochiAttention
     attention.forward, mochi.forward = map(_warn_without_dispatch, (attention.forward, mochi.forward))
     attention.forward = _without_inspection(attention.forward)
@@ -73,7 +73,7 @@ def _complete_modeling_utils(module: ModuleType) -> None:
 
 
 def _complete_loaders(module: ModuleType) -> None:
-    """Keep our processors when IP-Adapters are loaded or unloaded, which makes every processor anew by its class."""
+    """Keep our processors when IP-Adapters are loaded or unloaded, which creates all processors again by class."""
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
             for name in bridge.IP_ADAPTER_METHODS:
@@ -96,7 +96,7 @@ def _with_originals_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _processors() -> Any:
-    """Return the module of our processors, or None if it was never imported: then there are none."""
+    """Return the module of our processors; None if it was never imported, so that no processor of ours exists."""
     return sys.modules.get("sage_hf.diffusers.processor")
 
 
@@ -124,7 +124,8 @@ def _with_replacement(set_processor: Callable[..., None]) -> Callable[..., None]
 
 
 def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method of an attention module to raise where a SageAttnProcessor attends, which has no other backend."""
+    """Wrap an attention module's method to raise an error if the module has a SageAttnProcessor, whose backend is
+    fixed."""
 
     @functools.wraps(set_attention_backend)
     def wrapper(self: torch.nn.Module, backend: str) -> None:
@@ -142,9 +143,9 @@ def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[...
 
 
 def _without_inspection(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Attention.forward`: without further keywords a processor of ours is called as `forward` would call it.
+    """Wrap `Attention.forward` to call our processor directly, as `forward` would, if there are no further keywords.
 
-    `forward` inspects the processor's signature at each call, to find the keywords that it takes.
+    `forward` inspects the processor's signature at each call, to find the keywords that the processor takes.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """The computation that an attention module performs, recognised by its original processor.
 
-A module's own features do not distinguish families (CogVideoX, CogView4 and HunyuanVideo share theirs); its processor
+A module's features do not distinguish families (CogVideoX, CogView4 and HunyuanVideo have the same); its processor
 does.
 """
 
@@ -25,7 +25,7 @@ from sage_kernels.runtime import dynamo
 from .backends import backend_member, choosing
 from .bridge import (
     DISPATCH,
-    StandIn,
+    Overlay,
     fixed_backends,
     passes_parallel_config,
     set_parallel_config,
@@ -48,14 +48,14 @@ class Sage(Protocol):
     sparse: SparseLayer | None
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """Return the recipe for an attention module, of training or of evaluation, by the module's mode."""
+        """Return the recipe for an attention module in its current mode, training or evaluation."""
 
     def attend(self, attn: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attend with that recipe, on (B, H, N, D) tensors."""
+        """Attend with the module's recipe, on (B, H, N, D) tensors."""
 
 
 # diffusers' modules drop keyword arguments that `inspect.signature(processor.__call__)` does not name. Each family
-# passes others, so the signature of our processors names the parameters of every family recognised so far.
+# passes different keywords, so the signature of our processors names the parameters of every family recognised so far.
 _shown = dict.fromkeys(("self", "attn"))
 _shown_by: list[Callable[..., Any]] = []
 
@@ -80,7 +80,7 @@ class Layer:
         original: the processor of diffusers for the same computation.
         parameters: names of the arguments of the computation.
         holds_weights: whether `original` is a module (an IP-Adapter), which has to stay in the model.
-        heads_first: it normalises tensors (batch, heads, tokens, head_dim), not (batch, tokens, heads, head_dim).
+        heads_first: norms get (batch, heads, tokens, head_dim), not (batch, tokens, heads, head_dim).
     """
 
     heads_first = False
@@ -104,7 +104,7 @@ class Layer:
     def expected(self, attn: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Leave out the keywords of a call that the module would not have passed to the original processor.
 
-        Modules of diffusers drop what their processor's signature does not name, and ours names more.
+        diffusers' modules drop keywords that their processor's signature does not name, and our signature names more.
         """
         if kwargs.keys() <= self._names:
             return kwargs
@@ -122,7 +122,8 @@ class Layer:
         )
 
     def parallelize(self, config: Any) -> None:
-        """Attend across processes as diffusers' ParallelConfig says; the original processor will too, once put back.
+        """Attend across processes as diffusers' ParallelConfig says; so does the original processor, once it is put
+        back.
 
         Raises:
             UnsupportedAttentionError: see `check_parallel`.
@@ -133,21 +134,21 @@ class Layer:
     def _with_own_norms(
         self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Return `run(attn, *args, **kwargs)`, in which a kernel normalises and rotates queries and keys if it can."""
+        """Return `run(attn, *args, **kwargs)`; if possible, a kernel normalises and rotates queries and keys in it."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
         fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         if fused is None:
             return run(attn, *args, **kwargs)
         own = partial(self._run_original, sage, attn, *args, **kwargs)
-        ours = partial(run, StandIn(attn, fused.norms), **fused.given)
+        ours = partial(run, Overlay(attn, fused.norms), **fused.given)
         if not agrees(fused, attn, own, ours):
             return run(attn, *args, **kwargs)
         record.with_qk_norm_rope.add(attn)
         return ours()
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the processor of diffusers, with our attention where the processor leaves the choice to diffusers."""
+        """Run diffusers' processor, with our attention if the processor leaves the choice of backend to diffusers."""
         with choosing(backend_member(sage.recipe_of(attn), sage.fallback)):
             return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
@@ -158,7 +159,7 @@ class Layer:
 @dynamo.assume_constant_result
 @functools.cache
 def drops(module_class: Any, keyword: str) -> bool:
-    """Check whether modules of a class drop a further keyword that their processor's signature does not name."""
+    """Check whether modules of a class drop a keyword that their processor's signature does not name."""
     code = inspect.unwrap(module_class.forward).__code__
     return "signature" in code.co_names and keyword not in code.co_varnames[: code.co_argcount]
 
@@ -166,7 +167,7 @@ def drops(module_class: Any, keyword: str) -> bool:
 @dynamo.assume_constant_result
 @functools.cache
 def say_ignored(family: str, *names: str) -> None:
-    """Log once, as diffusers does at each call, that a processor does not get these keywords."""
+    """Log once that a processor does not get these keywords; diffusers logs it at each call."""
     logger.warning(f"attention keywords {list(names)} are not expected by {family} and will be ignored")
 
 
@@ -196,7 +197,7 @@ class DispatchLayer(Layer):
     """Layer that attends by the family's own processor, which calls one of our backends through diffusers' dispatch.
 
     Attributes:
-        leaves_choice: some of its attention names no backend.
+        leaves_choice: the processor calls attention without naming a backend, at least once.
     """
 
     def __init__(self, original: Any) -> None:
@@ -244,7 +245,7 @@ class VSALayer(Layer):
 
 
 def _first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the hidden states that diffusers' processors are called with."""
+    """Return the hidden states from the arguments of diffusers' processors."""
     return args[0] if args else kwargs["hidden_states"]
 
 
@@ -259,7 +260,7 @@ def _leaves_choice(call: Callable[..., Any]) -> bool:
     """Check whether a processor's code calls diffusers' dispatch without a backend, or with None."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
-    except (OSError, SyntaxError):  # code that was made elsewhere than in a file
+    except (OSError, SyntaxError):  # code that is not in a file
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
     named = [{one.arg: ast.unparse(one.value) for one in node.keywords}.get("backend", "None") for node in calls]
@@ -273,7 +274,7 @@ def _is_name(node: ast.expr) -> bool:
 @dynamo.assume_constant_result
 @functools.cache
 def say_that_graphs_leave_choice(family: str) -> None:
-    """Log once for each class of processors that names no backend, when it is compiled, that it attends as before."""
+    """Log once, for each compiled class of processors that names no backend, that it attends as before."""
     logger.warning(
         f"{family} names no attention backend in some calls, which attend as before inside a compiled graph: call the "
         'model within diffusers\' `with attention_backend("sage2"):` to run them in low bits'
@@ -281,7 +282,7 @@ def say_that_graphs_leave_choice(family: str) -> None:
 
 
 def fixed_backend(processor: Any) -> str:
-    """Return the reason that a processor attends only by a backend of its own choice; "" if it takes another.
+    """Return the reason why a processor attends only by a backend of its own choice; "" if it accepts other backends.
 
     Processors that need FlexAttention's block masks list the backends that they run with, or name them in their code.
     """
@@ -301,7 +302,7 @@ def recognize(module: torch.nn.Module, original: Any) -> Layer:
 
     Raises:
         FixedBackendError: the processor attends by a backend of its own choice.
-        UnsupportedAttentionError: it cannot be done in low bits; the message names module and processor.
+        UnsupportedAttentionError: low-bit attention cannot serve it; the message names module and processor.
     """
     if original is None:
         raise UnsupportedAttentionError(

@@ -39,10 +39,10 @@ _NO_ATTENTION = "{} has no attention layer whose processor can be switched: ther
 def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAttnProcessor]:
     """Return a processor for each attention layer of `model`, by dotted name, without changing the model.
 
-    Layers that attend by a backend of their own choice are left out, unless the model has no others.
+    Layers that attend only by a backend of their own choice are left out, unless the model has no other layers.
 
     Raises:
-        UnsupportedAttentionError: the model has no attention layer, or one is not recognised; the message names it.
+        UnsupportedAttentionError: the model has no attention layer, or a layer is not recognised; the message names it.
     """
     layers = attention_layers(model)
     if not layers:
@@ -63,7 +63,7 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
 
 
 def _check_supported(model: Any, processor: Any) -> None:
-    """Raise UnsupportedAttentionError if a SageAttnProcessor cannot serve a layer that it is meant for."""
+    """Raise UnsupportedAttentionError if a SageAttnProcessor cannot serve one of its layers."""
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
@@ -82,9 +82,9 @@ def _check_supported(model: Any, processor: Any) -> None:
 
 
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
-    """Put back the processors that `set_attention_backend` replaced for one of our names.
+    """Put back the processors that `set_attention_backend` replaced when it got one of our names.
 
-    If another processor of ours was set since then, restoring that one will skip the backend's processor.
+    If another of our processors was set later, restoring it will skip the backend's processor.
 
     Returns:
         The modules whose processor was put back, with our processor that was removed.
@@ -104,7 +104,7 @@ def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
 
 
 def _check_first(model_class: Any) -> None:
-    """Wrap the class's own `set_attn_processor`, if any, so that it raises before it changes the first layer."""
+    """Wrap the class's own `set_attn_processor`, if any, so that it raises errors before it changes any layer."""
     set_attn_processor = vars(model_class).get("set_attn_processor")
     if set_attn_processor is None:
         return
@@ -118,10 +118,10 @@ def _check_first(model_class: Any) -> None:
 
 
 def _on_originals(model_class: Any) -> None:
-    """Wrap the class's own methods that exchange processors by their classes: originals are in place meanwhile.
+    """Wrap the class's own methods that exchange processors by class: the originals are in place while they run.
 
-    `set_default_attn_processor` replaces ours, and refuses processors unknown to it. (Un)fusing projections exchanges
-    the originals, which ours then attend for.
+    `set_default_attn_processor` replaces our processors, and refuses processors that it does not know. (Un)fusing
+    projections exchanges the originals; our processors then attend for the new originals.
     """
     for name, in_place in (
         ("set_default_attn_processor", replaceable),
@@ -159,7 +159,8 @@ def complete_model_class(model_class: Any) -> None:
             return {f"{name}.processor": module.processor for name, module in attention_layers(self).items()}
 
     def set_attn_processor(self: torch.nn.Module, processor: Any) -> None:
-        """Set one processor in every attention layer, or one for each from a dictionary like `attn_processors`.
+        """Set one processor in every attention layer, or each layer's processor from a dictionary like
+        `attn_processors`.
 
         Raises:
             UnsupportedAttentionError: a SageAttnProcessor cannot serve one of the layers. Nothing is changed then.
@@ -202,7 +203,7 @@ def complete_model_class(model_class: Any) -> None:
 
 
 def complete_parallelism(model_class: Any) -> None:
-    """Make `enable_parallelism` configure the layers with a SageAttnProcessor, or raise before anything is changed."""
+    """Make `enable_parallelism` configure layers with a SageAttnProcessor, or raise an error before any change."""
     if not hasattr(model_class, "enable_parallelism"):
         return
     enable = model_class.enable_parallelism

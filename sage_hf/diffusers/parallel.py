@@ -1,4 +1,4 @@
-"""Context parallelism: diffusers splits a model's tokens among processes, and attention brings them together.
+"""Context parallelism: diffusers splits a model's tokens among processes, and attention works on all of them.
 
 Each process holds part of the keys and attends with part of the heads.
 """
@@ -19,18 +19,19 @@ NO_SHARDS = (
 
 
 def check_parallelism(model: Any, layer: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layers.Layer` cannot.
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism, which its `layers.Layer` does not
+    support.
 
-    By a plan of ours (`plans`), every layer can.
+    With our plans (`plans`), every layer does.
     """
     if splits_tokens(parallel_config_of(model)) and split_of(model) is None:
         layer.check_parallel()
 
 
 def check_whole(model: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism in which sparse attention cannot.
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism in which sparse attention cannot run.
 
-    Sparse attention works in Ulysses by a plan of sage-hf: each process then has all tokens of its heads, in order.
+    Sparse attention runs in Ulysses with a plan of sage-hf: each process then has all tokens of its heads, in order.
     """
     split = split_of(model)
     if splits_tokens(parallel_config_of(model)) and (split is None or split.shards.ring > 1):

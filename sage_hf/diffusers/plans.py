@@ -1,8 +1,9 @@
-"""Plans for context parallelism of models that diffusers has no plan for: how their tokens are split among processes.
+"""Plans for context parallelism of models for which diffusers has no plan: they split tokens among processes.
 
-The video or the image is split once it is embedded, and put together behind the output projection. The text is on every
-process: it is short, its length need not divide, and its mask and its place in the sequence stay as in one process.
-diffusers' processors for these models attend to the tokens that they are given, so a plan needs processors of ours.
+The video or the image is split after its embedding, and put together after the output projection. The text is on every
+process: it is short, its length need not be divisible, and its mask and its place in the sequence are as in one
+process. diffusers' processors for these models attend only to their own process's tokens, so a plan needs our
+processors.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .processor import attention_layers, bind, exchange_processor, sage_of
 from .shards import SplitTokens, split_of
 
 RESIDUALS = "block_controlnet_hidden_states"
-"""Argument of SD 3's forward pass: what a ControlNet adds to the image tokens behind each block."""
+"""Argument of SD 3's forward pass: the residuals that a ControlNet adds to the image tokens after each block."""
 
 
 class SharedTextPlan(dict[str, Any]):
-    """Plan of ours, by which all processes have the text."""
+    """Plan of sage-hf, in which all processes have the text."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class _Family:
 
     Attributes:
         plan: makes the plan for a model.
-        blocks: the modules inside of which tokens are split.
-        text_first: whether attention has [text, video] or [video, text].
+        blocks: the modules in which tokens are split.
+        text_first: whether attention gets [text, video], not [video, text].
     """
 
     plan: Callable[[Any], dict[str, Any]]
@@ -84,17 +85,17 @@ FAMILIES = {
     "MochiTransformer3DModel": _Family(_mochi, ("transformer_blocks",)),
     "SD3Transformer2DModel": _Family(_sd3, ("transformer_blocks",)),
 }
-"""Class name in diffusers -> how its tokens are split."""
+"""Class name in diffusers -> the split of its tokens."""
 
 
 def context_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
     """Return the plan by which `model.enable_parallelism(config=..., cp_plan=...)` splits the tokens of a model.
 
-    After `sage_hf.apply(model, ...)` the plan is found without being passed. If the model has no processors of sage-hf,
-    a plan of sage-hf sets processors with the recipe "exact", which attend as diffusers does, across processes.
+    After `sage_hf.apply(model, ...)` the plan need not be passed. If the model has no processors of sage-hf, a plan of
+    sage-hf sets processors with the recipe "exact", which attend as diffusers does, across processes.
 
     Returns:
-        diffusers' own plan where it has one; else ours.
+        diffusers' own plan if it has one, or else ours.
 
     Raises:
         UnsupportedAttentionError: neither diffusers nor sage_hf has a plan for this model.
@@ -119,17 +120,17 @@ def _family_of(model: torch.nn.Module) -> _Family | None:
 
 
 def _split_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the attention modules whose tokens a plan of ours splits, by dotted name."""
+    """Return the attention modules whose tokens our plan splits, by dotted name."""
     family = _family_of(model)
     blocks = () if family is None else family.blocks
     return {name: layer for name, layer in attention_layers(model).items() if name.split(".")[0] in blocks}
 
 
 def check_split(model: torch.nn.Module, config: Any) -> None:
-    """Raise UnsupportedAttentionError if attention cannot be split as a plan of ours does; nothing is changed.
+    """Raise UnsupportedAttentionError if attention cannot be split by our plan; nothing is changed.
 
     Args:
-        model: the model that the plan was made for.
+        model: the model for which the plan was made.
         config: diffusers' ParallelConfig or ContextParallelConfig.
     """
     shards = Shards.of(getattr(config, "context_parallel_config", None) or config)
@@ -149,10 +150,10 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
 
 
 def split_attention(model: torch.nn.Module) -> None:
-    """Let the layers of a model attend across processes, once `enable_parallelism` split its tokens by a plan of ours.
+    """Let a model's layers attend across processes, after `enable_parallelism` has split its tokens by our plan.
 
-    Layers without a processor of ours get one that computes the recipe "exact": now, and before each forward pass, as
-    when `restore` put diffusers' processors back.
+    Layers without our processor get a processor with the recipe "exact": now, and before each forward pass, for example
+    after `restore` put diffusers' processors back.
     """
     config = parallel_config_of(model).context_parallel_config
     split = SplitTokens(Shards.of(config), FAMILIES[name_in_diffusers(type(model), "forward")].text_first)
@@ -163,7 +164,7 @@ def split_attention(model: torch.nn.Module) -> None:
 
 
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Set processors of ours where others came in, and split what a ControlNet adds to the tokens."""
+    """Replace other processors by ours, and split the residuals that a ControlNet adds to the tokens."""
     if not torch.compiler.is_compiling():
         _attend_across_processes(model)
     split, residuals = split_of(model), kwargs.get(RESIDUALS)
@@ -180,10 +181,10 @@ def _attend_across_processes(model: torch.nn.Module) -> None:
 
 
 def _bind_exact(name: str, layer: torch.nn.Module) -> Any:
-    """Return a processor that computes what a layer's processor of diffusers does.
+    """Return a processor that computes the same as diffusers' processor of a layer.
 
     Raises:
-        UnsupportedAttentionError: that processor is not known; the message names the layer.
+        UnsupportedAttentionError: diffusers' processor is not known; the message names the layer.
     """
     try:
         return bind(layer, "exact")

@@ -34,12 +34,12 @@ class SageAttnProcessor(BackendProcessor):
     """Attention processor for diffusers models.
 
     One instance may serve all layers of a model, `model.set_attn_processor(SageAttnProcessor("sage3"))`: each attention
-    module then remembers what its former processor computed. `bind` makes one for a single layer.
+    module then remembers its former processor's computation. `bind` makes a processor for one layer.
 
     Args:
         recipe: name of a recipe; may be assigned later, `processor.recipe = "sage2"`.
         fallback: "native", "emulate", "error", or None for the default of the process (sage_hf.set_default_fallback).
-        training: name of the recipe for attention modules in training mode; None: `recipe` there too.
+        training: name of the recipe for attention modules in training mode; None: the same as `recipe`.
 
     Raises:
         ValueError: recipe, training or fallback is unknown.
@@ -49,26 +49,26 @@ class SageAttnProcessor(BackendProcessor):
         self.recipe = recipe
         self.fallback = None if fallback is None else check_fallback(fallback)
         self.training = None if training is None else get_recipe(training).name
-        self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: all tiles are computed
+        self.sparse: SparseLayer | None = None  # set by sage_hf.apply; None: compute all tiles
         self._before: Any = None  # the processor that `exchange_processor` took out of a module
-        self._by_backend = False  # whether that was for `set_attention_backend`
+        self._by_backend = False  # whether `exchange_processor` ran for `set_attention_backend`
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a setting; refuse one of the processor that this one stands in for, where it would have no effect.
+        """Assign a setting; refuse a setting of the replaced processor, because it would have no effect here.
 
         Raises:
-            AttributeError: neither this class nor one derived from it has such a setting.
+            AttributeError: neither this class nor a derived class has such a setting.
         """
         if name not in _SETTINGS and not hasattr(type(self), name):
             raise AttributeError(
-                f"{type(self).__name__} has no setting {name!r}: assign it to the processor that was there before, "
-                "which is asked at each call, or declare it in a class of your own"
+                f"{type(self).__name__} has no setting {name!r}: assign it to the original processor, "
+                "which is read at each call, or declare it in your own class"
             )
         object.__setattr__(self, name, value)
 
     @property
     def recipe(self) -> str:
-        """Name the recipe in evaluation mode; another may be assigned, and ValueError is raised if there is none."""
+        """Name the recipe in evaluation mode; assigning an unknown recipe raises ValueError."""
         return self._recipe
 
     @recipe.setter
@@ -76,7 +76,7 @@ class SageAttnProcessor(BackendProcessor):
         self._recipe = get_recipe(name).name
 
     def recipe_of(self, attn: torch.nn.Module) -> str:
-        """Return the recipe for an attention module, of training or of evaluation, by the module's mode."""
+        """Return the recipe for an attention module in its current mode, training or evaluation."""
         return self.training if self.training is not None and attn.training else self.recipe
 
     def attend(
@@ -90,7 +90,7 @@ class SageAttnProcessor(BackendProcessor):
     ) -> torch.Tensor:
         """Run `sage_attention` with this processor's recipe for `attn` and its fallback, on (B, H, N, D) tensors.
 
-        The output is `value` while diffusers skips attention scores.
+        While diffusers skips attention scores, the output is `value`.
         """
         end_trial(query, key)
         if scores_are_skipped(query, value):
@@ -172,7 +172,7 @@ def sage_of(module: torch.nn.Module) -> SageAttnProcessor | None:
 
 
 def layer_of(module: torch.nn.Module) -> Layer:
-    """Return the computation of `module` with its present processor; `module` is not changed.
+    """Return the computation of `module` with its current processor; `module` is not changed.
 
     Raises:
         UnsupportedAttentionError: the computation is not supported.
@@ -182,10 +182,10 @@ def layer_of(module: torch.nn.Module) -> Layer:
 
 
 def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
-    """Return the computation of `processor` once it is set in `module`, which is not changed.
+    """Return the computation that `processor` will have when it is set in `module`; `module` is not changed.
 
-    A SageAttnProcessor that is set passes its layer on to the new one. A processor that was in this module before
-    computes the same as then, even if another one has replaced it for a while.
+    If the module has a SageAttnProcessor, the new processor takes over its layer. A processor that was in this module
+    before computes the same as then, even if another processor has replaced it for a while.
 
     Raises:
         UnsupportedAttentionError: the processor is new to the module, whose computation is not supported.
@@ -204,27 +204,27 @@ def bind(
         UnsupportedAttentionError: the module is not recognised; the message names it.
     """
     processor = SageAttnProcessor(recipe, fallback, training)
-    layer_of(module)  # raises where setting it would
+    layer_of(module)  # raises the same error as setting it
     return processor
 
 
 def say_left(error: FixedBackendError) -> None:
-    """Log once for each class of processors that its layers stay as they are."""
+    """Log once for each class of processors that its layers are not changed."""
     if str(error) not in _displacing:
         _displacing.add(str(error))
         logger.warning(f"{error}: those layers keep it, and attend as before")
 
 
-_displacing: set[str] = set()  # classes of processors that replaced ours, and reasons of those that stayed: both logged
+_displacing: set[str] = set()  # logged already: classes that replaced ours, and reasons why processors stayed
 
 
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     """Prepare `module` for `module.set_processor(processor)`, and return the processor to set.
 
-    What the module computed so far is stored in it, with a processor of ours. It stays while another processor is
-    set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and ours attends
-    for it. Any other processor, as attention slicing or xFormers set, replaces ours, which is logged. A processor that
-    attends by a backend of its own choice stays, which is logged too.
+    With our processor, the module stores its previous computation. The stored computation stays while another processor
+    is set, and is removed when the original processor is put back. An IP-Adapter's processor stays, and our processor
+    attends for it. Any other processor, such as attention slicing's or xFormers', replaces ours, which is logged. A
+    processor that attends only by a backend of its own choice stays, which is logged too.
     """
     if isinstance(processor, SageAttnProcessor):
         try:
@@ -260,10 +260,10 @@ def _take_over(module: torch.nn.Module, processor: SageAttnProcessor, layer: Lay
 
 
 def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend: bool = False) -> Callable[[], None]:
-    """Set a processor that `bind` made, and return a function that puts back the previous one.
+    """Set a processor that `bind` made, and return a function that puts back the previous processor.
 
-    A processor set by an attention backend of ours replaces one set by another such backend: the function then puts
-    back the processor before both. Fusing of projections and loading of IP-Adapters are not undone: see `put_back`.
+    If one of our backends set both the new and the previous processor, the function puts back the processor before
+    both. Fusing projections and loading IP-Adapters are not undone: see `put_back`.
     """
     before = sage_of(module)
     if by_backend and before is not None and before._by_backend:
@@ -278,8 +278,8 @@ def exchange_processor(module: Any, processor: SageAttnProcessor, *, by_backend:
 def put_back(module: Any, processor: SageAttnProcessor) -> None:
     """Put back the processor that `processor` replaced in `exchange_processor`.
 
-    A processor of diffusers is put back as diffusers would set it now: fusing projections, or loading an IP-Adapter,
-    may have exchanged the original meanwhile.
+    diffusers' processor is put back as diffusers would set it now, because fusing projections, or loading an
+    IP-Adapter, may have exchanged the original in the meantime.
     """
     before, sage = processor._before, sage_of(module)
     if not isinstance(before, SageAttnProcessor):
@@ -292,7 +292,8 @@ def put_back(module: Any, processor: SageAttnProcessor) -> None:
 
 @contextmanager
 def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """Replace our processors in `model` by the originals while diffusers rebuilds these, and set ours again after."""
+    """Replace our processors in `model` by the originals while diffusers rebuilds the originals; then set ours
+    again."""
     served = _set_originals(model)
     try:
         yield
@@ -301,12 +302,13 @@ def originals_in_place(model: torch.nn.Module) -> Iterator[None]:
             try:
                 module.set_processor(sage)
             except UnsupportedAttentionError as error:
-                logger.warning(f"{sage} cannot serve a layer any more, which now attends as diffusers does: {error}")
+                logger.warning(f"{sage} can no longer serve a layer, which now attends as diffusers does: {error}")
 
 
 @contextmanager
 def replaceable(model: torch.nn.Module) -> Iterator[None]:
-    """Replace our processors in `model` by the originals while diffusers replaces these; set ours again if it fails."""
+    """Replace our processors in `model` by the originals while diffusers replaces them; set ours again after an
+    error."""
     served = _set_originals(model)
     try:
         yield
@@ -322,7 +324,7 @@ def take_out(model: torch.nn.Module) -> None:
 
 
 def _set_originals(model: torch.nn.Module) -> dict[Any, SageAttnProcessor]:
-    """Set the originals in place of our processors, and return ours by module."""
+    """Set the originals in place of our processors, and return our processors by module."""
     layers: list[Any] = list(attention_layers(model).values())
     served = {module: sage for module in layers if (sage := sage_of(module)) is not None}
     originals = {module: layer_of(module).original for module in served}

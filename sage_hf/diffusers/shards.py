@@ -1,13 +1,13 @@
-"""Attention across processes: each has a part of a stream's tokens, and attends to the tokens of all processes.
+"""Attention across processes: each process has a part of a stream's tokens, and attends to all processes' tokens.
 
-Ulysses (arXiv 2309.14509) exchanges tokens for heads, so that a process has all tokens of some heads. A ring (arXiv
-2310.01889) has each process attend with its own queries to all keys, which are gathered first: one attention over all
-keys, in the order of one process. Both may be combined, with rings of processes that exchange tokens for heads.
+Ulysses (arXiv 2309.14509) exchanges tokens for heads, so that a process has all tokens of some heads. In a ring (arXiv
+2310.01889), each process attends with its own queries to all keys, which are gathered first: one attention over all
+keys, in the order of one process. Both may be combined: rings of processes, which also exchange tokens for heads.
 
-Queries, keys and values travel together: one exchange before attention and one after it, and one gathering in a ring.
+Queries, keys and values travel together: one exchange before attention and one after it, and in a ring one gather.
 
-Tokens of other streams, such as a prompt's, may be on every process. Then they stay where they are in the sequence,
-whatever their number, and every process computes the same for them.
+Tokens of other streams, such as a prompt's, may be on every process. Then they keep their place in the sequence,
+whatever their number, and every process computes the same result for them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from .heads import end_trial
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """Tokens of an attention module's calls: one stream is split among processes, all others are on each of them.
+    """Tokens of an attention module's calls: one stream is split among processes, all other streams are on every
+    process.
 
     Attributes:
         shards: the processes.
-        last: whether the stream that is split lies behind the others in the sequence.
-        number: number of its tokens on this process, in one call; None: there are no others, and keys may have another
-            number than queries.
+        last: whether the split stream comes after the other streams in the sequence.
+        number: number of the split stream's tokens on this process, in one call; None: there are no other streams, and
+            the numbers of keys and queries may differ.
     """
 
     shards: Shards
@@ -60,15 +61,16 @@ class SplitTokens:
         Args:
             attend: attention of (batch, heads, tokens, head_dim) tensors within a process: attend(query, key, value,
                 attn_mask=..., **options).
-            query, key, value: (batch, heads, tokens, head_dim), of the tokens on this process.
-            attn_mask: None, or (batch or 1, all heads or 1, 1, keys), of this process's keys or of all processes' in
-                their order. In Ulysses without a ring, its third dimension may be the queries of all processes.
+            query, key, value: (batch, heads, tokens, head_dim), for the tokens on this process.
+            attn_mask: None, or (batch or 1, all heads or 1, 1, keys), for this process's keys or for all processes'
+                keys in order. In Ulysses without a ring, its third dimension may be the queries of all processes.
 
         Returns:
             The output for the queries of this process, (batch, heads, tokens, head_dim).
 
         Raises:
-            ValueError: a mask of another shape, more processes in Ulysses than heads, or fewer heads of keys.
+            ValueError: a mask has another shape, there are more processes in Ulysses than heads, or fewer key heads
+                than heads.
             NotImplementedError: gradients are computed through it.
         """
         end_trial(query, key)
@@ -98,45 +100,45 @@ class SplitTokens:
             raise ValueError(
                 f"attention across processes has {key.shape[1]} key heads: it needs {heads}, as many as query heads"
             )
-        given: Sequence[torch.Tensor] = (query, key, value)
+        tensors: Sequence[torch.Tensor] = (query, key, value)
         shared: Sequence[torch.Tensor] = ()
-        split = given
+        split = tensors
         if self.number is not None:
-            shared, split = zip(*(self._cut(x, self.number) for x in given), strict=True)
-        rest = [x.shape[2] for x in shared] or [0, 0]
+            shared, split = zip(*(self._cut(x, self.number) for x in tensors), strict=True)
+        shared_lengths = [x.shape[2] for x in shared] or [0, 0]
         queries, keys = self._lengths(split[0].shape[2], split[1].shape[2], query.device)
-        every = heads, rest[0] + sum(queries), rest[1] + sum(keys)
-        attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, every, keys)
+        all_sizes = heads, shared_lengths[0] + sum(queries), shared_lengths[1] + sum(keys)
+        attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, all_sizes, keys)
         if shards.ulysses > 1:
             own = _parts(heads, shards.ulysses)[shards.rank]
             shared = [x[:, own] for x in shared]
             if attn_mask is not None and attn_mask.shape[1] > 1:
                 attn_mask = attn_mask[:, own]
             along = shared if shards.ring == 1 else ()
-            if queries == keys and rest[0] == rest[1]:
-                given = self._exchange(along, split, queries[shards.near])
+            if queries == keys and shared_lengths[0] == shared_lengths[1]:
+                tensors = self._exchange(along, split, queries[shards.near])
             else:
                 query_of_all = self._exchange(along[:1], split[:1], queries[shards.near])
-                given = *query_of_all, *self._exchange(along[1:], split[1:], keys[shards.near])
+                tensors = *query_of_all, *self._exchange(along[1:], split[1:], keys[shards.near])
         if shards.ring > 1:
-            query = self._join(shared[0], given[0]) if shared and shards.ulysses > 1 else given[0]
-            split = split if shards.ulysses == 1 else given
-            given = query, *self._gather(shared[1:], split[1:], keys)
-        output = attend(*given, attn_mask=attn_mask, **options)
+            query = self._join(shared[0], tensors[0]) if shared and shards.ulysses > 1 else tensors[0]
+            split = split if shards.ulysses == 1 else tensors
+            tensors = query, *self._gather(shared[1:], split[1:], keys)
+        output = attend(*tensors, attn_mask=attn_mask, **options)
         return output if shards.ulysses == 1 else self._give_heads_back(output, heads, queries[shards.near])
 
     def _cut(self, x: torch.Tensor, number: int, dim: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens on every process and those `number` that are split."""
+        """Return the tokens on every process, and the `number` tokens that are split."""
         first = x.shape[dim] - number if self.last else number
         before, behind = x.tensor_split((first,), dim)
         return (before, behind) if self.last else (behind, before)
 
     def _join(self, shared: torch.Tensor, split: torch.Tensor) -> torch.Tensor:
-        """Return (batch, heads, tokens, head_dim) tensors one behind another, in the order of the sequence."""
+        """Concatenate (batch, heads, tokens, head_dim) tensors along tokens, in the order of the sequence."""
         return torch.cat([shared, split] if self.last else [split, shared], dim=2)
 
     def _lengths(self, queries: int, keys: int, device: torch.device) -> tuple[list[int], list[int]]:
-        """Return the number of tokens of each process, of queries and of keys."""
+        """Return the number of queries, and the number of keys, of each process."""
         processes = self.shards.ring * self.shards.ulysses
         if not self.shards.uneven:
             return [queries] * processes, [keys] * processes
@@ -149,14 +151,14 @@ class SplitTokens:
         """Return the mask for the keys of all processes, (batch or 1, heads or 1, queries or 1, keys or 1).
 
         Args:
-            mask: for these, or for the keys of this process.
-            sizes: number of all heads, queries and keys.
+            mask: the mask for the keys of all processes, or of this process.
+            sizes: numbers of heads, queries and keys of all processes.
             keys: number of keys of each process.
 
         Raises:
-            ValueError: the mask is of another shape.
+            ValueError: the mask has another shape.
         """
-        shards, given = self.shards, tuple(mask.shape)
+        shards, given_shape = self.shards, tuple(mask.shape)
         mask, (heads, queries, every_key) = mask[(None,) * (4 - mask.dim())], sizes
         if self.number is None and mask.shape[-1] == keys[shards.part] != every_key:
             longest = max(keys)
@@ -167,7 +169,7 @@ class SplitTokens:
         rows = (1, queries) if shards.ring == 1 else (1,)
         if mask.shape[1] not in (1, heads) or mask.shape[2] not in rows or mask.shape[3] not in (1, every_key):
             raise ValueError(
-                f"attn_mask has shape {given}: attention across processes takes a key-padding mask, "
+                f"attn_mask has shape {given_shape}: attention across processes takes a key-padding mask, "
                 f"(batch, 1 or {heads}, 1, {every_key}) for all processes, and in Ulysses a mask of queries and keys"
             )
         return mask
@@ -175,7 +177,7 @@ class SplitTokens:
     def _room(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], heads: int, tokens: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return tensors with the tokens on every process and room for others, and this room of all in one.
+        """Return tensors that hold the tokens on every process and room for more tokens, and this room of all tensors.
 
         Args:
             shared: the tokens on every process, (batch, heads, tokens, head_dim) each, or nothing.
@@ -186,10 +188,10 @@ class SplitTokens:
         Returns:
             (batch, heads, all tokens, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
         """
-        rest = shared[0].shape[2] if shared else 0
+        shared_length = shared[0].shape[2] if shared else 0
         batch, head_dim = split[0].shape[0], split[0].shape[3]
-        whole = room = split[0].new_empty(rest + tokens, len(split), batch, heads, head_dim)
-        if rest:
+        whole = room = split[0].new_empty(shared_length + tokens, len(split), batch, heads, head_dim)
+        if shared_length:
             front, room = self._cut(whole, tokens, 0)
             torch.stack([x.permute(2, 0, 1, 3) for x in shared], dim=1, out=front)
         return whole.permute(1, 2, 3, 0, 4).unbind(), room
@@ -197,7 +199,7 @@ class SplitTokens:
     def _exchange(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], lengths: list[int]
     ) -> tuple[torch.Tensor, ...]:
-        """Exchange some tokens of all heads for all tokens of some heads, all tensors at once.
+        """Exchange some tokens of all heads for all tokens of some heads, for all tensors at once.
 
         Args:
             shared: (batch, heads of this process, tokens on every process, head_dim) each, or nothing.
@@ -209,18 +211,18 @@ class SplitTokens:
         """
         batch, heads, number, head_dim = split[0].shape
         processes = self.shards.ulysses
-        of_head = len(split) * batch * head_dim
-        of_processes = [part.stop - part.start for part in _parts(heads, processes)]
-        own, (share, more) = of_processes[self.shards.rank], divmod(heads, processes)
+        elements_per_head = len(split) * batch * head_dim
+        heads_per_process = [part.stop - part.start for part in _parts(heads, processes)]
+        own, (share, more) = heads_per_process[self.shards.rank], divmod(heads, processes)
         if not more:
             sent = _messages(split, processes)
-        else:  # so many processes have one head more
+        else:  # `more` processes have one head more
             first = more * (share + 1)
             few = _messages([x[:, first:] for x in split], processes - more)
             sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
         whole, room = self._room(shared, split, own, sum(lengths))
-        sizes = [length * own * of_head for length in lengths]
-        sizes_sent = [number * of_process * of_head for of_process in of_processes]
+        sizes = [length * own * elements_per_head for length in lengths]
+        sizes_sent = [number * process_heads * elements_per_head for process_heads in heads_per_process]
         _all_to_all(room.view(-1), sent, sizes, sizes_sent, self.shards.group)
         return whole
 
@@ -232,7 +234,7 @@ class SplitTokens:
         Args:
             shared: the tokens on every process, or nothing.
             split: the tokens of this process of the ring.
-            lengths: number of tokens of each process, in the ring or not.
+            lengths: number of tokens of each process, including processes outside this ring.
         """
         near = self.shards.ulysses
         lengths = [sum(lengths[at : at + near]) for at in range(0, len(lengths), near)]
@@ -250,16 +252,17 @@ class SplitTokens:
     def _give_heads_back(self, output: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
         """Return (batch, own heads, tokens, head_dim) as (batch, all heads, tokens of this process, head_dim)."""
         batch, own, tokens, head_dim = output.shape
-        rest = tokens - sum(lengths)
-        number = lengths[self.shards.rank] + rest
+        shared_length = tokens - sum(lengths)
+        number = lengths[self.shards.rank] + shared_length
         by_token = output.permute(2, 0, 1, 3)  # as attention leaves one sample in memory
         messages = [by_token]
-        if rest:
+        if shared_length:
             shared, split = self._cut(by_token, sum(lengths), 0)
             order = 1 if self.last else -1
             messages = [x for part in split.split(lengths) for x in (shared, part)[::order]]
-        sent = (by_token if not rest and by_token.is_contiguous() else _joined(torch.cat, messages, 0)).view(-1)
-        sizes_sent = [(length + rest) * batch * own * head_dim for length in lengths]
+        is_one_message = not shared_length and by_token.is_contiguous()
+        sent = (by_token if is_one_message else _joined(torch.cat, messages, 0)).view(-1)
+        sizes_sent = [(length + shared_length) * batch * own * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
         received = sent.new_empty(sum(sizes))
         _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)
@@ -270,7 +273,7 @@ class SplitTokens:
 def across_processes(
     attn: torch.nn.Module, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """Return `attend`, or attention across processes by it where the tokens of a module's calls are split.
+    """Return `attend`, or attention across processes by it if the tokens of a module's calls are split.
 
     Args:
         attn: the attention module.
@@ -289,13 +292,13 @@ def across_processes(
 
 
 def split_of(attn: torch.nn.Module) -> SplitTokens | None:
-    """Return how the tokens of an attention module's calls are split; None if they are not, or as diffusers plans."""
+    """Return our split of the tokens of an attention module's calls; None without a split, or with diffusers' split."""
     split: SplitTokens | None = getattr(attn, SPLIT, None)
     return split
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Run a function of tensors, whose output has a gradient that cannot be computed."""
+    """Run a function of tensors; computing its output's gradient raises an error."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -310,14 +313,15 @@ class _WithoutGradient(torch.autograd.Function):
 
 @functools.cache
 def _parts(number: int, processes: int) -> list[slice]:
-    """Return the share of each process as a slice; the first ones have one more where `number` does not divide."""
+    """Return each process's share as a slice; if `number` is not divisible, the first processes have one more."""
     share, more = divmod(number, processes)
     starts = [rank * share + min(rank, more) for rank in range(processes + 1)]
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
-    """Return a vector of what each process gets of (batch, heads, tokens, head_dim) tensors, as many heads each.
+    """Return the messages to all processes as a vector: each gets as many heads of (batch, heads, tokens, head_dim)
+    tensors.
 
     A message is (tokens, tensors, batch, heads of its process, head_dim).
     """
@@ -326,9 +330,9 @@ def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
 
 
 def _joined(join: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Stack tensors of any strides, or put them one behind another.
+    """Stack or concatenate tensors of any strides.
 
-    Where all can be seen as elements of 16 bytes they are, because PyTorch copies these faster.
+    If all tensors can be viewed as elements of 16 bytes, they are, because PyTorch copies such elements faster.
     """
     dtype = tensors[0].dtype
     if not torch.compiler.is_compiling() and all(_has_wide_elements(x) for x in tensors):
@@ -337,7 +341,7 @@ def _joined(join: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], 
 
 
 def _has_wide_elements(x: torch.Tensor) -> bool:
-    """Check whether 16 bytes side by side in memory are elements of a tensor's last dimension, wherever it is read."""
+    """Check that a tensor can be viewed as aligned elements of 16 bytes along its last dimension."""
     number = 16 // x.element_size()
     *strides, last = x.stride()
     sizes = x.shape[-1], x.storage_offset(), *strides
@@ -345,7 +349,7 @@ def _has_wide_elements(x: torch.Tensor) -> bool:
 
 
 def _without_padding(x: torch.Tensor, longest: int, lengths: list[int]) -> list[torch.Tensor]:
-    """Return the parts of (processes · longest, ...) as long as the processes say."""
+    """Return each process's part of (processes · longest, ...), cut to the process's length."""
     return [part[:length] for part, length in zip(x.split(longest), lengths, strict=True)]
 
 
@@ -357,6 +361,6 @@ def _all_to_all(
 
 
 def _all_gather(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
-    """Receive the tensors that the processes of a group sent, one behind another."""
+    """Receive the concatenated tensors that the processes of a group sent."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     gather(received, sent, group=group)

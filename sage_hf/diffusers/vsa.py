@@ -29,7 +29,7 @@ class VSAModel:
 
     Attributes:
         sparsity: share of the tiles that the fine stage leaves out.
-        order: the order of the present call's tokens; None before any.
+        order: the order of the current call's tokens; None before any call.
     """
 
     def __init__(self, sparsity: float) -> None:
@@ -43,7 +43,7 @@ class VSAModel:
 
 
 def order_of(denoiser: nn.Module, arguments: dict[str, Any]) -> TileOrder:
-    """Return the order of a call's tokens, by the arguments of its forward."""
+    """Return the order of a call's tokens, from the arguments of its forward pass."""
     layout = layout_of(denoiser)
     grid = None if layout is None else layout.grid(denoiser, arguments)
     assert grid is not None  # `enable_vsa` checked the model
@@ -51,10 +51,10 @@ def order_of(denoiser: nn.Module, arguments: dict[str, Any]) -> TileOrder:
 
 
 def mark_rotary(denoiser: nn.Module, rope: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Note on rotary embeddings the order of their tokens: a forward hook of Wan's `rope`.
+    """Record the order of tokens on their rotary embeddings: a forward hook of Wan's `rope`.
 
-    A block that is run again for its gradients is given the same embeddings, when its model may have been called with
-    another grid since, or is being called by another thread.
+    A block that runs again for its gradients gets the same embeddings, but its model may have been called with another
+    grid since, or may be running in another thread.
     """
     if isinstance(output, tuple) and not torch.compiler.is_compiling():
         setattr(output[0], ORDER, order_of(denoiser, {"hidden_states": args[0]}))
@@ -65,7 +65,7 @@ class VSAProcessor(ParallelProcessor):
 
     Attributes:
         block: the transformer block, whose `to_gate_compress` makes the gate.
-        model: what it shares with the denoiser's other layers.
+        model: the state that it shares with the denoiser's other layers.
     """
 
     def __init__(self, block: nn.Module, model: VSAModel) -> None:
@@ -98,13 +98,13 @@ class VSAProcessor(ParallelProcessor):
 
         Args:
             attn: the WanAttention.
-            hidden_states: the normalised states, of which the gate is made too.
+            hidden_states: the normalised states, from which the gate is computed too.
             encoder_hidden_states, attention_mask: must be None.
             rotary_emb: cosines and sines (1, tokens, 1, head_dim), each twice; None: no rotation.
-            recipe, fallback: of the fine stage, as in `sage_attention`.
+            recipe, fallback: recipe and fallback of the fine stage, as in `sage_attention`.
 
         Raises:
-            ValueError: there is a mask, or states of an encoder.
+            ValueError: a mask or an encoder's states are given.
             RuntimeError: the model's forward has not run, so the grid of tokens is not known.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
@@ -128,12 +128,12 @@ class VSAProcessor(ParallelProcessor):
         return attn.to_out[1](attn.to_out[0](output))
 
     def describe(self) -> str:
-        """Return the share of tiles that the latest call kept, as one line of text; "" before any call."""
+        """Return a line of text with the share of tiles that the latest call kept; "" before any call."""
         if self.model.order is None:
             return ""
         tiles = self.model.order.tiles
         kept = tiles_kept(tiles, self.model.sparsity)
-        return f"VSA: {kept} of {tiles} tiles of 4×4×4 tokens ({kept / tiles:.1%}), those with the best coarse scores"
+        return f"VSA: {kept} of {tiles} tiles of 4×4×4 tokens ({kept / tiles:.1%}) with the best coarse scores"
 
     @property
     def parallel_config(self) -> None:

@@ -1,4 +1,4 @@
-"""Sparse: which router chooses the tiles of a model's self-attention, how many are kept, and where it stays dense."""
+"""Settings of sparse self-attention: the router that chooses tiles, how many are kept, and which calls stay dense."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .routers import Router
 
 BLOCK = 128
-"""Rows a block and keys a tile: the kernel's fastest."""
+"""Rows of a block and keys of a tile: the kernel's fastest sizes."""
 ROUTERS = ("mean", "subblock", "share")
 
 
@@ -22,13 +22,14 @@ class Sparse:
 
     Attributes:
         router: "mean", "subblock" (`SubBlockRouter`), or "share" (`ShareRouter`, after SpargeAttention).
-        keep: for "mean" and "subblock" the share of tiles that each block of rows keeps, `dense` tokens not counted;
-            for "share" the bound of the cumulative share of attention weight.
+        keep: for "mean" and "subblock", the share of tiles that each block of rows keeps, without counting `dense`
+            tokens; for "share", the bound of the cumulative share of attention weight.
         dense_steps: number of first denoising steps that attend densely.
         dense_layers: patterns of names of layers that attend densely (shell style, as in `LayerRule`).
         from_tokens: calls with fewer tokens attend densely.
-        per_head: for "mean" and "subblock": give each head of a layer a share of its own, whose mean is `keep`, so that
-            all keep about as much of their attention weight. It is measured in the layer's first sparse call.
+        per_head: for "mean" and "subblock": shares differ between a layer's heads, with `keep` as their mean, so that
+            all heads keep about as much of their attention weight. The weight is measured in the layer's first sparse
+            call.
 
     Raises:
         ValueError: a value is not supported.

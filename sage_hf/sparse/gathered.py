@@ -1,4 +1,4 @@
-"""Exact attention of tiles of queries to listed tiles of keys, which are brought together: it costs what is kept."""
+"""Exact attention of tiles of queries to gathered tiles of keys; the cost depends only on the kept tiles."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from sage_kernels.exact import sdpa
 
 GATHERED_AT_ONCE = 2**28
-"""Number of elements of K, and of V, that are brought together at once."""
+"""Number of elements of K, and of V, that are gathered at once."""
 TILES_BY_PRODUCT = 256
-"""Number of tiles up to which gradients of copies are summed by a product with ones and zeros, on matrix units."""
+"""Number of tiles up to which gradients of copies are summed on matrix units, by a product with ones and zeros."""
 
 
 @torch.library.custom_op("sage_hf::take_tiles", mutates_args=())
 def take_tiles(tiles: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return (heads, m, elements), the tiles of tiles (heads, n, elements) at int64 (heads, m), with gradients.
+    """Return the entries (heads, m, elements) of tiles (heads, n, elements) at indices int64 (heads, m), with
+    gradients.
 
     The gradient of `gather` or `index_select` would add in the tensors' dtype and in any order, by atomic operations.
     """
@@ -28,7 +29,7 @@ def take_tiles(tiles: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("sage_hf::add_tiles", mutates_args=())
 def add_tiles(gradient: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
-    """Return (heads, count, elements): the sums of those rows of gradient (heads, m, elements) that have one index."""
+    """Return (heads, count, elements): for each index, the sum of its rows of gradient (heads, m, elements)."""
     heads, _, elements = gradient.shape
     if count <= TILES_BY_PRODUCT:
         ones = at.unsqueeze(1) == torch.arange(count, device=at.device)[:, None]
@@ -72,14 +73,14 @@ def attend_to_tiles(
 ) -> torch.Tensor:
     """Compute softmax attention of each tile of queries to the keys of its tiles, with gradients.
 
-    For each tile of queries its tiles of keys are copied side by side, and PyTorch's attention runs on the copies, some
-    heads, or some tiles of one head, at a time. Where one part is not enough, gradients copy them again, so that memory
-    stays linear in the number of tokens.
+    For each tile of queries, its tiles of keys are copied side by side. PyTorch's attention runs on the copies, for
+    some heads, or some tiles of one head, at a time. If there are several parts, the backward pass copies them again,
+    so that memory stays linear in the number of tokens.
 
     Args:
-        query, key, value: (batch, heads, tokens, head_dim), tokens a multiple of the number of tiles.
-        tiles: int64 (batch, heads, tiles, kept), for each tile of queries the tiles of keys that it attends to.
-        valid: bool (tokens,), which keys exist; None: all. Each tile of queries must find one among its tiles.
+        query, key, value: (batch, heads, tokens, head_dim); tokens is a multiple of the number of tiles.
+        tiles: int64 (batch, heads, tiles, kept): the tiles of keys that each tile of queries attends to.
+        valid: bool (tokens,), which keys exist; None: all. Each tile of queries must have an existing key in its tiles.
         scale: factor of the scores; default head_dim ** -0.5.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The grid of video tokens in diffusers' denoisers, where text lies next to it, and what else has a row for each."""
+"""The grid of video tokens in diffusers' denoisers, the place of text, and other tensors with a row for each token."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """Order of the tokens in a family's self-attention, and what its blocks are given for each of them.
+    """Order of the tokens in a family's self-attention, and its blocks' arguments with an entry for each token.
 
     Attributes:
         grid: function(model, arguments of its forward by name) that returns (frames, height, width) in tokens; None if
-            a call does not tell.
-        text: where the tokens lie that self-attention has beyond those of the grid.
+            a call does not define it.
+        text: the place of the tokens that self-attention has in addition to the grid.
         blocks: the model's lists of blocks in the order in which they run. The first argument of a block, and its
             output or the first of its outputs, are video tokens, `hidden_states` (batch, tokens, channels).
         of_tokens: other arguments of blocks that may have an entry for each video token: the number of dimensions of
-            their tensors, and which one is that of tokens.
+            their tensors, and the dimension of tokens.
     """
 
     grid: Callable[[Any, dict[str, Any]], Grid | None]
@@ -35,7 +35,7 @@ class Layout:
 
 
 def layout_of(model: Any) -> Layout | None:
-    """Return the layout of a denoiser, or None if it is not known: its tokens then stay in raster order."""
+    """Return the layout of a denoiser; None if it is unknown: its tokens then stay in raster order."""
     return _LAYOUTS.get(name_in_diffusers(type(model)))
 
 
@@ -45,7 +45,7 @@ def arguments_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name; `names` are its positional arguments'."""
+    """Return a call's arguments by name; `names` are the names of positional arguments."""
     return {names[place]: x for place, x in enumerate(args[: len(names)])} | kwargs
 
 
@@ -74,7 +74,7 @@ def _mochi(model: Any, arguments: dict[str, Any]) -> Grid:
 
 
 def _ltx(model: Any, arguments: dict[str, Any]) -> Grid | None:
-    if arguments.get("video_coords") is not None:  # tokens of conditions lie among those of the video
+    if arguments.get("video_coords") is not None:  # tokens of conditions lie among the video's tokens
         return None
     return arguments["num_frames"], arguments["height"], arguments["width"]
 

@@ -1,4 +1,4 @@
-"""Sparse self-attention of one layer of a denoiser: when it is sparse, in which order, and what it kept."""
+"""Sparse self-attention of one layer of a denoiser: the choice of sparse calls, the tokens' order, and statistics."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .routers import Router, even_budgets, kept_mass, tile_mass
 MEASURED_CALLS = 8
 """Default of `SparseModel.measured_calls`."""
 SAMPLED_ROWS = 64
-"""Number of rows of a head by whose attention weight tiles are shared out among heads."""
+"""Number of rows of a head whose attention weight decides the share of tiles of each head."""
 
 logger = logging.get_logger(__name__)
 
 
 class _Call(threading.local):
-    """The call of a denoiser that a thread is in."""
+    """The denoiser call that a thread is running."""
 
     grid: Grid | None = None
 
@@ -52,10 +52,10 @@ class SparseModel:
 
     Attributes:
         settings: the configuration.
-        call: the present call; its `grid` is (frames, height, width) in tokens, None if it is unknown.
-        dense_step: whether the present step attends densely.
-        reordering: what holds the denoiser's tokens in 4×4×4 order between its blocks; None: its blocks are not known.
-        measured_calls: number of each layer's first sparse calls in which the attention weight kept is measured.
+        call: the current call; its `grid` is (frames, height, width) in tokens, None if unknown.
+        dense_step: whether the current step attends densely.
+        reordering: keeps the denoiser's tokens in 4×4×4 order between its blocks; None: its blocks are unknown.
+        measured_calls: number of each layer's first sparse calls in which the kept attention weight is measured.
     """
 
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
@@ -83,8 +83,8 @@ class SparseModel:
         model = inner(denoiser)
         self.call.grid = None if self.layout is None else self.layout.grid(model, arguments_of(model, args, kwargs))
         if self.reordering is not None:
-            # A block that is run again for its gradients would be given tokens in raster order; one whose tokens are
-            # split among processes would be given rotary embeddings of a part of them.
+            # A block that runs again for its gradients would get tokens in raster order. A block whose tokens are split
+            # among processes would be given rotary embeddings of a part of them.
             whole = not torch.is_grad_enabled() and model is denoiser and not hasattr(model, SPLIT)
             grid = self.call.grid if whole else None
             enough = grid is not None and math.prod(grid) >= self.settings.from_tokens
@@ -98,7 +98,7 @@ class SparseModel:
     def order(self, tokens: int, device: torch.device) -> Order | None:
         """Return the order for a call's tokens.
 
-        None without a known grid: nothing is known about text then either, and all tokens count as video.
+        Return None if the grid is unknown: then text is unknown too, and all tokens count as video.
         """
         if self.layout is None or self.call.grid is None or math.prod(self.call.grid) > tokens:
             return None
@@ -107,7 +107,7 @@ class SparseModel:
 
 @dataclass(frozen=True)
 class Order:
-    """Order of a call's tokens: video in 4×4×4 tiles, and text where it is.
+    """Order of a call's tokens: video in 4×4×4 tiles, and text in its original place.
 
     Attributes:
         tokens: int64 (tokens,), the index of the token at each place.
@@ -122,7 +122,7 @@ class Order:
 
 @lru_cache(maxsize=16)
 def order_with_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
-    """Return the order of a call of `tokens` tokens, those that are not in the grid being text."""
+    """Return the order of a call of `tokens` tokens; tokens outside the grid are text."""
     video = TileOrder.of(grid, device).tokens
     first = tokens - len(video) if text == "first" else 0
     order = torch.arange(tokens, device=device)
@@ -133,19 +133,19 @@ def order_with_text(grid: Grid, tokens: int, text: Literal["first", "last"], dev
 def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return x (batch, heads, tokens, channels) with its tokens at `index`.
 
-    It is laid out as (batch, tokens, heads, channels), as models' projections are, where a token is one run of memory.
+    The result is laid out as (batch, tokens, heads, channels), like models' projections: a token is one run of memory.
     """
     return x.transpose(1, 2).index_select(1, index).transpose(1, 2)
 
 
 @dataclass
 class Kept:
-    """Record of what the calls of a layer kept. Sums stay on their device until they are asked for.
+    """Statistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
 
     Attributes:
         calls: number of sparse calls.
-        tiles: sum over calls of the share of tiles kept.
-        mass, least: for each measured call the mean share of attention weight kept, and the least one of a head.
+        tiles: sum over calls of the share of kept tiles.
+        mass, least: for each measured call, the mean share of kept attention weight, and the smallest share of a head.
         dense: number of calls that attended densely, by reason.
         ordered: whether the latest sparse call had its tokens in 4×4×4 order.
     """
@@ -162,11 +162,11 @@ class SparseLayer:
     """Sparse self-attention of one layer.
 
     Attributes:
-        model: what it shares with the denoiser's other layers.
+        model: the state that it shares with the denoiser's other layers.
         always_dense: whether the configuration keeps this layer dense.
         crosses: whether the layer is known to be cross-attention, which may have as many keys as queries.
-        kept: what its calls kept.
-        router: a router of its own, with a share for each head; None: the router of `model`, or not measured yet.
+        kept: statistics of its calls.
+        router: the layer's own router, with a share for each head; None: the router of `model`, or not measured yet.
     """
 
     def __init__(self, model: SparseModel, always_dense: bool = False, crosses: bool = False) -> None:
@@ -187,7 +187,7 @@ class SparseLayer:
         fallback: str | None,
         **options: Any,
     ) -> torch.Tensor:
-        """Run `sage_attention` over the tiles that the router chooses, or densely where that is not possible.
+        """Run `sage_attention` over the tiles that the router chooses, or densely if that is not possible.
 
         Args:
             query, key, value, attn_mask, recipe, fallback, options: as in `sage_attention`.
@@ -200,7 +200,7 @@ class SparseLayer:
             self.kept.dense[reason] += 1
             return sage_attention(query, key, value, attn_mask, **arguments)
         order = self.model.order(query.shape[2], query.device)
-        inside = None if self.model.is_reordered else order  # what is left to do in this call
+        inside = None if self.model.is_reordered else order  # work that remains in this call
         if inside is not None:
             query, key, value = (permute_tokens(x, inside.tokens) for x in (query, key, value))
             if attn_mask is not None and attn_mask.shape[-1] > 1:
@@ -213,7 +213,7 @@ class SparseLayer:
         return output if inside is None else permute_tokens(output, inside.places)
 
     def _router_for(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> Router:
-        """Return the router of a call; for shares of heads it is made of the first one's attention weight."""
+        """Return the router of a call; shares of heads are measured from the attention weight of the first call."""
         if not self.model.settings.per_head:
             return self.model.router
         if self.router is None:
@@ -249,7 +249,7 @@ class SparseLayer:
         if attn_mask is not None and key_mask(attn_mask[(None,) * (4 - attn_mask.dim())], key.shape[2]) is None:
             return "a mask other than a key-padding mask"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
-            return "a key-padding mask where text tokens are not known: a row might keep nothing but padding"
+            return "a key-padding mask with unknown text tokens: a row might keep only padding"
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))
@@ -295,7 +295,7 @@ def sparsity_of(layer: SparseLayer) -> str:
 
 
 class _Thread(threading.local):
-    """The sparse layer whose attention this thread computes."""
+    """The sparse layer whose attention this thread is computing."""
 
     def __init__(self) -> None:
         self.layer: SparseLayer | None = None
@@ -306,7 +306,7 @@ _thread = _Thread()
 
 @contextmanager
 def running(layer: SparseLayer | None) -> Iterator[None]:
-    """Make calls of diffusers' attention backends inside this layer's."""
+    """Let calls of diffusers' attention backends in the block belong to this layer."""
     before, _thread.layer = _thread.layer, layer
     try:
         yield
@@ -327,5 +327,5 @@ def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
 @dynamo.assume_constant_result
 @cache
 def say_that_graphs_are_dense() -> None:
-    """Log once, when the first layer with sparse attention is compiled, that such layers attend densely."""
+    """Log once, when the first layer with sparse attention is compiled, that compiled layers attend densely."""
     logger.warning("sparse attention runs eagerly only: inside a compiled graph these layers attend densely")

@@ -1,8 +1,8 @@
 """Reading of `sparse_attention_config`, which NVIDIA ModelOpt writes into a model's config.json.
 
-Its skip-softmax leaves out a tile of scores whose largest one lies below the running maximum by more than a threshold,
-calibrated as a · exp(b · target_sparsity) / tokens: decided inside the kernel, after Q·Kᵀ. A router here decides
-before it. So the share, the layers and the steps are taken over, and the threshold is not.
+Its skip-softmax leaves out a tile whose largest score lies below the running maximum by more than a threshold,
+calibrated as a · exp(b · target_sparsity) / tokens. The kernel decides this after Q·Kᵀ, but our router decides before.
+So sage-hf uses the share, the layers and the steps, but not the threshold.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def settings_for(sparse: Sparse | Literal["model"] | None, model: Any, layers: I
 
 
 def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
-    """Return the settings that follow from a model's `sparse_attention_config`; what they leave out is logged.
+    """Return the settings that follow from a model's `sparse_attention_config`; unused entries are logged.
 
-    `target_sparsity` becomes `keep`, its complement; layers of `ignore` become dense ones; `initial_disabled_steps`
-    becomes `dense_steps`. Fields are read from the group of skip-softmax (ModelOpt 0.45), or from next to the groups
-    (earlier). The router and its smallest number of tokens are our defaults.
+    `keep` is the complement of `target_sparsity`; layers of `ignore` become dense layers; `initial_disabled_steps`
+    becomes `dense_steps`. Fields are read from the group of skip-softmax (ModelOpt 0.45), or from the same level as the
+    groups (earlier). The router and `from_tokens` are our defaults.
 
     Args:
         config: the model's configuration.
@@ -76,5 +76,5 @@ def _algorithm(group: object) -> object:
 
 
 def _of_prefill(value: object) -> Any:
-    """Return the number of the prefill phase, where phases have numbers of their own."""
+    """Return the number of the prefill phase, if phases have separate numbers."""
     return value.get("prefill") if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The order of video tokens in tiles of 4×4×4, in which tokens of one tile are alike."""
+"""The order of video tokens in tiles of 4×4×4, in which tokens of one tile are similar."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TILE_TOKENS = math.prod(TILE)
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Order of the tokens of a grid tile by tile; a grid's border tiles may be partial.
+    """Order of a grid's tokens, tile by tile; border tiles may be partial.
 
-    Tiles, and the tokens of a tile, lie in the order t, h, w, w fastest, as raster order has tokens.
+    Tiles, and the tokens of a tile, are in raster order: t, h, w, with w fastest.
 
     Attributes:
-        grid: (frames, height, width) in tokens; raster order is this flattened.
+        grid: (frames, height, width) in tokens; raster order is the flattened grid.
         tokens: int64 (tokens,), the raster index of the token at each place of the order.
-        places: int64 (tokens,), the place of each token of raster order: the inverse.
-        counts: int64 (tiles,), the tokens of each tile, at most 64.
-        valid: bool (tiles · 64,), which of the places of `pad`, 64 a tile, hold a token.
-        padded_tokens: int64 (tiles · 64,), the raster index of the token at each of them; the number of tokens where
-            there is none.
-        padded_places: int64 (tokens,), the place among them of each token of raster order.
+        places: int64 (tokens,), the inverse: the place of each token of raster order.
+        counts: int64 (tiles,), the number of tokens of each tile, at most 64.
+        valid: bool (tiles · 64,), which places of `pad`, 64 for each tile, hold a token.
+        padded_tokens: int64 (tiles · 64,), the raster index of the token at each place of `pad`; the number of tokens
+            at an empty place.
+        padded_places: int64 (tokens,), the place of `pad` of each token of raster order.
     """
 
     grid: tuple[int, int, int]
@@ -61,7 +61,7 @@ class TileOrder:
         return self.tokens.shape[0] == self.valid.shape[0]
 
     def sort(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x (…, tokens, channels) of raster order in this order, without padding."""
+        """Return x (…, tokens, channels), given in raster order, in this order and without padding."""
         return _Take.apply(x, self.tokens, self.places)
 
     def unsort(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,8 @@ class TileOrder:
         return _Take.apply(x, self.places, self.tokens)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x (…, tokens, channels) of raster order as (…, tiles · 64, channels), 0 where a tile has no token."""
+        """Return x (…, tokens, channels), in raster order, as (…, tiles · 64, channels), 0 where a tile has no
+        token."""
         if self.is_whole:
             return self.sort(x)
         return _Take.apply(x, self.padded_tokens, self.padded_places)
@@ -80,10 +81,10 @@ class TileOrder:
 
 
 class _Take(torch.autograd.Function):
-    """The rows of a tensor at some indices, 0 at an index behind the last row, by indices that name each row once.
+    """The rows of a tensor at indices that name each row once; an index past the last row gives 0.
 
-    The gradient takes them back by the inverse. `index_select`'s would add row to row by atomic operations, which are
-    slower than the copy itself.
+    The gradient puts the rows back by the inverse indices. The gradient of `index_select` would add rows by atomic
+    operations, which are slower than the copy itself.
     """
 
     @staticmethod
@@ -103,13 +104,13 @@ class _Take(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _order(grid: tuple[int, int, int], device: torch.device) -> TileOrder:
-    with torch.inference_mode(False):  # else calls with gradients could not save these tensors
+    with torch.inference_mode(False):  # otherwise calls with gradients could not save these tensors
         places = [torch.arange(side, device=device) for side in grid]
         t, h, w = torch.meshgrid(*places, indexing="ij")
         tile_of = torch.zeros_like(t)
         for place, side, size in zip((t, h, w), grid, TILE, strict=True):
             tile_of = tile_of * -(-side // size) + place // size
-        # Raster order is the order inside a tile too, so a stable sort by tile keeps it.
+        # A tile's tokens are in raster order too, so a stable sort by tile keeps their order.
         tokens = tile_of.flatten().argsort(stable=True)
         places_of = tokens.argsort()
         counts = tile_of.flatten().bincount()

@@ -18,7 +18,7 @@ def vsa_reference(
 ) -> torch.Tensor:
     """Compute VSA (arXiv 2505.13389) in float64, with memory quadratic in tokens; autograd gives its gradients.
 
-    Arguments are as in `vsa.vsa_attention`. Tokens stay in raster order; a matrix says which token is of which tile.
+    Arguments are as in `vsa.vsa_attention`. Tokens stay in raster order; a matrix assigns tokens to tiles.
 
     Returns:
         float64 (batch, heads, tokens, head_dim).

@@ -1,8 +1,8 @@
-"""Video tokens of a denoiser in 4×4×4 order from its first block to its last, instead of inside each call of attention.
+"""Put a denoiser's video tokens in 4×4×4 order from its first block to its last, instead of in each attention call.
 
-Attention without a mask, like all that a block computes token by token, gives each token the same result in any order.
-So hidden states are put into the order in front of the first block, and back behind the last; any other
-argument of a block with one row for each token, as rotary embeddings are, is put into it once a call of the model.
+Attention without a mask, like all operations of a block on single tokens, gives each token the same result in any
+order. So hidden states are reordered before the first block, and put back after the last block. Other arguments of
+blocks with a row for each token, such as rotary embeddings, are reordered once per call of the model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .order import TileOrder
 FOR_ALL_TOKENS = frozenset(
     ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")
 )
-"""Arguments of blocks, `Layout.of_tokens` apart, that are known to have no entry for each video token.
+"""Arguments of blocks, in addition to `Layout.of_tokens`, that have no entry for each video token.
 
 Masks have entries for text; over video tokens they are constant."""
 
 
 class Reordering(threading.local):
-    """Hooks that hold the tokens of a denoiser in 4×4×4 order between its first block and its last.
+    """Hooks that keep a denoiser's tokens in 4×4×4 order from its first block to its last.
 
     Each thread that calls the denoiser has its own attributes.
 
     Attributes:
-        active: whether tokens are in that order now.
-        grid: (frames, height, width) of the present call in tokens, if it may be reordered; else None.
+        active: whether tokens are in 4×4×4 order now.
+        grid: (frames, height, width) of the current call in tokens, if the call may be reordered; else None.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -44,21 +44,21 @@ class Reordering(threading.local):
         self.active = False
         self.grid: Grid | None = None
         self._order: TileOrder | None = None
-        self._permuted: list[tuple[Any, Any]] = []  # arguments of the present call, in raster order and in ours
+        self._permuted: list[tuple[Any, Any]] = []  # arguments of the current call, in raster order and in 4×4×4 order
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it without a call that is running."""
+        """Copy and pickle without the running call."""
         return type(self), (self.layout,)
 
     def begin_call(self, grid: Grid | None) -> None:
-        """Prepare for a call of the denoiser; grid is None if it must not be reordered."""
+        """Prepare for a call of the denoiser; grid is None if the call must not be reordered."""
         self.active, self.grid, self._order = False, grid, None
         self._permuted.clear()
 
     def attach(self, denoiser: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
         """Follow the calls of the denoiser's blocks, until `remove()` of the returned handles.
 
-        Blocks with an argument that is not known, in another diffusers, are left alone.
+        Blocks with an unknown argument, as in another version of diffusers, are not changed.
         """
         blocks = [block for name in self.layout.blocks for block in getattr(denoiser, name)]
         known = FOR_ALL_TOKENS | set(self.layout.of_tokens)
@@ -86,7 +86,7 @@ class Reordering(threading.local):
         }
 
     def _activate(self, arguments: Mapping[str, Any]) -> None:
-        """Begin the order if the call may be reordered, and the first block is given what is expected."""
+        """Begin the order if the call may be reordered and the first block's arguments are as expected."""
         if self.grid is None or torch.compiler.is_compiling():
             return
         states = arguments["hidden_states"]
@@ -96,9 +96,9 @@ class Reordering(threading.local):
             self._order, self.active = order, True
 
     def _understands(self, arguments: Mapping[str, Any], tokens: int) -> bool:
-        """Check whether arguments with one entry for each token have it where the layout says.
+        """Check that arguments with one entry for each token have the entries in the dimension that the layout names.
 
-        A tensor without a dimension of as many entries is the same for all tokens.
+        A tensor without a dimension of this size is the same for all tokens.
         """
         for name, (dims, axis) in self.layout.of_tokens.items():
             for x in _tensors(arguments.get(name)):
@@ -139,12 +139,12 @@ class Reordering(threading.local):
             self.begin_call(None)
             raise RuntimeError(
                 f"sparse attention: the last block that {type(denoiser).__name__} had at `sage_hf.apply` did not run, "
-                "and tokens are in the order of its blocks: call `sage_hf.apply` again after changing them"
+                "so tokens are still in 4×4×4 order: call `sage_hf.apply` again after changing the model's blocks"
             )
 
 
 def _parameters(block_class: Any) -> list[str]:
-    """Return the names of the parameters of a block's forward; other arguments it does not use."""
+    """Return the names of the parameters of a block's forward; the block ignores other arguments."""
     found = inspect.signature(block_class.forward).parameters.values()
     return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD or one.kind is one.KEYWORD_ONLY][1:]
 

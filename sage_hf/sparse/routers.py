@@ -1,7 +1,7 @@
-"""Routers: which tiles of keys a block of rows attends to, chosen from means of Q and K without training.
+"""Routers choose the tiles of keys that a block of rows attends to, from means of Q and K and without training.
 
-Each is its own specification in PyTorch, and runs by the kernels of `sage_kernels.triton.routing` where those can;
-scores are float32, because ties of bfloat16 means would choose at random.
+Each router's PyTorch code is its specification; it runs by the kernels of `sage_kernels.triton.routing` where possible.
+Scores are float32, because ties between bfloat16 means would make the choice random.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sage_kernels.spec.checks import check_memory
 from sage_kernels.triton.registration import routing_kernels
 
 SCORES_AT_ONCE = 2**25
-"""Number of scores of parts that `SubBlockRouter` holds at once."""
+"""Number of parts' scores that `SubBlockRouter` holds at once."""
 
 WEIGHTS_AT_ONCE = 2**26
-"""Number of attention weights that `tile_mass` holds at once, of one head or several."""
+"""Number of attention weights, of one or several heads, that `tile_mass` holds at once."""
 
 MOST_PARTS = 16
-"""Largest number of parts of a block that the kernels take."""
+"""Largest number of parts of a block in the kernels."""
 
 Keep = float | tuple[float, ...]
-"""Share of the tiles that each block of rows keeps, of all heads or one number for each head."""
+"""Share of the tiles that each block of rows keeps: one number for all heads, or one for each head."""
 
 
 class Router(Protocol):
@@ -42,21 +42,21 @@ class Router(Protocol):
 
         Args:
             query: (batch, q_heads, q_len, head_dim), any floating dtype.
-            key: (batch, kv_heads, kv_len, head_dim); q_heads a multiple of kv_heads.
+            key: (batch, kv_heads, kv_len, head_dim); q_heads is a multiple of kv_heads.
             scale: factor of the scores, default head_dim ** -0.5.
-            dense: ranges of tokens (of text), each of which attends to all keys and is attended to by all queries.
+            dense: ranges of (text) tokens that attend to all keys, and that all queries attend to.
         """
 
 
 @dataclass(frozen=True)
 class SubBlockRouter:
-    """Router by means of parts of blocks, after SGLang's SubBlock: log Σ_ab exp(mean Q_a · mean K_b · scale).
+    """Router that scores blocks by the means of their parts, after SGLang: log Σ_ab exp(mean Q_a · mean K_b · scale).
 
     Attributes:
-        keep: share of the tiles that a block keeps, at least one tile, `dense` ones not counted.
+        keep: share of the tiles that a block keeps, at least one tile, without counting `dense` tiles.
         block_m, block_n: rows a block, keys a tile.
-        parts_m, parts_n: equal parts that a block of rows and a tile of keys are cut into. A part without tokens, in a
-            partial block, does not count.
+        parts_m, parts_n: number of equal parts of a block of rows and of a tile of keys. In a partial block, a part
+            without tokens does not count.
     """
 
     keep: Keep
@@ -95,7 +95,7 @@ class SubBlockRouter:
     def route(
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
-        """Return the tiles kept; see `Router.route`."""
+        """Return the kept tiles; see `Router.route`."""
         kernels = _kernels(query, key, self.block_m, self.block_n, max(self.parts_m, self.parts_n))
         if kernels is None:
             return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
@@ -123,14 +123,14 @@ class MeanRouter(SubBlockRouter):
 class ShareRouter:
     """Router that keeps tiles until their share of the softmax of mean scores reaches a bound (SpargeAttention).
 
-    arXiv 2502.18137. How many tiles are kept depends on how peaked attention is. A block of rows or a tile of keys
-    whose tokens differ, so that its mean says little, is not left out: such a block attends to all tiles, such a tile
-    is attended to by all blocks.
+    arXiv 2502.18137. The number of kept tiles depends on how peaked attention is. If the tokens of a block or tile
+    differ, its mean says little, so nothing is left out: such a block attends to all tiles, and all blocks attend to
+    such a tile.
 
     Attributes:
         share: bound of the cumulative share, in (0, 1].
-        similarity: least mean cosine of two tokens of a block, those of one token with itself included, from which
-            its mean stands for it.
+        similarity: smallest mean cosine of two tokens of a block (including a token with itself) at which the block's
+            mean represents it.
         block_m, block_n: rows a block, keys a tile.
     """
 
@@ -146,7 +146,7 @@ class ShareRouter:
     def route(
         self, query: torch.Tensor, key: torch.Tensor, scale: float | None = None, dense: Sequence[slice] = ()
     ) -> BlockList:
-        """Return the tiles kept; see `Router.route`."""
+        """Return the kept tiles; see `Router.route`."""
         group = query.shape[1] // key.shape[1]
         if (kernels := _kernels(query, key, self.block_m, self.block_n)) is not None:
             return self._route(kernels, query, key, _scale(scale, query), dense)
@@ -154,7 +154,7 @@ class ShareRouter:
         weights, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
         before = weights.cumsum(-1) - weights
         needed = before < self.share
-        needed[..., :1] = True  # float32 sums may begin above 0
+        needed[..., :1] = True  # float32 sums may start above 0
         if self.share == 1:
             needed.fill_(True)
         kept = torch.zeros_like(needed).scatter_(-1, order, needed)
@@ -178,7 +178,7 @@ class ShareRouter:
 
 
 def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), of real tokens."""
+    """Return the mean of each block of `size` tokens: float32 (batch, heads, blocks, channels), over real tokens."""
     tokens = x.shape[2]
     if missing := -tokens % size:
         x = F.pad(x, (0, 0, 0, missing))
@@ -190,7 +190,7 @@ def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
 def block_similarity(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return the mean cosine of all pairs of tokens of each block: float32 (batch, heads, blocks).
 
-    Pairs of a token with itself count. It is the squared length of the mean of the tokens' directions.
+    Pairs of a token with itself count. The result is the squared length of the mean of the tokens' directions.
     """
     return block_means(F.normalize(x.float(), dim=-1), size).square().sum(-1)
 
@@ -207,8 +207,8 @@ def tile_mass(
 
     Args:
         query, key, scale: as in `Router.route`.
-        block_n: keys a tile.
-        rows: int64 (rows,), those that are looked at; None: all.
+        block_n: keys of a tile.
+        rows: int64 (rows,), the rows to measure; None: all.
 
     Returns:
         float32 (batch, q_heads, rows, tiles), whose sums over tiles are 1.
@@ -230,11 +230,11 @@ def tile_mass(
 def kept_mass(
     query: torch.Tensor, key: torch.Tensor, blocks: BlockList, scale: float | None = None, sampled_rows: int = 64
 ) -> torch.Tensor:
-    """Return the share of attention weight in the listed tiles, the mean over evenly spaced rows.
+    """Return the share of attention weight in the listed tiles, as the mean over evenly spaced rows.
 
     Args:
         query, key, scale: as in `Router.route`.
-        blocks: a list for them.
+        blocks: a block list for query and key.
         sampled_rows: the number of rows.
 
     Returns:
@@ -249,8 +249,8 @@ def kept_mass(
 def even_budgets(mass: torch.Tensor, keep: float) -> tuple[float, ...]:
     """Return a share of tiles for each head, so that all heads keep about the same share of their attention weight.
 
-    A head's curve is the weight in its n heaviest tiles, the mean over rows; the level that all heads reach is the
-    highest one at which they keep `keep` of all tiles in the mean.
+    A head's curve is the weight in its n heaviest tiles, as the mean over rows. The level that all heads reach is the
+    highest level at which they keep, on average, `keep` of all tiles.
 
     Args:
         mass: (batch, q_heads, rows, tiles), a result of `tile_mass`.
@@ -287,7 +287,7 @@ def _check_keep(keep: Keep) -> None:
 
 
 def _kernels(query: torch.Tensor, key: torch.Tensor, block_m: int, block_n: int, parts: int = 1) -> ModuleType | None:
-    """Return the module of kernels that take such blocks, of at most that many parts; None: PyTorch computes."""
+    """Return the module of kernels for blocks of these sizes and number of parts; None: PyTorch computes."""
     check_memory(query, key)
     taken = block_m in BLOCK_SIZES and block_n in BLOCK_SIZES and parts <= MOST_PARTS
     return routing_kernels(query, key) if taken else None
@@ -322,7 +322,7 @@ def _keep_most(
     block_m: int,
     block_n: int,
 ) -> BlockList:
-    """Keep the tiles of the largest scores; of equal ones, those that come first."""
+    """Keep the tiles with the largest scores; among equal scores, the first tiles."""
     tiles = scores.shape[3]
     numbers = _numbers(keep, scores.shape[1], tiles)
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -338,7 +338,7 @@ def _keep_most(
 def _with_dense(
     kept: torch.Tensor, query: torch.Tensor, key: torch.Tensor, dense: Sequence[slice], block_m: int, block_n: int
 ) -> BlockList:
-    """Keep the rows and columns of `dense` tokens as well, and list the tiles kept."""
+    """Keep the rows and columns of `dense` tokens as well, and return the list of kept tiles."""
     for tokens in dense:
         start, stop, _ = tokens.indices(query.shape[2])
         if stop > start:

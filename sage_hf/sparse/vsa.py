@@ -35,19 +35,19 @@ def vsa_attention(
 ) -> torch.Tensor:
     """Compute coarse attention over tiles, times the gate, plus fine attention over the best tiles of each tile.
 
-    With q̄, k̄, v̄ the means of a tile's tokens: o_coarse = softmax(q̄·k̄ᵀ·scale)·v̄, the same for all tokens of a tile;
-    o_fine is attention to the tokens of those tiles whose coarse scores are largest; the result is o_coarse ∘ gate +
-    o_fine. Gradients flow through all but the choice of tiles; the fine stage's are from `sage_attention` over a
-    list. With the recipe "exact" both passes cost what the kept tiles do.
+    Let q̄, k̄, v̄ be the means of a tile's tokens. Then o_coarse = softmax(q̄·k̄ᵀ·scale)·v̄, the same for all tokens of
+    a tile; o_fine is attention to the tokens of the tiles with the largest coarse scores; the result is o_coarse ∘ gate
+    + o_fine. Gradients flow through everything but the choice of tiles; the fine stage's gradients are from
+    `sage_attention` over a block list. With the recipe "exact", the cost of both passes depends only on the kept tiles.
 
     Args:
         query, key, value: (batch, heads, tokens, head_dim), self-attention of video tokens in raster order.
-        gate: (batch, heads, tokens, head_dim), the model's `to_gate_compress` of its normalised states; None: 0, as
-            for a model without trained gates.
-        grid: (frames, height, width) in tokens, any sizes; or its order, which a compiled graph needs.
+        gate: (batch, heads, tokens, head_dim), the output of the model's `to_gate_compress` for its normalised states;
+            None: 0, as for a model without trained gates.
+        grid: (frames, height, width) in tokens, any sizes; or the grid's order, which a compiled graph needs.
         sparsity: share of the tiles that are left out; ⌈(1 - sparsity)·tiles⌉ are kept, at least one.
         scale: factor of the scores; default head_dim ** -0.5.
-        recipe, fallback: of the fine stage, as in `sage_attention`.
+        recipe, fallback: recipe and fallback of the fine stage, as in `sage_attention`.
 
     Returns:
         (batch, heads, tokens, head_dim) in query's dtype and raster order.
@@ -59,8 +59,8 @@ def vsa_attention(
     tokens = math.prod(size)
     if not query.shape == key.shape == value.shape or query.shape[2] != tokens:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be alike, with "
-            f"the {tokens} tokens of the grid {size}: leave text tokens to dense attention"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must have one shape, "
+            f"with the {tokens} tokens of the grid {size}: leave text tokens to dense attention"
         )
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
@@ -106,7 +106,7 @@ def _fine(
 
 
 def tiles_kept(tiles: int, sparsity: float) -> int:
-    """Return the number of tiles that each tile attends to, of so many: ⌈(1 - sparsity)·tiles⌉, at least one."""
+    """Return the number of tiles that each tile attends to: ⌈(1 - sparsity)·tiles⌉, at least one."""
     return min(tiles, max(1, math.ceil((1 - sparsity) * tiles - 1e-9)))
 
 
@@ -115,7 +115,7 @@ def tile_means(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: (batch, heads, tiles · 64, head_dim), 0 in places without a token.
-        counts: (tiles,), the tokens of each tile.
+        counts: (tiles,), the number of tokens of each tile.
     """
     precision = torch.promote_types(x.dtype, torch.float32)
     sums = x.unflatten(2, (-1, TILE_TOKENS)).sum(3, dtype=precision)

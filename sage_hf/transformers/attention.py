@@ -1,4 +1,5 @@
-"""The attention function that transformers calls; it honours each argument, runs exact attention for it, or raises."""
+"""The attention function that transformers calls: it honours all arguments, runs exact attention, or raises an
+error."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ def sage_attention_forward(
     """Compute attention by a recipe, with the arguments that transformers' models pass.
 
     Masks and causality work as in transformers' `sdpa`: a mask wins over causality, `is_causal` wins over
-    `module.is_causal`, and causal attention is aligned upper left and only for more than one query. A mask
-    (batch, kv_len) comes from `masks.sage_training_mask`, or from `sage_mask` where a model is compiled, for causal
-    attention with padding: attention is causal among the keys that it marks True. `module.sage_recipe` and
-    `module.sage_fallback` win over `recipe` and `fallback`; while the module is in training mode,
-    `module.sage_training` wins over `module.sage_recipe`.
+    `module.is_causal`, and causal attention is aligned upper left and needs more than one query. A mask (batch, kv_len)
+    comes from `masks.sage_training_mask`, or in a compiled model from `sage_mask`, for causal attention with padding:
+    attention is causal among the keys that the mask marks True. `module.sage_recipe` and `module.sage_fallback` win
+    over `recipe` and `fallback`; while the module is in training mode, `module.sage_training` wins over
+    `module.sage_recipe`.
 
     Exact attention takes over, recorded and logged, for a softcap, for sinks if gradients are wanted, for dropout, for
     attention weights (`output_attentions`), and for a keyword that only the model's eager attention knows.
@@ -58,10 +59,10 @@ def sage_attention_forward(
     Args:
         module: the calling attention layer.
         query: (batch, q_heads, q_len, head_dim).
-        key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Batch may be 1 here or in query.
-        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len), cut
-            to kv_len if longer, as `sdpa` cuts it, before transformers 5; or bool (batch, kv_len), see above, if q_len
-            equals kv_len.
+        key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim), not repeated. Their batch, or query's, may be 1.
+        attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
+            Before transformers 5, a longer mask is cut to kv_len, as in `sdpa`. Or, if q_len equals kv_len, bool
+            (batch, kv_len), see above.
         dropout: dropout probability of the attention weights.
         scaling: factor of Q·Kᵀ; default head_dim ** -0.5.
         is_causal: whether attention is causal; default `module.is_causal`.
@@ -69,14 +70,14 @@ def sage_attention_forward(
         softcap: bound on the magnitude of the logits (Gemma 2).
         s_aux: (q_heads,) logits of the attention sinks (GPT-OSS).
         output_attentions: return the attention weights as well.
-        recipe, fallback: as for `sage_hf.sage_attention`.
-        kwargs: the other keywords that models pass, see `keywords.sort_keywords`.
+        recipe, fallback: as in `sage_hf.sage_attention`.
+        kwargs: other keywords that models pass, see `keywords.sort_keywords`.
 
     Returns:
-        The output, (batch, q_len, q_heads, v_head_dim), contiguous; and the attention weights, None unless asked for.
+        The output, (batch, q_len, q_heads, v_head_dim), contiguous; and the attention weights, None unless requested.
 
     Raises:
-        TypeError: a keyword may change the result and cannot be honoured.
+        TypeError: a keyword that cannot be honoured may change the result.
         ValueError: the model passes a paged cache, or `sage_hf.sage_attention` refuses the arguments.
     """
     recipe, fallback = _settings_of(module, recipe, fallback)
@@ -87,9 +88,9 @@ def sage_attention_forward(
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    # The comparison stands first: with dynamic shapes it is a SymBool, and what `and` returns must be a bool.
+    # The comparison comes first: with dynamic shapes it is a SymBool, but the last operand of `and` must be a bool.
     causal = query.shape[2] > 1 and attention_mask is None and is_causal
-    if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, the rest of which is empty
+    if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache; its other places are empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     mask = attention_mask
@@ -117,8 +118,8 @@ def sage_attention_forward(
 
 
 def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[str, str | None]:
-    """Return the recipe and the fallback of a layer whose model has these; see `sage_attention_forward`."""
-    # For a missing attribute, `getattr` of a module searches its parameters, buffers and children: this is faster.
+    """Return a layer's recipe and fallback, given its model's; see `sage_attention_forward`."""
+    # This is faster than `getattr`, which for a missing attribute searches a module's parameters, buffers and children.
     own = module.__dict__
     if torch.compiler.is_compiling():
         own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
@@ -131,7 +132,7 @@ def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[
 
 @dataclass(frozen=True)
 class _Call:
-    """Attention that a model asks for.
+    """Attention call of a model.
 
     Attributes:
         query, key, value: (batch, heads, tokens, head_dim).
@@ -139,7 +140,7 @@ class _Call:
         is_causal: whether attention is causal among the keys of the mask.
         scale: factor of the scores; None: head_dim ** -0.5.
         dropout: dropout probability of the attention weights.
-        recipe, fallback: those asked for.
+        recipe, fallback: the requested recipe and fallback.
     """
 
     query: torch.Tensor
@@ -153,7 +154,8 @@ class _Call:
     fallback: Fallback
 
     def report_exact(self, reason: str) -> None:
-        """Record that the call runs exactly, for this reason; raise KernelUnavailableError if the fallback says so."""
+        """Record that the call runs exactly, with the reason; raise KernelUnavailableError if the fallback is
+        "error"."""
         options = Options(self.is_causal, recipe=self.recipe, fallback=self.fallback)
         run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
@@ -163,10 +165,10 @@ def _attend_by_recipe(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend by the recipe, or exactly for a softcap, sinks that need gradients and dropout.
+    """Attend by the recipe, or exactly for a softcap, for sinks that need gradients, and for dropout.
 
     Args:
-        call: the attention.
+        call: the attention call.
         softcap: as in `sage_attention_forward`.
         sinks: (q_heads,) logits of the attention sinks.
 
@@ -189,8 +191,8 @@ def _attend_by_recipe(
         query, key, value = in_autocast_dtype(query, key, value)
         exactly = Options(is_causal, 0, scale, enable_gqa, call.dropout)
         return attend_exactly(query, key, value, mask, blocks=None, options=exactly)[0]
-    # Kernels skip the tiles that causality hides, and read a mask; and only where causality is said the latest keys are
-    # in 16 bits. Exact attention and gradients know no such offset.
+    # Kernels skip the tiles that causality hides, but read a mask. Recent keys stay in 16 bits only if causality is
+    # stated. Exact attention and gradients do not support such an offset.
     causal_offset = 0
     causality = causality_of(mask, query.shape[2], key.shape[2])
     if causality is not None and not wants_gradient and _gains(causality, call):
@@ -217,13 +219,13 @@ def _attend_by_recipe(
     )
     if sinks is None or lse is None:
         return output
-    # A sink adds exp(sink) to the exp(lse) by which the output was divided.
+    # The output was divided by exp(lse); a sink adds exp(sink) to this sum.
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
     return (output * kept.unsqueeze(-1)).to(output.dtype)
 
 
 def _gains(causality: Causality, call: _Call) -> bool:
-    """Check whether a call gains by the causality of its mask: the mask goes, or latest keys will be in 16 bits."""
+    """Check whether a call gains if its mask's causality is stated: no mask is left, or recent keys stay in 16 bits."""
     if call.recipe == "exact" or not causality.hides_more:
         return call.recipe != "exact"
     if not get_recipe(call.recipe).recent_keys:

@@ -1,7 +1,7 @@
-"""Names of transformers that are private or depend on its version: every use of one is here.
+"""All uses of names of transformers that are private or depend on its version.
 
-A name that a version lacks costs speed, or keeps a model on its own attention; it never changes a result.
-Importing this file imports neither transformers nor torch.
+If a version lacks a name, speed is lost, or a model keeps its own attention, but results never change. Importing this
+file imports neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROTATE = "apply_rotary_pos_emb"
 Query and key are (batch, heads, tokens, head_dim), cosine and sine (batch, tokens, head_dim)."""
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 EVERY_MODEL = frozenset({"torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils"})
-"""Modules whose methods every model has."""
+"""Modules of the methods that every model has."""
 
 
 # Models and their configs
 
 
 def is_pretrained_model(module: object) -> bool:
-    """Check whether a module is a model of transformers, or of a class derived from its models."""
+    """Check whether a module is a model of transformers, or of a class that derives from one."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
@@ -57,20 +57,21 @@ def implementation_of_config(config: Any) -> str | None:
 
 
 def keep_implementation(config: Any) -> Callable[[], None]:
-    """Return a function that gives a config the `attn_implementation` that it has now, without a check of the name."""
+    """Return a function that resets a config's `attn_implementation` to its present value, without checking the
+    name."""
     return partial(set_implementation, config, implementation_of_config(config))
 
 
 def set_implementation(config: Any, implementation: str | None) -> None:
-    """Give a config, but none of those nested in it, an `attn_implementation`, without a check of the name."""
+    """Set the `attn_implementation` of a config, but not of nested configs, without checking the name."""
     names = "_attn_implementation_internal", "_attn_implementation"
     setattr(config, next(name for name in names if hasattr(config, name)), implementation)
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
-    """Return the configs of a model and of the models inside it, with the configs nested in them.
+    """Return the configs of a model and of the models inside it, including nested configs.
 
-    Layers may read another one: an EncoderDecoderModel gives its encoder a new config, and its layers keep theirs.
+    Layers may read another config: an EncoderDecoderModel gives its encoder a new config, but the layers keep theirs.
     """
     found: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
@@ -83,7 +84,7 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 def asks_for_implementation(names: tuple[str, ...]) -> bool:
-    """Check whether the names that code reads include a config's implementation."""
+    """Check whether the names that a function's code reads include a config's implementation."""
     return "_attn_implementation" in names
 
 
@@ -93,12 +94,12 @@ def runs_sdpa(model_class: Any) -> bool:
 
 
 def runs_flash_attention(model_class: Any) -> bool:
-    """Check whether a class of models runs flash attention, so that its code hands a mask of padding on."""
+    """Check whether a class of models runs flash attention, so that its code passes a padding mask on."""
     return bool(getattr(model_class, "_supports_flash_attn", False))
 
 
 def runs_other_attention(model_class: Any) -> bool:
-    """Check whether a class of models runs any attention but its own."""
+    """Check whether a class of models runs any attention other than its own."""
     return runs_sdpa(model_class) or bool(getattr(model_class, "_supports_attention_backend", False))
 
 
@@ -106,19 +107,19 @@ def runs_other_attention(model_class: Any) -> bool:
 
 
 def cuts_masks() -> bool:
-    """Check whether masks may be longer than the keys, to which attention cuts them: before transformers 5."""
+    """Check whether masks may be longer than the keys, so that attention cuts them: before transformers 5."""
     return metadata.version("transformers").startswith("4.")
 
 
 def is_causal_mask(mask_function: object) -> bool:
-    """Check whether a mask function says causality and nothing else; False if this version's is not known."""
+    """Check whether a mask function means causality and nothing else; False if this version's function is unknown."""
     from transformers import masking_utils
 
     return mask_function is not None and mask_function is getattr(masking_utils, "causal_mask_function", None)
 
 
 def implies_causality(mask_function: Any) -> bool:
-    """Check whether a mask function says causality, perhaps among other things; False if that is not known.
+    """Check whether a mask function includes causality; False if unknown.
 
     transformers makes masks of windows, chunks and packed sequences by `and_masks`, whose functions are in its closure.
     """
@@ -133,16 +134,16 @@ def implies_causality(mask_function: Any) -> bool:
 
 
 def is_full_mask(mask_function: object) -> bool:
-    """Check whether a mask function lets every query attend to every key; False if this version's is not known."""
+    """Check whether a mask function lets every query attend to every key; False if it is unknown in this version."""
     from transformers import masking_utils
 
     return mask_function is not None and mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def queries_of(arguments: dict[str, Any]) -> int | None:
-    """Return the number of queries of a mask function's arguments; None if they say it in no known way.
+    """Return the number of queries from a mask function's arguments; None if the arguments are of an unknown form.
 
-    Before transformers 5 a tensor on the device has the queries' positions.
+    Before transformers 5, a tensor on the device holds the queries' positions.
     """
     if "q_length" in arguments:
         q_length: int = arguments["q_length"]
@@ -152,7 +153,7 @@ def queries_of(arguments: dict[str, Any]) -> int | None:
 
 
 def first_query_of(arguments: dict[str, Any]) -> int | None:
-    """Return the position of the first query of a mask function's arguments; None if they say it in no known way."""
+    """Return the first query's position from a mask function's arguments; None if they are of an unknown form."""
     if "q_offset" in arguments:
         return int(arguments["q_offset"])
     positions = arguments.get("cache_position")

@@ -1,4 +1,4 @@
-"""Exact attention with what PyTorch's SDPA lacks: capped logits (Gemma 2) and attention sinks (GPT-OSS)."""
+"""Exact attention with features that PyTorch's SDPA lacks: capped logits (Gemma 2) and attention sinks (GPT-OSS)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def exact_attention(
 ) -> torch.Tensor:
     """Compute softmax(softcap * tanh(scale * Q·Kᵀ / softcap) + mask) · V, with the sink in the softmax's denominator.
 
-    The result is differentiable in every tensor. The softmax is computed in float32 (float64 for float64 inputs), for
-    some query rows at a time, so that memory is linear in sequence length.
+    The result is differentiable with respect to every tensor. The softmax is computed in float32 (float64 for float64
+    inputs), for some query rows at a time, so memory is linear in sequence length.
 
     Args:
         query: (batch, q_heads, q_len, head_dim).
-        key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim); q_heads a multiple of kv_heads.
+        key, value: (batch, kv_heads, kv_len, head_dim or v_head_dim); q_heads is a multiple of kv_heads.
         attn_mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
         is_causal: row i attends only to keys 0…i, among those that attn_mask allows.
         scale: factor of Q·Kᵀ; default head_dim ** -0.5.

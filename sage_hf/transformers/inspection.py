@@ -1,4 +1,4 @@
-"""Inspection of the classes in transformers' modelling files by their code, before any layer is built."""
+"""Inspection of the code of classes in transformers' modelling files, before any layer is built."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def calls_interface(module_class: type) -> bool:
 
 
 def methods(module_class: type) -> Iterator[CodeType]:
-    """Yield the code of the class's methods, including inherited ones but not those that every module or model has.
+    """Yield the code of the class's methods, including inherited methods but not methods of every module or model.
 
-    Of a method that calls `super()`, the ones that it overrides are methods of the class too.
+    If a method calls `super()`, the overridden methods count too.
     """
     for name in dir(module_class):
         for base in module_class.__mro__:
-            chain: list[Any] = []  # with what wraps it, which may be a patch
+            chain: list[Any] = []  # including wrappers, which may be a patch
             function: Any = vars(base).get(name, object.__init__)
             function = inspect.unwrap(function, stop=chain.append)
             for one in (*chain, function):
@@ -52,7 +52,7 @@ def methods(module_class: type) -> Iterator[CodeType]:
 
 @once_per_class
 def built_classes(module_class: type) -> frozenset[type]:
-    """Return the class and the module classes named in its constructor, in theirs, and so on."""
+    """Return the class, the module classes named in its constructor, in their constructors, and so on."""
     found: set[type] = set()
     waiting = [module_class]
     while waiting:
@@ -66,10 +66,10 @@ def built_classes(module_class: type) -> frozenset[type]:
 
 @functools.cache
 def models_of(config_class: type) -> list[Any]:
-    """Return the imported model classes whose config is of the class, or else of its closest base that has any.
+    """Return the imported model classes with a config of the class, or else of its closest base that has such models.
 
-    Classes that run no attention but their own are left out: no mask of ours is made for them, only for models inside.
-    `registration` has this forgotten when a model is built, whose class may be new.
+    Classes that run only their own attention are left out: our masks are not made for them, only for models inside
+    them. `registration` clears this cache when a model is built, because its class may be new.
     """
     from transformers import PreTrainedModel
 
@@ -87,7 +87,8 @@ def models_of(config_class: type) -> list[Any]:
 
 @once_per_class
 def asks_for_sdpa(model_class: type) -> bool:
-    """Check whether the model, or a module that it builds, does otherwise where the implementation is named "sdpa"."""
+    """Check whether the model, or a module that it builds, behaves differently if the implementation is named
+    "sdpa"."""
     return any(
         asks_for_implementation(code.co_names) and "'sdpa'" in repr(code.co_consts)
         for one in built_classes(model_class)
@@ -97,9 +98,10 @@ def asks_for_sdpa(model_class: type) -> bool:
 
 @once_per_class
 def computes_with_masks(model_class: type) -> bool:
-    """Check whether attention layers that the model builds do more with their masks than hand them on.
+    """Check whether attention layers that the model builds compute with their masks, instead of only passing them on.
 
-    It is read from the source of their methods; a method without a source might compute with a mask.
+    The answer is read from the source of the layers' methods; a method without source counts as computing with its
+    mask.
     """
     codes = {code for layer in filter(calls_interface, built_classes(model_class)) for code in methods(layer)}
     return any(_computes_with_masks(code) for code in codes if "attention_mask" in code.co_varnames)
@@ -124,7 +126,7 @@ def _computes_with_masks(code: CodeType) -> bool:
 
 
 def source_of(code: CodeType) -> ast.Module | None:
-    """Return the syntax tree of a function's source, or None where there is no source file."""
+    """Return the syntax tree of a function's source; None if there is no source file."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except OSError:

@@ -1,4 +1,4 @@
-"""The keywords that a model passes to its attention function: which change the result, and what can honour them."""
+"""The keywords that a model passes to its attention function: which change the result, and who can honour them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ NAMED = frozenset(
         "output_attentions",
     }
 )
-"""Parameters of `sage_attention_forward` that models fill."""
+"""Parameters of `sage_attention_forward` for which models pass values."""
 
 
 def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, object]:
     """Select the keywords that only the model's eager attention can honour.
 
     A keyword is ignored only if its value is None, if it is in `HARMLESS`, or if neither the code of `module` nor the
-    model's eager attention names it: then it was passed to the model, and merely handed down to this call.
+    model's eager attention names it: then a caller passed it to the model, which merely passed it on.
 
     Args:
         module: the calling attention layer.
         keywords: the keywords of the call that `sage_attention_forward` does not name.
 
     Raises:
-        TypeError: the layer passes a keyword that the model's eager attention does not know either, as sparse attention
-            does for a kernel that picks keys (DeepSeek V3.2).
+        TypeError: the layer passes a keyword that the model's eager attention does not know either, such as a keyword
+            for a kernel that picks keys (DeepSeek V3.2).
         ValueError: the keywords contain a paged cache, which comes without a mask.
     """
     for_eager = {}
@@ -70,7 +70,8 @@ def sort_keywords(module: nn.Module, keywords: dict[str, object]) -> dict[str, o
 def unknown_keywords(module_class: type) -> frozenset[str]:
     """Return the keywords that the class's own code passes and for which `sort_keywords` would raise TypeError.
 
-    They are read from the class's source, so those passed as `**kwargs` are missing; without a source there are none.
+    They are read from the class's source, so keywords passed as `**kwargs` are missing; without a source there are
+    none.
     """
     handed = {name for code in methods(module_class) if INTERFACE in code.co_names for name in _handed_on(code)}
     return frozenset(handed) - NAMED - HARMLESS - _eager_names(module_class)
@@ -104,7 +105,7 @@ def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
     eager = _eager_attention(type(module))
     if eager is None:
         raise ValueError(
-            f"{type(module).__name__} has no eager attention of its own to compute what is asked of it: call "
+            f"{type(module).__name__} has no eager attention that could compute this call: call "
             'model.set_attn_implementation("eager")'
         )
     return eager

@@ -1,4 +1,4 @@
-"""transformers' cache with keys and values in few bits, and `generate` with one."""
+"""transformers' cache with low-bit keys and values, and `generate` with such a cache."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from sage_kernels.spec.kv_cache import STRIP, get_format
 
 
 class QuantizedKVCache(Cache):
-    """Cache of keys and values in few bits for `generate`, and for a model's `forward`.
+    """Cache of low-bit keys and values for `generate`, and for a model's `forward`.
 
-    With attention of ours (`attn_implementation="sage2"` and its siblings, or `sage_hf.apply`), decoding reads the
-    codes; with another one K and V are dequantised at each step, said once. Layers with a sliding window or with
-    another state than K and V keep transformers' own layers, in 16 bits, and a warning says so; so do layers whose
-    head_dim is outside 64…128, or whose V has another one. A prompt is attended to in the 16 bits it comes in.
+    With our attention (`attn_implementation="sage2"` and similar names, or `sage_hf.apply`), decoding reads the codes;
+    with other attention, K and V are dequantised at each step, with one warning. Some layers keep transformers' own
+    16-bit layers, with a warning: layers with a sliding window, with another state than K and V, with a head_dim
+    outside 64…128, or with another head_dim for V. Attention within a prompt uses its 16-bit K and V.
 
-    A copy by `copy.deepcopy` is a cache of the same model, which goes on by itself: a prompt is processed once for many
-    answers. `pickle` and `torch.save` take the tokens along.
+    A copy by `copy.deepcopy` is an independent cache of the same model, so a prompt can be processed once for many
+    answers. `pickle` and `torch.save` include the tokens.
 
     Args:
-        config: of the model: `model.config`.
+        config: the model's config, `model.config`.
         format: "int8", "int4" or "nvfp4" (numerics of Blackwell, emulated).
         max_cache_len: capacity in tokens, rounded up to a multiple of 512, for static shapes: `generate` compiles
             decoding as it does with transformers' `StaticCache`. None: the cache grows with its tokens.
         offloading: not supported.
 
-    With static shapes memory is taken at once, and decoding from whole K and V is refused: attention must be ours, and
-    hand on no keyword, mask or bias that the codes cannot serve. More tokens than there is room for are a ValueError,
-    but in compiled steps on a GPU, which nothing waits for: there they give NaN.
+    With static shapes, memory is taken at once, and decoding from whole K and V is refused: attention must be ours,
+    without a keyword, mask or bias that the codes cannot serve. If there is no room for a token, ValueError is raised;
+    in compiled steps on a GPU, for which the host does not wait, the result is NaN instead.
 
     Raises:
         ValueError: the format is unknown, max_cache_len is below 1, offloading is asked for, the model is an
@@ -88,11 +88,11 @@ class QuantizedKVCache(Cache):
         return self.is_static and super().is_compileable
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest tokens, given as a negative number; keep so many if it is positive.
+        """Remove the newest tokens: a negative number is the number to remove, a positive number the number to keep.
 
         Raises:
-            RuntimeError: a layer of transformers' has dropped tokens that would come back, or an exception ended the
-                latest step. The cache is as before.
+            RuntimeError: a layer of transformers has dropped tokens that would be needed again, or an exception ended
+                the latest step. The cache is not changed.
         """
         if tokens_to_remove > 0:
             tokens_to_remove -= int(self.get_seq_length())
@@ -116,15 +116,16 @@ class QuantizedKVCache(Cache):
 
 
 def cache_keyword(model: Any) -> str:
-    """Name the keyword by which a model's `forward` and `generate` take a cache, which depends on its version."""
+    """Return the keyword by which a model's `forward` and `generate` take a cache; it depends on transformers'
+    version."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 class GenerateWithCache:
-    """`generate` of a model, with a quantised cache where the caller gives none and asks for none of another kind.
+    """`generate` of a model, with a quantised cache unless the caller passes a cache or asks for another kind.
 
     Attributes:
-        before: what the user had assigned to the model as its `generate`; None: its class's runs.
+        before: the function that the user had assigned as the model's `generate`; None: the class's method runs.
     """
 
     def __init__(self, model: Any, format: str) -> None:
@@ -133,11 +134,11 @@ class GenerateWithCache:
         self.before: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate; arguments as of the model's class.
+        """Generate; arguments as in the model's class.
 
         Raises:
-            ValueError: `cache_implementation` names another cache than "static", or it does and no argument says how
-                long the cache is to be.
+            ValueError: `cache_implementation` names another cache than "static", or it is "static" and no argument
+                gives the cache's length.
         """
         model = self.model
         given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
@@ -151,7 +152,7 @@ class GenerateWithCache:
             chosen, length = setting("cache_implementation"), None
             if chosen == "static":
                 length = self._static_length(args, kwargs, setting)
-                kwargs["cache_implementation"] = None  # wins over the configs, as they name a cache no more
+                kwargs["cache_implementation"] = None  # overrides the configs, which then name no cache
             elif chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
                 raise ValueError(
                     f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
@@ -160,12 +161,13 @@ class GenerateWithCache:
                 )
             cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
             if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
-                cache.activate_past_recording()  # as `generate` does with the caches that it makes for assistants
+                cache.activate_past_recording()  # as `generate` does for the caches of its assistants
             kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
 
     def _static_length(self, args: Any, kwargs: dict[str, Any], setting: Callable[[str], Any]) -> int:
-        """Return the tokens that a static cache must hold, those of earlier calls at least: others would be compiled.
+        """Return the number of tokens that a static cache must hold, at least as in earlier calls, which avoids
+        compiling.
 
         Raises:
             ValueError: neither `max_new_tokens`, `max_length` nor `max_cache_len` is set.

@@ -1,8 +1,8 @@
-"""Layers of transformers' cache with keys and values in few bits, and the attention function that decodes from them.
+"""Layers of transformers' cache with low-bit keys and values, and the attention function that decodes from them.
 
-A cache layer puts itself into the keywords of the attention function of the same call, and returns the new tokens only.
-An attention that is not ours does not know the keyword: for it, and for models that do not hand keywords on, the layer
-returns whole K and V, dequantised.
+A cache layer puts itself into the keywords of the same call's attention function, and returns only the new tokens.
+Other attention does not know the keyword: for it, and for models that do not pass keywords on, the layer returns whole
+K and V, dequantised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, 
 logger = logging.get_logger(__name__)
 
 HANDLE = "sage_kv_layer"
-"""Keyword by which a cache layer reaches the attention function."""
+"""Keyword that passes a cache layer to the attention function."""
 WHOLE = "whole K and V"
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 def eagerly(method: Method) -> Method:
-    """Have the compiler run a method as it is; a call that is not compiled does without the cost of that."""
+    """Let the compiler run a method eagerly; an eager call does not pay for this wrapper."""
     disabled = torch.compiler.disable(method)
 
     @functools.wraps(method)
@@ -52,9 +52,9 @@ def eagerly(method: Method) -> Method:
 
 
 class QuantizedLayer(DynamicLayer):
-    """Cache layer in few bits, or in 16 bits where K and V cannot be quantised."""
+    """Cache layer in low bits, or in 16 bits if K and V cannot be quantised."""
 
-    supports_early_init = False  # the first K and V decide
+    supports_early_init = False  # None until the first K and V decide
 
     def __init__(self, config: Any, note: kv_notes.KVNote, number: int, before: QuantizedLayer | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class QuantizedLayer(DynamicLayer):
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
-        """Copy all but the config, which is the model's: it names the attention that comes next."""
+        """Copy everything except the config, which is the model's: it names the attention that comes next."""
         memo.setdefault(id(self.config), self.config)
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -79,7 +79,7 @@ class QuantizedLayer(DynamicLayer):
         self.noted_size: tuple[int, int] | None = None
 
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Decide by the first K and V whether the layer is quantised."""
+        """Decide from the first K and V whether the layer is quantised."""
         head_dim, v_head_dim = key.shape[-1], value.shape[-1]
         reason = ""
         if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
@@ -91,7 +91,7 @@ class QuantizedLayer(DynamicLayer):
         self.is_decided = True
         if reason:
             kept = self.note.kept.setdefault(reason, [])
-            if self.number not in kept:  # after reset() it is there
+            if self.number not in kept:  # after reset() it exists already
                 kept.append(self.number)
             warn_once(f"KV cache: layers stay in 16 bits: {reason}")
         else:
@@ -111,16 +111,17 @@ class QuantizedLayer(DynamicLayer):
 
         Args:
             key_states, value_states: the new tokens.
-            args: what transformers passes before 5.24; not used.
+            args: arguments of transformers before 5.24; not used.
             kwargs: the keywords of the attention function that is called next.
             others: not used.
 
         Returns:
-            The new tokens if our attention comes next; else whole K and V.
+            The new tokens if our attention comes next, or else whole K and V.
 
         Raises:
-            ValueError: gradients are wanted, or the tokens are of other sequences or heads than those before.
-            RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
+            ValueError: gradients are wanted, or the tokens have other numbers of sequences or heads than earlier
+                tokens.
+            RuntimeError: attention in an earlier step, or in the previous layer, did not take the cache.
         """
         return self._update(key_states, value_states, kwargs)
 
@@ -159,7 +160,7 @@ class QuantizedLayer(DynamicLayer):
         return whole
 
     def _keep(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new tokens in 16 bits, and return all."""
+        """Take new tokens in 16 bits, and return all tokens."""
         return super().update(key_states, value_states)
 
     @eagerly
@@ -179,19 +180,19 @@ class QuantizedLayer(DynamicLayer):
         Args:
             module: the calling attention layer.
             query: (batch, q_heads, q_len, head_dim).
-            key, value: what the model made of the new tokens since.
-            mask, scaling: as of `sage_attention_forward`.
-            forward: that function, with its recipe.
-            keywords: its other keywords.
+            key, value: the new tokens, which the model may have changed since.
+            mask, scaling: as in `sage_attention_forward`.
+            forward: `sage_attention_forward` with a recipe.
+            keywords: other keywords for `forward`.
 
         Returns:
             As `sage_attention_forward`.
 
         Raises:
-            RuntimeError: there are no new tokens, or behind a prompt the model has changed them.
+            RuntimeError: there are no new tokens, or the model changed them in a step after the prompt.
         """
         attend = functools.partial(forward, module, query, scaling=scaling, **keywords)
-        if self.pending is None and self.whole_reason:  # another call with K and V of the prompt
+        if self.pending is None and self.whole_reason:  # another call with the prompt's K and V
             return attend(key, value, mask)
         if self.cache is None or self.pending is None:
             raise RuntimeError("the KV cache has no new tokens for this attention: update it once before each call")
@@ -231,7 +232,7 @@ class QuantizedLayer(DynamicLayer):
         return self.cache.length + (0 if self.pending is None else self.pending[0].shape[2])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest tokens, given as a negative number."""
+        """Remove the newest tokens; their number is given as a negative number."""
         self.settle()
         if self.cache is None:
             super().crop(tokens_to_remove)
@@ -251,7 +252,7 @@ class QuantizedLayer(DynamicLayer):
             self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences of these numbers, in their order; or those that a mask marks True."""
+        """Keep the sequences with these indices, in this order; or the sequences that a mask marks True."""
         self.settle()
         if self.cache is None:
             if self.is_initialized:
@@ -267,7 +268,7 @@ class QuantizedLayer(DynamicLayer):
     prefetch = offload
 
     def _with_past(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all tokens: the past ones dequantised, the new ones as they are."""
+        """Return K and V of all tokens: past tokens dequantised, new tokens unchanged."""
         assert self.cache is not None
         if not self.cache.length:
             return key, value
@@ -283,11 +284,11 @@ class QuantizedLayer(DynamicLayer):
 
     @property
     def has_past(self) -> bool:
-        """Return whether there are tokens that an attention which does not know the cache would miss."""
+        """Return whether there are tokens that attention without the cache would miss."""
         return self.cache is not None and self.cache.length > 0
 
     def check_taken(self) -> None:
-        """Raise RuntimeError if attention, which should have taken new tokens and the past, saw the new ones only."""
+        """Raise RuntimeError if attention should have read new and past tokens, but saw only the new tokens."""
         if self.pending is not None and self.has_past:
             raise RuntimeError(
                 "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "
@@ -296,7 +297,7 @@ class QuantizedLayer(DynamicLayer):
             )
 
     def settle(self) -> None:
-        """Store tokens that no attention of ours has taken: a prompt's, to which attention saw all there is.
+        """Store tokens that our attention has not taken: a prompt's tokens, of which attention saw all.
 
         Raises:
             RuntimeError: see `check_taken`.
@@ -323,7 +324,7 @@ class QuantizedLayer(DynamicLayer):
 def limit_of_keywords(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None, keywords: dict[str, Any]
 ) -> str:
-    """Name why attention with these arguments cannot be decoded from the codes; or ""."""
+    """Return the reason why attention with these arguments cannot decode from the codes; "" if it can."""
     named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
     given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
     given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
@@ -348,7 +349,7 @@ def attention_with_cache(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `sage_attention_forward`, from a cache of ours where the call's keywords hold a layer of one."""
+    """Compute `sage_attention_forward`; if the call's keywords hold a layer of our cache, from this cache."""
     layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
     forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
     if layer is None:
@@ -357,9 +358,9 @@ def attention_with_cache(
 
 
 def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor | None:
-    """Return the keys of a mask that is nothing but causality and padding, bool (batch or 1, past + q_len).
+    """Return the existing keys of a mask that is only causality and padding, bool (batch or 1, past + q_len).
 
-    None: all keys. The mask itself: it is another one.
+    None: all keys exist. For any other mask, return the mask itself.
     """
     if mask is None:
         return None
@@ -373,7 +374,7 @@ def _keys_of(mask: torch.Tensor | None, q_len: int, past: int) -> torch.Tensor |
 
 
 def _limit_of_mask(mask: torch.Tensor | None, q_len: int, past: int) -> str:
-    """Name why a step with a mask cannot be decoded from the codes; or ""."""
+    """Return the reason why a step with a mask cannot decode from the codes; "" if it can."""
     if q_len > MAX_QUERIES:
         return f"more than {MAX_QUERIES} new tokens"
     if (mask is None and q_len > 1) or (mask is not None and _keys_of(mask, q_len, past) is mask):
@@ -382,7 +383,7 @@ def _limit_of_mask(mask: torch.Tensor | None, q_len: int, past: int) -> str:
 
 
 def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
-    """Return which tokens of a prompt are no padding, bool (batch or 1, q_len); None: all, or the mask does not say."""
+    """Return which tokens of a prompt are not padding, bool (batch or 1, q_len); None: all, or unknown."""
     if mask is None or mask.dim() == 2:
         return mask
     keys = _keys_of(mask, q_len, 0)
@@ -392,12 +393,12 @@ def _tokens_of(mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
 
 
 def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Check whether two tensors of one dtype lie in one memory, in one shape."""
+    """Check whether two tensors of the same dtype share memory and shape."""
     return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
 
 
 def warn_once(message: str) -> None:
-    """Log a warning, once in a process."""
+    """Log a warning once per process."""
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)

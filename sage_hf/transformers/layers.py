@@ -1,4 +1,4 @@
-"""The modules of a model that call transformers' attention interface, and the models that cannot run our names."""
+"""The modules of a model that call transformers' attention interface, and models that cannot use our names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Return the reason that none of our `attn_implementation`s would change `model`; None if one would."""
+    """Return the reason why our `attn_implementation`s would not change `model`; None if they would."""
     if attention_layers(model):
         return None
     if not is_pretrained_model(model):
@@ -39,13 +39,13 @@ def unsupported(model: nn.Module) -> str | None:
 
 @once_per_class
 def refusal(model_class: type) -> str | None:
-    """Return the reason that models of a class must not get one of our `attn_implementation`s; None if they may.
+    """Return the reason why models of a class must not get our `attn_implementation`s; None if they may.
 
     The class alone decides, before any layer is built. transformers accepts any registered name. A model that does not
-    look the name up would compute attention by its own code with masks meant for ours, and lose causality and padding
-    (Bloom), or fail because it has no class for the name (GPT-Neo). A model whose layers let the attention function
-    pick the keys, except with "eager" and "sdpa", would attend to all keys (DeepSeek V3.2). A model that only combines
-    other models is accepted: those are checked themselves. A class of your own attends as the model it is derived from.
+    look the name up would run its own attention with masks made for ours, and lose causality and padding (Bloom), or
+    fail because it has no class for the name (GPT-Neo). If a model's layers let the attention function pick the keys,
+    except with "eager" and "sdpa", it would attend to all keys (DeepSeek V3.2). A model that only combines other models
+    is accepted, because these are checked themselves. A user's class attends like the model from which it derives.
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}
@@ -70,13 +70,13 @@ def refusal(model_class: type) -> str | None:
 
 
 def _model_of_another_file(model_class: type) -> type | None:
-    """Return the closest class of models that a class is derived from and that another file defines; None: none is."""
+    """Return the closest base class that is a model and is defined in another file; None if there is none."""
     others = (base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL))
     return next((base for base in others if is_module_class(base) and hasattr(base, "set_attn_implementation")), None)
 
 
 def _find_enclosing(name: str, values: dict[str, bool]) -> bool:
-    """Return the value of the module `name`, else of the closest module around it that has one; False if none has."""
+    """Return the value of module `name`, or of the closest enclosing module that has a value; False if none has."""
     while name and name not in values:
         name = name.rpartition(".")[0]
     return values.get(name, False)

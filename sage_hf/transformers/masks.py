@@ -22,18 +22,17 @@ from sage_kernels.runtime import dynamo
 
 
 def sage_mask(**kwargs: Any) -> torch.Tensor | None:
-    """Return the mask for `sage_attention_forward`: the one that transformers makes for `sdpa` from these arguments.
+    """Return the mask for `sage_attention_forward`: transformers' `sdpa` mask for these arguments.
 
     Returns:
         bool, (batch, 1, q_len, kv_len), True where a query may attend; or None for plain causal (upper left) or full
-        attention, without padding, window or packed sequences. A causal mask, also for queries behind a cache, says so
-        by an attribute, see `causality_of`; if it is traced, which attributes do not survive, padding of as
-        many queries as keys comes alone, as in `sage_training_mask`.
-        Models whose attention layers compute with their masks, or that ask whether the implementation is `sdpa`, never
-        get None for causal attention; those of the former that refuse `sdpa` get what transformers makes for `eager`,
-        which is additive.
+        attention, without padding, window or packed sequences. A causal mask, also for queries behind a cache, has an
+        attribute that says so, see `causality_of`. Attributes do not survive tracing: if traced, with as many queries
+        as keys, only the padding is returned, as in `sage_training_mask`. Models whose attention layers compute with
+        their masks, or that ask whether the implementation is `sdpa`, never get None for causal attention. Models of
+        the first kind that refuse `sdpa` get transformers' mask for `eager`, which is additive.
     """
-    from transformers import masking_utils  # here, for it has these functions registered when it is imported
+    from transformers import masking_utils  # imported here, because it registers these functions at import
 
     reading = _reading_of(type(kwargs.get("config")))
     if reading == "additive":
@@ -43,7 +42,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
     if _is_traced():
         mask = _padding_of_causality(kwargs)
         return masking_utils.sdpa_mask(**kwargs | never_skipped) if mask is None else mask
-    with torch.inference_mode(False), torch.no_grad():  # else there is no version that tells of changes
+    with torch.inference_mode(False), torch.no_grad():  # otherwise there is no version counter that shows changes
         mask = masking_utils.sdpa_mask(**kwargs | never_skipped)
     if mask is not None and not mask.is_inference():
         causality = _causality(kwargs)
@@ -54,13 +53,12 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Causality:
-    """The statement of a causal mask: query q attends to no key behind q + offset.
+    """The statement of a causal mask: query q attends to no key after q + offset.
 
     Attributes:
         offset: see above.
-        hides_more: whether it hides other keys too, not the same ones from all queries: those before a window, or of
-            other sequences.
-        keys: if not, which keys exist, bool (batch, q_len + offset); None: all.
+        hides_more: it also hides keys that differ from query to query (a window, other sequences).
+        keys: otherwise, the keys that exist, bool (batch, q_len + offset); None: all.
     """
 
     offset: int
@@ -69,10 +67,10 @@ class Causality:
 
 
 def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causality | None:
-    """Tell what a mask says that `sage_mask` made for so many queries and keys; None if it is not known to be causal.
+    """Return the causality of a mask that `sage_mask` made for these numbers of queries and keys; None if unknown.
 
-    A mask that the model has changed since is not known, nor is a part of one, a copy but by `say_again`, nor one made
-    for other lengths.
+    Unknown: a mask that the model has changed since, a part of one, a copy not made by `say_again`, and a mask for
+    other lengths.
     """
     if mask is None or _is_traced() or mask.shape[2:] != (q_len, kv_len):
         return None
@@ -81,7 +79,7 @@ def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causalit
 
 
 def say_again(mask: object, copy: object) -> None:
-    """Let the copy of a mask on another device say what the mask says of causality, if it says anything."""
+    """Copy a mask's statement of causality, if it has any, to a copy of the mask on another device."""
     if not isinstance(mask, torch.Tensor) or not isinstance(copy, torch.Tensor) or copy is mask:
         return
     causality, version = getattr(mask, CAUSALITY, (None, None))
@@ -91,7 +89,7 @@ def say_again(mask: object, copy: object) -> None:
 
 
 def _is_traced() -> bool:
-    """Check whether what runs is traced, to be repeated with other values: none may decide now."""
+    """Check whether the code is being traced, to run again with other values; values must not decide then."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -100,9 +98,9 @@ def _reading_of(config_class: type) -> str:
     """Name the kind of masks that models with a config of the class can read.
 
     Returns:
-        "additive": an attention layer computes with its mask, and need not know boolean ones, for the model refuses
-        `sdpa`. "boolean": such a layer knows both, but None says nothing of causality to it; or the model asks whether
-        the implementation is `sdpa`, for which alone it does not drop queries behind a missing mask. Otherwise "".
+        "additive": an attention layer computes with its mask, and may not support boolean masks, because the model
+        refuses `sdpa`. "boolean": such a layer supports both, but None does not mean causality to it; or the model asks
+        whether the implementation is `sdpa`, and otherwise drops queries if the mask is missing. Otherwise "".
     """
     models = models_of(config_class)
     computing = list(filter(computes_with_masks, models))
@@ -112,7 +110,7 @@ def _reading_of(config_class: type) -> str:
 
 
 def _causality(kwargs: dict[str, Any]) -> Causality | None:
-    """Tell what the mask of these arguments says, if it is known to be causal."""
+    """Return the causality of the mask for these arguments; None if it is not known to be causal."""
     if not kwargs.get("allow_is_causal_skip", True) or not implies_causality(kwargs["mask_function"]):
         return None
     first, q_len = first_query_of(kwargs), queries_of(kwargs)
@@ -121,12 +119,12 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
     start = kwargs.get("kv_offset", 0)
     offset = first - start
     if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
-        return Causality(offset, hides_more=True) if q_len > 1 else None  # one query's mask says it all
+        return Causality(offset, hides_more=True) if q_len > 1 else None  # a single query's mask is complete
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)
-    # Causality hides the keys behind the last query, such as places of a static cache that are not written yet, of
-    # which padding need not tell. A step of one query keeps the cache's length, so that all steps are alike.
+    # Causality hides the keys after the last query, such as unwritten places of a static cache, so padding need not
+    # hide them. A step of one query keeps the cache's length, so that all steps have the same shapes.
     told = first + q_len if q_len > 1 else start + kwargs["kv_length"]
     if padding.dim() != 2 or padding.shape[1] < told:
         return None
@@ -140,9 +138,9 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
     """Return the mask for recipes with gradients, which support padding and causality but no other mask.
 
     Returns:
-        If `sage_mask` would add nothing but padding to causal or full attention, bool, True where a key exists:
-        (batch, kv_len) for causal attention, as for transformers' flash attention, and (batch, 1, 1, kv_len) for
-        attention in both directions. Otherwise what `sage_mask` returns.
+        If `sage_mask` would add only padding to causal or full attention: bool, True where a key exists, (batch,
+        kv_len) for causal attention, as in transformers' flash attention, and (batch, 1, 1, kv_len) for attention in
+        both directions. Otherwise the mask that `sage_mask` returns.
     """
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
@@ -156,7 +154,7 @@ def sage_training_mask(**kwargs: Any) -> torch.Tensor | None:
 
 
 def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the padding (batch, kv_len) of a causal mask that can be left to `is_causal` with it, or None."""
+    """Return the padding (batch, kv_len) of a mask that padding and `is_causal` can replace; None for other masks."""
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None or not _is_padding(padding, kwargs):
         return None
@@ -170,15 +168,15 @@ def _padding_of_causality(kwargs: dict[str, Any]) -> torch.Tensor | None:
 def _hands_padding_on(config_class: type) -> bool:
     """Check whether models with a config of the class pass a mask (batch, kv_len) to their attention unchanged.
 
-    Models that transformers runs with flash attention do, unless they ask for its name, or compute with masks. Others
-    may combine it with masks of four dimensions, and causality would be lost.
+    Models that transformers runs with flash attention do, unless they ask for its name or compute with masks. Other
+    models may combine it with masks of four dimensions, which would lose causality.
     """
     models = models_of(config_class)
     return bool(models) and all(map(runs_flash_attention, models)) and not _reading_of(config_class)
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Check whether the mask only marks padding, and there is some; while it is traced, its shape and dtype decide."""
+    """Check whether the mask marks padding, and nothing else; while it is traced, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
     if _reading_of(type(kwargs.get("config"))) == "additive":

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _warned: set[tuple[str, str]] = set()
-"""Modelling files and implementations already warned about: transformers checks each class of a model by itself."""
+"""Modelling files and implementations already warned about: transformers checks each class of a model separately."""
 
 
 @functools.cache
 def register() -> None:
-    """Register attention and mask functions with transformers: now if it is imported, else once it is.
+    """Register attention and mask functions with transformers: now if it is imported, or else at its import.
 
-    A model that cannot run ours (`layers.refusal`), although transformers accepts the name, runs its default
+    A model that cannot run our attention (`layers.refusal`), although transformers accepts the name, runs its default
     implementation instead, and a warning names its class.
     """
     purpose = 'attn_implementation="sage3" and its siblings'
@@ -52,7 +52,7 @@ def _register_masks(masking_utils: ModuleType) -> None:
 
 
 def _keep_causality(hooks: ModuleType) -> None:
-    """Let masks that accelerate copies for layers on another GPU say of causality what the originals say."""
+    """Let masks that accelerate copies for layers on another GPU keep the originals' statement of causality."""
     from sage_hf.transformers.masks import say_again
 
     send = hooks.send_to_device
@@ -60,7 +60,7 @@ def _keep_causality(hooks: ModuleType) -> None:
     @functools.wraps(send)
     def send_to_device(tensor: Any, device: Any, *args: Any, **options: Any) -> Any:
         sent = send(tensor, device, *args, **options)
-        if isinstance(tensor, dict):  # of a layer's keywords
+        if isinstance(tensor, dict):  # a layer's keywords
             for name, mask in tensor.items():
                 say_again(mask, sent[name])
         return sent

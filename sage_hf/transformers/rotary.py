@@ -1,8 +1,8 @@
-"""Rotation of queries and keys by one kernel in transformers' models, whose function takes ten operators for it.
+"""Rotation of queries and keys by one kernel in transformers' models, whose own function runs ten operators.
 
-Each modelling file has a function of its own, `apply_rotary_pos_emb`. In layers that run a recipe of ours the kernel
-takes its place, if it gives the same bits for drawn tensors. All other layers run the function as it is. The files are
-changed while a model runs a recipe of ours, and no longer.
+Each modelling file has its own function `apply_rotary_pos_emb`. In layers that run our recipe, the kernel replaces it,
+if the kernel gives the same bits for random tensors. All other layers run the original function. The files are changed
+only while a model runs our recipe.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ MARK = "_sage_rotary"
 """Attribute of functions that this file has wrapped."""
 
 LARGE = 2**18
-"""Elements of the queries from which on two launches cost the host no more than the operators do."""
+"""Number of the queries' elements from which two launches cost the host no more than the operators."""
 LARGE_WITH_GRADIENTS = 2**22
-"""The same with gradients, which autograd records at a cost."""
+"""The same number with gradients, because autograd records calls at a cost."""
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _Thread(threading.local):
-    """The thread's state: the layer that it runs, if that has a recipe of ours."""
+    """Thread state: the layer that the thread is running, if the layer has a recipe of ours."""
 
     layer: nn.Module | None = None
 
 
 _thread = _Thread()
 _agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
-"""Agreement of modelling files' functions with the kernel, to the bit."""
+"""Bit-for-bit agreement of modelling files' functions with the kernel."""
 
 
 class _Replacement(NamedTuple):
-    """Values of an attribute of a modelling file or a layer's class, and the models that need ours."""
+    """Original and replacement of an attribute of a modelling file or a layer's class, and the models that need it."""
 
     original: Any
     ours: Any
     models: weakref.WeakSet[nn.Module]
 
 
-_lock = threading.RLock()  # a model may be collected while it is held
+_lock = threading.RLock()  # a model may be collected while the lock is held
 _replacements: dict[tuple[Any, str], _Replacement] = {}
 
 
 def rotate_by_kernel(model: nn.Module) -> None:
-    """Let the layers of a model's class use the kernel while they run a recipe of ours that is not exact."""
+    """Let the layers of a model's class use the kernel while they run a low-bit recipe of ours."""
     for layer in filter(calls_interface, built_classes(type(model))):
         owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
         if owner is None or ROTATE not in unwrap(owner.forward).__code__.co_names:
@@ -87,7 +87,7 @@ def _replace(place: Any, name: str, wrap: Callable[[Any], Any], model: nn.Module
 
 
 def forget_model(model: nn.Module) -> None:
-    """Put back what `rotate_by_kernel` replaced for a model and those inside it, unless another model needs it."""
+    """Undo `rotate_by_kernel` for a model and the models inside it, except where another model needs the kernel."""
     with _lock:
         for replacement in list(_replacements.values()):
             for module in model.modules():
@@ -96,17 +96,17 @@ def forget_model(model: nn.Module) -> None:
 
 
 def _put_back_unneeded() -> None:
-    """Put back what no model needs any more."""
+    """Put back originals whose replacements no model needs any more."""
     with _lock:
         for (place, name), replacement in list(_replacements.items()):
             if list(replacement.models) or _replacements.pop((place, name), None) is not replacement:
                 continue
-            if vars(place)[name] is replacement.ours:  # and not what somebody has put there since
+            if vars(place)[name] is replacement.ours:  # but leave an object that somebody has put there since
                 setattr(place, name, replacement.original)
 
 
 def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward pass that tells what it calls whether a recipe of ours runs."""
+    """Wrap a layer's forward pass to tell the functions that it calls whether the layer runs our recipe."""
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -123,13 +123,13 @@ def _noting_recipe(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs_ours(layer: Any) -> bool:
-    """Check whether a layer runs a recipe of ours in low bits."""
+    """Check whether a layer runs a low-bit recipe of ours."""
     recipe, _ = NAMES.get(implementation_of(layer) or "", ("exact", None))
     return recipe != "exact" and vars(layer).get(RECIPE) != "exact"
 
 
 def _with_kernel(rotate: Rotate) -> Rotate:
-    """Return a function that does what `rotate` does, by the kernel where that serves and gives the same bits."""
+    """Return a function equal to `rotate`, which uses the kernel where it serves and gives the same bits."""
 
     @functools.wraps(rotate)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _with_kernel(rotate: Rotate) -> Rotate:
 
 
 def _serves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Check whether the kernel takes these tensors, and gains."""
+    """Check whether the kernel takes these tensors and is faster."""
     if not all(isinstance(x, Tensor) for x in (q, k, cos, sin)) or not is_served(q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
@@ -171,9 +171,14 @@ def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Check whether a function and the kernel rotate drawn tensors alike, to the bit; False if either fails."""
+    """Check that a function and the kernel give the same bits for random tensors; False if either raises an error."""
     generator = torch.Generator(device).manual_seed(0)
-    sizes = (1, 16, 3, head_dim), (1, 8, 3, head_dim), (1, 3, head_dim), (1, 3, head_dim)  # as compiled for most models
+    sizes = (
+        (1, 16, 3, head_dim),
+        (1, 8, 3, head_dim),
+        (1, 3, head_dim),
+        (1, 3, head_dim),
+    )  # as compiled for most models
     drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
     try:
         return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))

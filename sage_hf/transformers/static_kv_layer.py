@@ -1,7 +1,7 @@
-"""A cache layer in few bits with static shapes, for decoding that transformers compiles.
+"""A low-bit cache layer with static shapes, for decoding that transformers compiles.
 
-The first tokens, and more than one at once, go the way of a layer that grows, outside of compiled code. A step of one
-token is one operator of PyTorch; the device counts the tokens, and Python's side of the layer stays as it is.
+The first tokens, and more than one token at once, are handled as in a growing layer, outside compiled code. A step of
+one token is one operator of PyTorch; the device counts the tokens, and the layer's Python state does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sage_kernels.spec.kv_cache import KVCache
 
 
 class StaticQuantizedLayer(QuantizedLayer):
-    """Cache layer in few bits of fixed capacity."""
+    """Low-bit cache layer of fixed capacity."""
 
     is_compileable = True
 
@@ -36,9 +36,9 @@ class StaticQuantizedLayer(QuantizedLayer):
         """Make an empty layer.
 
         Args:
-            config, note, number, before: as of a layer that grows.
+            config, note, number, before: as in `QuantizedLayer`.
             plain: transformers' layer of the same capacity.
-            layers: of the cache, where `plain` takes this layer's place if K and V cannot be quantised.
+            layers: the cache's layers, in which `plain` replaces this layer if K and V cannot be quantised.
         """
         self.plain, self.layers, self.max_cache_len = plain, layers, plain.max_cache_len
         self.cache: KVCache | None = None
@@ -53,7 +53,7 @@ class StaticQuantizedLayer(QuantizedLayer):
             cache.clear()
             self.cache, self.is_decided, self.is_initialized = cache, True, True
 
-    @torch.inference_mode(False)  # compiled code writes into the tensors, in whichever mode it runs
+    @torch.inference_mode(False)  # compiled code writes into the tensors in any mode
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
         super()._decide(key, value)
         if self.cache is not None:
@@ -62,7 +62,7 @@ class StaticQuantizedLayer(QuantizedLayer):
                 mark_static(getattr(self.cache, name))
 
     def _keep(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let transformers' layer take this one's place; the mask of these tokens is as `get_mask_sizes` says."""
+        """Let transformers' layer replace this layer; the mask of these tokens has the sizes of `get_mask_sizes`."""
         self.layers[self.number] = self.plain
         whole: tuple[torch.Tensor, torch.Tensor] = self.plain.update(key_states, value_states)
         return whole if key_states.shape[2] == 1 else (key_states, value_states)
@@ -78,20 +78,20 @@ class StaticQuantizedLayer(QuantizedLayer):
         """Take new tokens, (batch, kv_heads, tokens, head_dim).
 
         Args:
-            key_states, value_states, args, kwargs, others: as of a layer that grows.
+            key_states, value_states, args, kwargs, others: as in `QuantizedLayer`.
 
         Returns:
-            The new tokens: attention of ours reads the others from the cache.
+            The new tokens: our attention reads the past tokens from the cache.
 
         Raises:
-            ValueError: there is no room, gradients are wanted, the tokens are of other sequences or heads than those
-                before, or attention would need whole K and V.
-            RuntimeError: the attention of an earlier step, or of the layer before, did not take the cache.
+            ValueError: there is no room, gradients are wanted, the tokens have other numbers of sequences or heads than
+                earlier tokens, or attention would need whole K and V.
+            RuntimeError: attention in an earlier step, or in the previous layer, did not take the cache.
         """
         if not self._is_step(key_states):
             return self._update_eagerly(key_states, value_states, kwargs)
         if self.cache is not None and not torch.compiler.is_compiling():
-            self.cache.length += 1  # at least: steps that were compiled are not among them
+            self.cache.length += 1  # at least this many: compiled steps are not counted
             self.cache.reserve(self.cache.length)
         return self._update(key_states, value_states, kwargs)
 
@@ -123,14 +123,14 @@ class StaticQuantizedLayer(QuantizedLayer):
         """Attend with the tokens of the latest `update` to the cache, and store them.
 
         Args:
-            module, query, key, value, mask, scaling, forward, keywords: as of a layer that grows.
+            module, query, key, value, mask, scaling, forward, keywords: as in `QuantizedLayer`.
 
         Returns:
             As `sage_attention_forward`.
 
         Raises:
             ValueError: attention would need whole K and V.
-            RuntimeError: there are no new tokens, or behind a prompt the model has changed them.
+            RuntimeError: there are no new tokens, or the model changed them in a step after the prompt.
         """
         if reason := limit_of_keywords(module, query, key, scaling, keywords):
             self._note_whole(reason)
@@ -155,7 +155,7 @@ class StaticQuantizedLayer(QuantizedLayer):
         *others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.cache is not None
-        if mask is not None and query.shape[2] == 1:  # of a prompt of one token; `get_mask_sizes` knows no prompts
+        if mask is not None and query.shape[2] == 1:  # a prompt of one token, for which `get_mask_sizes` is wrong
             mask = mask[..., : self.cache.length + 1]
         result = super().attend(module, query, key, value, mask, *others)
         if self.whole_reason:
@@ -171,7 +171,7 @@ class StaticQuantizedLayer(QuantizedLayer):
         self.is_filled = True
 
     def get_seq_length(self, *args: Any) -> Any:
-        """Return the number of tokens, a tensor on the device if there are any, as transformers' static layers do."""
+        """Return the number of tokens, as a tensor on the device if there are any, like transformers' static layers."""
         return 0 if self.cache is None else kv_step.length_of(self.cache)
 
     def get_max_length(self) -> int:
@@ -179,20 +179,21 @@ class StaticQuantizedLayer(QuantizedLayer):
         return self.max_cache_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and the offset of the keys in a mask: all there is room for, in a step of one token."""
+        """Return the length and the offset of the keys in a mask; in a step of one token, the length is the
+        capacity."""
         if query_length == 1:
             return self.max_cache_len, 0
         return int(self.get_seq_length()) + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove so many of the newest tokens, given as a negative number."""
+        """Remove the newest tokens; their number is given as a negative number."""
         if self.cache is not None:
             self.cache.read_counts()
         super().crop(tokens_to_remove)
 
     @property
     def has_past(self) -> bool:
-        """Return whether there are tokens; asked in compiled code, which does not know how many."""
+        """Return whether there are tokens; compiled code asks, because it does not know the number."""
         return self.is_filled
 
     def _is_step(self, key: torch.Tensor) -> bool:

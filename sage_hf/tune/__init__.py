@@ -1,1 +1,1 @@
-"""Measure what attention calls cost on the GPU at hand, and compile their kernels beforehand."""
+"""Measure the times of attention calls on the GPU at hand, and compile their kernels beforehand."""

@@ -1,4 +1,4 @@
-"""Calls that are tuned for: a case by a recipe or an exact kernel, and its first run, which compiles its kernels."""
+"""Calls to tune for: a case by a recipe or an exact kernel, and its first run, which compiles the kernels."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ assert tuple(BACKENDS) == cost_model.BACKENDS
 
 
 def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable[[str], Callable[[], object]]:
-    """Draw a case's tensors; return a function that makes a call of them by a recipe's or an exact kernel's name.
+    """Draw a case's tensors; return a function from the name of a recipe or exact kernel to a call with these tensors.
 
     Args:
         device: a CUDA device.
         case: for training, each call is a forward and a backward pass.
-        backward: without it, a call for training is the forward pass alone.
+        backward: if False, a call for training is only the forward pass.
     """
     inputs = draw(case, device)
     query, key, value = inputs.tensors
@@ -75,13 +75,13 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
 
 
 def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Case]], seconds: float | None = None) -> int:
-    """Run each (recipe, case) once in one of several processes, so that later ones find its kernels in the caches.
+    """Run each (recipe, case) once in one of several processes, so that later processes find its kernels in the caches.
 
     Args:
         device: a CUDA device.
-        calls: a recipe with gradients also runs its backward pass, where it has one for such calls. Batch and heads
-            are cut to a few.
-        seconds: how long to go on beginning calls; default until all have run.
+        calls: a recipe with gradients also runs its backward pass, if it has one for such calls. Batch and heads are
+            cut to small numbers.
+        seconds: time after which no call begins; default: all calls run.
 
     Returns:
         The number of calls that ran.

@@ -18,19 +18,19 @@ KEYS = (64, 128, 176, 192)
 ITEMS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
 ORDERS = get_args(Order)
 WIDTHS = (tuple(range(32, 257, 32)), (64, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256))
-"""Head_dims to which kernels pad: multiples of 32 and of 64, powers of 2, and FlashAttention 3's."""
+"""Head dimensions to which kernels pad: multiples of 32 and of 64, powers of 2, and FlashAttention 3's sizes."""
 PER_WIDTH = [Weights._fields.index(name) for name in ("queries", "keys", "wide_item", "wide_tile", "ragged")]
 FEWEST = 8
-"""Calls of all head_dims from which there is a curve."""
+"""Smallest number of calls, over all head_dims, for a curve."""
 FEWEST_OF_A_WIDTH = 20
-"""Calls of a padded head_dim from which it has a curve of its own."""
+"""Smallest number of calls of a padded head_dim for a separate curve."""
 SWEEPS, BEST, LAST_SWEEPS = 60, 8, 400
-"""Sweeps of descent for all schedules, and for the best ones."""
+"""Sweeps of descent for all schedules, and for the best schedules."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Time of one call in microseconds, with the fields of `Curve` that say of which kind it is."""
+    """Time of one call in microseconds, with the fields of `Curve` that name the call's kind."""
 
     runner: str
     mask: str
@@ -40,9 +40,9 @@ class Measured:
 
 
 def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
-    """Fit a curve to each runner, kind of mask and causality of at least FEWEST calls.
+    """Fit a curve to each runner (recipe or exact kernel), kind of mask and causality with at least FEWEST calls.
 
-    It is for all head_dims; padded head_dims of FEWEST_OF_A_WIDTH calls also have a curve of their own.
+    The curve is for all head_dims; padded head_dims with FEWEST_OF_A_WIDTH calls also have a separate curve.
     """
     kinds: dict[tuple[str, str, bool], list[Measured]] = {}
     for one in measured:
@@ -61,7 +61,7 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
 
 
 def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
-    """Return the smallest and the largest head_dim that are padded to the same of these widths as this one."""
+    """Return the smallest and the largest head_dim that are padded to the same width as this head_dim."""
     index = bisect_left(widths, head_dim)
     return (widths[index - 1] + 1 if index else 1), widths[index]
 
@@ -75,14 +75,14 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     nominal_ones = [Schedule(*one, (NOMINAL_WIDTH,)) for one in product(ROWS, KEYS, slots, ORDERS, packs)]
     schedules = [replace(one, widths=padded) for padded, one in product(widths, nominal_ones)]
     us = torch.tensor([one.us for one in calls], dtype=torch.float64)
-    # The padded head_dim is but a factor of some columns.
+    # The padded head_dim is only a factor of some columns.
     nominal = [replace(one.sizes, head_dim=NOMINAL_WIDTH) for one in calls]
     works = [[work(sizes, kind.causal, schedule) for sizes in nominal] for schedule in nominal_ones]
     factors = [[_padded_alike(padded, one.sizes.head_dim)[1] / NOMINAL_WIDTH for one in calls] for padded in widths]
     columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
     columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
     if kind.mask.split(",")[0] in ("none", "keys"):
-        columns[..., -1] = 0.0  # no attention bias to read
+        columns[..., -1] = 0.0  # there is no attention bias to read
     relative = columns.flatten(0, 1) / us[:, None]
     best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
     weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
@@ -95,7 +95,7 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
 
 
 def _nonnegative(matrices: torch.Tensor, sweeps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find non-negative weights w with matrix @ w near 1 for each matrix, by descent along one weight after another.
+    """Find non-negative weights w with matrix @ w near 1 for each matrix, by coordinate descent.
 
     Args:
         matrices: (number, calls, columns).

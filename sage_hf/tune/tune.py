@@ -1,4 +1,4 @@
-"""Measurement of what attention calls cost on one GPU, for the tables of `sage_kernels.dispatch.cost_model`."""
+"""Measurement of attention calls on one GPU, for the tables of `sage_kernels.dispatch.cost_model`."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from sage_kernels.runtime.toolchain import triton_version
 RECIPES = ("sage3", "sage2", "sage1")
 TRAINING_RECIPE = "sage_bwd"
 RIVAL_RECIPE = "sage3"
-"""Recipe that has two kernels on consumer Blackwell."""
+"""Recipe with two kernels on consumer Blackwell."""
 DRAWN, SEED, MOST_OPERATIONS = 440, 1, 2e12
 HEAD_DIMS = (32, 40, 64, 72, 96, 128, 136, 160, 192, 256)
-"""Head_dims measured, as few as tell the paddings of kernels apart: each has kernels to be compiled."""
+"""Measured head_dims: as few as distinguish the kernels' paddings, because each needs compiled kernels."""
 CACHED = ((32, 4, 128), (16, 1, 64))
-"""Heads, heads that share keys, and head_dim of calls of a few queries behind a cache."""
+"""Heads, heads that share keys, and head_dim of calls with a few queries behind a cache."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
 
 SECONDS, COMPILING = 420.0, 0.45
 """Longest time of a measurement, and the share of it after which no compilation begins."""
 FITTING = 0.15
-"""Share of the seconds that fitting the curves takes, behind the measuring."""
+"""Share of the seconds for fitting the curves, after measuring."""
 
-# A runner is timed for about REPLAYS times this long at each point, in replays of one graph of several calls.
+# A runner (recipe or exact kernel) is timed for about REPLAYS times this long at each point, by replaying one graph of
+# several calls.
 TIMED_MS = 1.0
 TRAINED_MS = 30.0
 """The same for calls with gradients: training holds a GPU at its power limit, where kernels differ by their energy."""
@@ -58,7 +59,7 @@ REPLAYS = 3
 
 
 def points() -> list[Case]:
-    """Return the calls that are measured: those that a seed draws by the grid's kinds, and calls with gradients.
+    """Return the calls to measure: random calls of the grid's kinds, and calls with gradients.
 
     Kinds of calls take turns, so that a few calls of every kind come first.
     """
@@ -79,7 +80,7 @@ def points() -> list[Case]:
     for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
         train(1, heads, heads, 17776, head_dim)
         train(1, 16, 4, 16384, head_dim, "causal")
-        for mask in TRAINED[:2]:  # so that a curve need not reach far beyond its points
+        for mask in TRAINED[:2]:  # so that a curve need not extrapolate far
             train(3, 24, 24, 8192, head_dim, mask)
         train(2, 32, 8, 12288, head_dim, "causal")
     for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINED[:2]):
@@ -96,23 +97,23 @@ def points() -> list[Case]:
 
 
 def _measured(head_dim: int) -> int:
-    """Return the least head_dim among those measured that is not below this one."""
+    """Return the smallest measured head_dim that is at least this head_dim."""
     return next(one for one in HEAD_DIMS if head_dim <= one)
 
 
 def _mask(case: Case) -> str:
-    """Return the kind of mask that the curves of such calls have."""
+    """Return the kind of mask in the curves of such calls."""
     return cost_model.kind_of(case.kind, case.is_causal, case.sizes)
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
     """Measure a GPU, and return its table; `Table.write` stores it.
 
-    Kinds of calls that there was no time for have the curves of the table that ships for such GPUs, if one does.
+    Kinds of calls for which there was no time get the curves of the shipped table for such GPUs, if there is one.
 
     Args:
-        device: a CUDA device that does nothing else meanwhile.
-        seconds: how long to compile, to measure and to fit; the calls that are left then are left out.
+        device: a CUDA device that does nothing else.
+        seconds: time to compile, measure and fit; remaining calls are left out.
         progress: called with a text for each stage.
 
     Raises:
@@ -147,18 +148,18 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
 
 
 def _kind(curve: Curve) -> tuple[str, bool, bool]:
-    """Return the kind of a curve's calls: curves of one kind are compared, so all are of the same GPU."""
+    """Return the kind of a curve's calls: curves of one kind are compared, so all must be of the same GPU."""
     return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
 
 
 def unseen_points(count: int, seed: int) -> list[Case]:
-    """Return the calls of the grid's kinds that a seed draws, but for those that `tune` measures."""
+    """Return random calls of the grid's kinds by a seed, except the calls that `tune` measures."""
     seen = {(case.sizes, case.mask) for case in points()}
     return [case for case in grid.drawn(count, seed) if (case.sizes, case.mask) not in seen]
 
 
 def table_in_use(device: torch.device) -> str:
-    """Name the table of costs by which calls on a GPU choose: "shipped", "tuned" or "none"."""
+    """Return the table of costs by which calls on a GPU choose: "shipped", "tuned" or "none"."""
     capability = torch.cuda.get_device_capability(device)
     table = cost_model.table_of(capability)
     if table is None:
@@ -167,11 +168,11 @@ def table_in_use(device: torch.device) -> str:
 
 
 def names_for(case: Case) -> list[str]:
-    """Return the recipes and exact kernels that are timed at a call."""
+    """Return the recipes and exact kernels to time for a call."""
     if case.training:
         return [TRAINING_RECIPE, *BACKENDS]
-    # Of PyTorch's kernels only flash takes causality that is aligned lower right without a mask as large as the scores,
-    # and cuDNN makes a plan for every length, so that steps of decoding do without it.
+    # Among PyTorch's kernels, only flash takes causality aligned lower right without a mask as large as the scores.
+    # cuDNN makes a plan for every length, so steps of decoding do not use it.
     decodes = case.kind == "none" and case.q_len < DECODED_QUERIES
     backends = [name for name in BACKENDS if name != "cudnn" or not decodes]
     if case.causal_offset:
@@ -181,7 +182,7 @@ def names_for(case: Case) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a table's figures depend, next to the GPU."""
+    """Return the versions on which a table's figures depend, in addition to the GPU."""
     triton = triton_version()
     return {
         "torch": torch.__version__,
@@ -192,7 +193,7 @@ def versions() -> dict[str, str]:
 
 
 def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, AbstractContextManager[None]]]:
-    """Yield `names_for` a call, each with the context in which it is timed: once for each of a recipe's kernels."""
+    """Yield `names_for` a call, each with its context for timing; a recipe comes once for each of its kernels."""
     for name in names_for(case):
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
             yield from ((name, enforce_nvfp4_forward(chosen)) for chosen in (False, True))
@@ -203,7 +204,7 @@ def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, Abs
 
 
 def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -> Iterator[Measured]:
-    """Time each call's variants until the seconds are over; one that refuses a call is left out."""
+    """Time each call's variants until the seconds are over; a variant that refuses a call is left out."""
     end = time.perf_counter() + seconds
     capability = torch.cuda.get_device_capability(device)
     with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
@@ -214,7 +215,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
             try:
                 call_of = prepare(device, case)
                 calls = [(name, context, call_of, case.training) for name, context in variants(capability, case)]
-                if case.training:  # a checkpoint runs the forward pass twice; exact ones are measured for inference
+                if case.training:  # a checkpoint runs forward twice; exact forward is measured for inference
                     forward = prepare(device, case, backward=False)
                     calls.append((TRAINING_RECIPE, nullcontext(), forward, False))
             except torch.OutOfMemoryError:
@@ -224,7 +225,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
                     with context:
                         runner = runner_of(device, case, name, backward)
                         us = queue.gpu_us(of(name), TRAINED_MS if case.training else TIMED_MS, REPLAYS)
-                except (RuntimeError, ValueError):  # not for such calls, or no memory
+                except (RuntimeError, ValueError):  # the call is not supported, or there is no memory
                     torch.cuda.synchronize(device)
                     continue
                 yield Measured(runner, _mask(case), case.is_causal, case.sizes, us)
@@ -232,7 +233,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Spare captures a search of all of Python's objects for garbage, and the reader PyTorch's reasons for refusals."""
+    """Switch off Python's garbage collection during captures, and PyTorch's warnings about refused calls."""
     gc.freeze()
     try:
         with warnings.catch_warnings():
@@ -243,11 +244,11 @@ def quiet() -> Iterator[None]:
 
 
 def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> str:
-    """Return the name in a table of costs of a recipe's kernels for a call, or of an exact kernel.
+    """Return the name, in a table of costs, of a recipe's kernels for a call or of an exact kernel.
 
     Args:
-        device, case, name: of the call.
-        backward: whether its backward pass is measured too.
+        device, case, name: the call.
+        backward: whether the backward pass is measured too.
 
     Raises:
         KernelUnavailableError: the recipe is not native here.
@@ -263,7 +264,7 @@ def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> st
 
 
 def _heat(device: torch.device) -> None:
-    """Work until the GPU's clocks are as high as under load."""
+    """Keep the GPU busy until its clocks are as high as under load."""
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     for _ in range(200):
         torch.mm(x, x)

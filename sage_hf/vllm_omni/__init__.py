@@ -17,8 +17,8 @@ BACKENDS = {
 def register() -> None:
     """Register the backends; vLLM-Omni calls this in each of its processes, by the entry point in pyproject.toml.
 
-    Where SageAttention itself is installed, its backends stay as they are, unless VLLM_PLUGINS names "sage_hf".
-    vLLM-Omni imports `sageattention` to see whether the backends are available, so `drop_in` provides it.
+    Where SageAttention itself is installed, vLLM-Omni keeps SageAttention's backends, unless VLLM_PLUGINS names
+    "sage_hf". vLLM-Omni imports `sageattention` to check that the backends are available, so `drop_in` provides it.
     """
     spec = find_spec("sageattention")
     installed = spec is not None and not str(spec.origin).startswith(STAND_INS)

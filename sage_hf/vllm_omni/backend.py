@@ -41,7 +41,7 @@ class Sage2Impl(AttentionImpl):
         """Attend to (batch, tokens, heads, head_dim).
 
         Args:
-            query, key, value: key and value may have fewer heads, of which query's are a multiple.
+            query, key, value: key and value may have fewer heads; query's number of heads is a multiple.
             attn_metadata: its `attn_mask` is (batch, kv_len), nonzero where a key exists, or broadcastable to (batch,
                 heads, q_len, kv_len), bool or additive.
         """
@@ -83,7 +83,7 @@ class Sage2Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """Return every head_dim; one outside 16…256 runs exactly."""
+        """Return every head_dim; a head_dim outside 16…256 runs exactly."""
         return list(range(1, 1025))
 
     @classmethod

@@ -16,14 +16,14 @@ from sage_hf import attention
 
 
 def _fail_later() -> None:
-    attend, calls = attention.decide_and_run, iter(range(10**9))
+    attend, calls = attention.kernels_attend, iter(range(10**9))
 
     def failing(*args: Any) -> Any:
         if next(calls) == 10:
             raise MemoryError("this process fails")
         return attend(*args)
 
-    attention.decide_and_run = failing
+    attention.kernels_attend = failing
 
 
 if __name__ == "__main__":

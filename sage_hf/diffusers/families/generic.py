@@ -1,4 +1,4 @@
-"""The generic `Attention`: UNets, VAEs, token refiners; Allegro and Lumina, which add RoPE to it."""
+"""The generic `Attention`: UNets, VAEs, token refiners; with RoPE added, Allegro and Lumina."""
 
 from __future__ import annotations
 

@@ -24,18 +24,19 @@ def unet_ip_adapter_attention(
     scale: float = 1.0,
     ip_adapter_masks: list[torch.Tensor | None] | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute what `IPAdapterAttnProcessor2_0` does: cross-attention to the text, plus one to each image prompt.
+    """Compute what `IPAdapterAttnProcessor2_0` does: cross-attention to the text, plus cross-attention to each image
+    prompt.
 
     Args:
         adapter: the processor of diffusers, for its weights and scales.
         encoder_hidden_states: the text, (batch, text tokens, dim), and each adapter's images, (batch, images, image
-            tokens, dim). One tensor: text, then the first adapter's image.
+            tokens, dim). A single tensor holds the text, then the first adapter's image.
         scale: has no effect, as in diffusers; the scales are the adapter's.
         ip_adapter_masks: a (1, images, height, width) mask for each adapter, or None for an adapter without effect;
             as one tensor, (adapters, 1, height, width).
 
     Raises:
-        ValueError: masks that do not fit the adapters or their images.
+        ValueError: masks do not fit the adapters or their images.
     """
     if isinstance(encoder_hidden_states, tuple):
         text, images = encoder_hidden_states
@@ -82,7 +83,7 @@ def _is_nonzero(strength: float | list[float]) -> bool:
 def _strength_of_each_image(
     strength: float | list[float], mask: torch.Tensor, image: torch.Tensor, index: int
 ) -> list[float]:
-    """Return the scale of every image of adapter `index`; ValueError where its mask does not fit."""
+    """Return the scale of every image of adapter `index`; raise ValueError if its mask does not fit."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         raise ValueError(
             f"ip_adapter_masks[{index}] must be a (1, images, height, width) tensor: prepare it with "
@@ -119,7 +120,8 @@ def joint_ip_adapter_attention(
     ip_hidden_states: torch.Tensor | None = None,
     temb: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `SD3IPAdapterJointAttnProcessor2_0` does: joint attention, plus one over [sample, image prompt].
+    """Compute what `SD3IPAdapterJointAttnProcessor2_0` does: joint attention, plus attention over [sample, image
+    prompt].
 
     Args:
         adapter: the processor of diffusers, for its weights and scale.

@@ -1,4 +1,4 @@
-"""Two streams with projections of their own, attended jointly: SD 3 and 3.5, EasyAnimate, HunyuanVideo."""
+"""Joint attention over two streams with separate projections: SD 3 and 3.5, EasyAnimate, HunyuanVideo."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _project_streams(
 def _project_streams_out(
     attn: AttentionModule, sample: torch.Tensor, context: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the output projections of the sample and of the context, where a block has them."""
+    """Apply the output projections of the sample and of the context, if a block has them."""
     if attn.to_out is not None:
         sample = project_out(attn, sample)
     if attn.to_add_out is not None:
@@ -58,10 +58,11 @@ def attend_jointly(
     """Attend over [sample, context] as SD 3 does, or over the sample alone.
 
     Args:
-        sample: what `project_sample` returned.
+        sample: the result of `project_sample`.
 
     Returns:
-        The sample, (batch, tokens, heads · head_dim), before its output projection; the context after its own.
+        The sample, (batch, tokens, heads · head_dim), before its output projection; the context, after its output
+        projection.
     """
     query, key, value = sample
     length = query.shape[2]
@@ -108,7 +109,7 @@ def easyanimate_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what `EasyAnimateAttnProcessor2_0` does: attention over [text, video].
 
-    Only the multimodal blocks have projections of their own for text.
+    Only the multimodal blocks have separate projections for text.
     """
     from diffusers.models.embeddings import apply_rotary_emb
 
@@ -138,10 +139,10 @@ def hunyuan_video_attention(
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `HunyuanVideoAttnProcessor2_0` of diffusers 0.35, which does not dispatch, does.
+    """Compute what `HunyuanVideoAttnProcessor2_0` does in diffusers 0.35, where it does not use the dispatcher.
 
-    It attends over [video, text] with RoPE on the video tokens. Double-stream blocks have projections of their own for
-    text; single-stream blocks have neither those nor an output projection.
+    It attends over [video, text] with RoPE on the video tokens. Double-stream blocks have separate projections for
+    text; single-stream blocks have neither these nor an output projection.
     """
     from diffusers.models.embeddings import apply_rotary_emb
 

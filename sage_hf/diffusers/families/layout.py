@@ -9,14 +9,14 @@ import torch
 
 # attend(query, key, value, attn_mask=None, scale=None): (B, H, N, D) tensors to (B, H, Nq, Dv), as SDPA
 Attend: TypeAlias = Callable[..., torch.Tensor]
-# an attention module of diffusers; which submodules it has depends on its family
+# an attention module of diffusers; its submodules depend on its family
 AttentionModule: TypeAlias = Any
 
 
 def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     """Return (batch, tokens, heads · head_dim) as a view (batch, heads, tokens, head_dim)."""
     batch, tokens, channels = states.shape
-    return states.view(batch, tokens, heads, channels // heads).transpose(1, 2)  # `unflatten` takes thrice the time
+    return states.view(batch, tokens, heads, channels // heads).transpose(1, 2)  # `unflatten` takes three times as long
 
 
 def merge_heads(states: torch.Tensor) -> torch.Tensor:
@@ -25,9 +25,9 @@ def merge_heads(states: torch.Tensor) -> torch.Tensor:
 
 
 def join_tokens(*streams: torch.Tensor) -> torch.Tensor:
-    """Return (batch, heads, tokens, head_dim) tensors one behind another, laid out as `split_heads` gives them.
+    """Concatenate (batch, heads, tokens, head_dim) tensors along tokens, laid out as `split_heads` returns them.
 
-    PyTorch copies 16 bytes at a time that way.
+    In this layout PyTorch copies 16 bytes at a time.
     """
     return torch.cat([x.transpose(1, 2) for x in streams], dim=1).transpose(1, 2)
 

@@ -14,7 +14,7 @@ ADAPTERS: dict[str, Callable[..., Any]] = {}
 
 
 def computes(*processors: str) -> Callable[[Attention], Attention]:
-    """Register a function as what diffusers' processors of these class names compute.
+    """Register a function that computes the same as diffusers' processors of these class names.
 
     Raises:
         ValueError: one of the processors has a function already.
@@ -23,7 +23,7 @@ def computes(*processors: str) -> Callable[[Attention], Attention]:
 
 
 def computes_adapter(*processors: str) -> Callable[[Attention], Attention]:
-    """Register a function as what diffusers' IP-Adapter processors of these class names compute; see `computes`."""
+    """Register a function that computes the same as diffusers' IP-Adapter processors of these class names."""
     return _into(ADAPTERS, processors)
 
 

@@ -42,7 +42,7 @@ def stable_audio_attention(
 
 
 def _rotate(x: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate the first channels, as many as the embedding has, in float32."""
+    """Rotate in float32 as many of the first channels as the embedding has."""
     from diffusers.models.embeddings import apply_rotary_emb
 
     rotated, rest = x.float().tensor_split([rotary_emb[0].shape[-1]], dim=-1)

@@ -1,8 +1,9 @@
 """Stand-in for SageAttention's package: its documented functions, computed by sage-hf.
 
 `sage_hf.drop_in()` puts this module where `import sageattention` finds it. All functions take masks, any head_dim and
-tensors that want gradients. Masks and gradients run by `sage_hf.sage_attention`'s rules. Keywords that choose how the
-original quantises (`ORIGINAL_NUMERICS`) have no effect: a recipe of sage-hf has numerics of its own.
+tensors that require gradients. Masks and gradients follow the rules of `sage_hf.sage_attention`. Keywords that choose
+how the original package quantises (`ORIGINAL_NUMERICS`) have no effect, because a recipe of sage-hf has its own
+numerics.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ def sageattn(
     attn_mask: torch.Tensor | None = None,
     **kwargs: object,
 ) -> Output:
-    """Compute attention by the best of the recipes `sage2` and `sage1` on this device, with gradients by `sage_bwd`.
+    """Compute attention by `sage2` or `sage1`, whichever is better on this device; with gradients by `sage_bwd`.
 
     Args:
         q: (batch, q_heads, q_len, head_dim) in the layout "HND", (batch, q_len, q_heads, head_dim) in "NHD"; dtypes as
             for `sage_hf.sage_attention`.
-        k, v: likewise, with kv_heads, of which q_heads is a multiple, and kv_len; v may have another head_dim.
+        k, v: in the same layout, with kv_heads and kv_len; q_heads is a multiple of kv_heads; v may have another
+            head_dim.
         tensor_layout: "HND" or "NHD".
         is_causal: query i attends to keys 0…i, aligned upper left where lengths differ.
         sm_scale: factor of the scores; None: head_dim ** -0.5.
         return_lse: also return the log-sum-exp of each row's scores.
         attn_mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); with
-            `is_causal`, a query attends to what both allow.
-        kwargs: keywords of the original's siblings (`ORIGINAL_NUMERICS`), without effect; and those of PyTorch's
-            attention that this function has under another name or always does: `scale`, `enable_gqa`, `dropout_p`.
+            `is_causal`, a query attends to the keys that both allow.
+        kwargs: keywords of the original package's other functions (`ORIGINAL_NUMERICS`), without effect; and keywords
+            of PyTorch's attention: `scale`, `enable_gqa`, `dropout_p`.
 
     Returns:
         The output, in q's layout and dtype; with return_lse also lse (batch, q_heads, q_len) float32. lse carries no
@@ -151,13 +153,13 @@ def sageattn_varlen(
     smooth_k: bool = True,
     **kwargs: object,
 ) -> torch.Tensor:
-    """Compute attention within each of the sequences that are packed one after another; otherwise as `sageattn`.
+    """Compute attention within each packed sequence; otherwise as `sageattn`.
 
     Args:
         q: (total queries, q_heads, head_dim).
         k, v: (total keys, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), from 0 to the total: sequence i consists of the
-            tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1,), from 0 to the total: sequence i has the tokens
+            cu_seqlens[i] to cu_seqlens[i + 1] - 1.
         max_seqlen_q, max_seqlen_k: upper bound on the length of a sequence.
         is_causal, sm_scale: as in `sageattn`, for each sequence.
         smooth_k: without effect, as `ORIGINAL_NUMERICS`.
@@ -210,7 +212,7 @@ def _options(
     sm_scale: float | None,
     kwargs: dict[str, object],
 ) -> Options:
-    """Return the options of a call, with a recipe that has gradients where they are wanted.
+    """Return the options of a call; if gradients are wanted, with a recipe that has gradients.
 
     Raises:
         TypeError: a keyword is unknown.
@@ -225,7 +227,7 @@ def _options(
         raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
     return Options(
         is_causal=is_causal,
-        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # the door checks it
+        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # `attend` checks it
         dropout_p=dropout_p,  # type: ignore[arg-type]
         recipe="sage_bwd" if wants_gradient(*tensors) else recipe,
         fallback=chosen_fallback(None),

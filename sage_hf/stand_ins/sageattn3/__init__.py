@@ -21,13 +21,13 @@ def sageattn3_blackwell(
     per_block_mean: bool = True,
     **kwargs: object,
 ) -> torch.Tensor:
-    """Compute attention by the recipe `sage3`, or the best that this device has; with gradients by `sage_bwd`.
+    """Compute attention by the recipe `sage3`, or the best recipe that this device has; with gradients by `sage_bwd`.
 
     Args:
         q: (batch, q_heads, q_len, head_dim); dtypes as for `sage_hf.sage_attention`.
         k, v: (batch, kv_heads, kv_len, head_dim); q_heads is a multiple of kv_heads.
         attn_mask, is_causal: as in `sageattention.sageattn`.
-        per_block_mean: without effect; it chooses how the original smooths Q.
+        per_block_mean: has no effect; it chooses how the original package smooths Q.
         kwargs: none is known.
 
     Returns:

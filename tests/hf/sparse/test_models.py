@@ -204,9 +204,7 @@ def test_padding_where_text_is_not_known_runs_densely_and_says_so():
     inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
     mask = torch.arange(300) < 100
     output = one.attend(*inputs, mask.view(1, 1, 1, 300), recipe="sage2", fallback=None)
-    assert list(one.kept.dense) == [
-        "a key-padding mask where text tokens are not known: a row might keep nothing but padding"
-    ]
+    assert list(one.kept.dense) == ["a key-padding mask with unknown text tokens: a row might keep only padding"]
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
     assert (output - truth).norm() / truth.norm() < 0.05
 
