@@ -176,7 +176,8 @@ class ExplicitLayer(Layer):
     heads_first = True
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        super().__init__(original, tuple(inspect.signature(function).parameters)[1:])
+        given = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.KEYWORD_ONLY]
+        super().__init__(original, given[1:])
         self.function = function
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
