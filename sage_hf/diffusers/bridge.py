@@ -153,6 +153,11 @@ class StandIn:
         for name, value in {"_original": original, **own}.items():
             object.__setattr__(self, name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Return the object's class, from which `super()` in its methods goes on."""
+        return type(vars(self).get("_original", self))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 

@@ -35,7 +35,7 @@ from .bridge import (
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import agrees, with_own_norms
-from .shards import across_processes, split_of
+from .shards import SplitTokens, across_processes, split_of
 from .vsa import NO_SHARDS, VSAProcessor
 
 logger = logging.get_logger(__name__)
@@ -198,11 +198,13 @@ class DispatchLayer(Layer):
 
     Attributes:
         leaves_choice: some of its attention names no backend.
+        calls_super: it calls `super()`, which the compiler follows from the processor itself alone.
     """
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
         self.leaves_choice = _leaves_choice(type(original).__call__)
+        self.calls_super = "__class__" in type(original).__call__.__code__.co_freevars
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
@@ -220,14 +222,27 @@ class DispatchLayer(Layer):
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
                 say_that_graphs_are_dense()
+            if self.calls_super:
+                return self._run_compiled_as_it_is(split, attn, *args, **kwargs)
             if self.leaves_choice:
-                say_that_graphs_leave_choice(type(self.original).__name__)
+                say_that_graphs_leave_choice(f"{type(self.original).__name__} names no attention backend in some calls")
             return run()
         with running(sage.sparse), choosing(backend) as choice:
             output = run()
         if not choice.reached:
             record.note_passed_by(f"{type(self.original).__name__} attended by no backend that sage_hf can choose")
         return output
+
+    def _run_compiled_as_it_is(self, split: SplitTokens | None, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the processor of diffusers, with the attention that diffusers chooses."""
+        family = type(self.original).__name__
+        if split is not None:
+            raise UnsupportedAttentionError(
+                f"{family} calls super(), and a compiled graph of it sees only the tokens in its process: run this "
+                "model without torch.compile, or without enable_parallelism()"
+            )
+        say_that_graphs_leave_choice(f"{family} calls super() in some calls")
+        return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
 
 class VSALayer(Layer):
@@ -273,11 +288,11 @@ def _is_name(node: ast.expr) -> bool:
 
 @dynamo.assume_constant_result
 @functools.cache
-def say_that_graphs_leave_choice(family: str) -> None:
-    """Log once for each class of processors that names no backend, when it is compiled, that it attends as before."""
+def say_that_graphs_leave_choice(what: str) -> None:
+    """Log once that a class of processors attends as before when it is compiled, and what it does, the reason."""
     logger.warning(
-        f"{family} names no attention backend in some calls, which attend as before inside a compiled graph: call the "
-        'model within diffusers\' `with attention_backend("sage2"):` to run them in low bits'
+        f"{what}, which attend as before inside a compiled graph: call the model within diffusers' "
+        '`with attention_backend("sage2"):` to run them in low bits'
     )
 
 
