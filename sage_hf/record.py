@@ -77,7 +77,7 @@ _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
 passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Reason why the latest call of a layer with a recipe ran no attention of ours."""
+"""Reason why a call of a layer with a recipe, the latest of such calls, ran no attention of ours."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []

@@ -179,8 +179,32 @@ class ExplicitLayer(Layer):
         given = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.KEYWORD_ONLY]
         super().__init__(original, given[1:])
         self.function = function
+        self._known_call = type(original).__call__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_known_call": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        original: Any = type(self.original)
+        self._known_call = original.__call__ if name_in_diffusers(original, "__call__") else None
+
+    def _is_patched(self) -> bool:
+        """Check whether other code than the function was written for stands in the processor's class by now."""
+        return type(self.original).__call__ is not self._known_call
+
+    def _run_patched(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the code that stands in the class of diffusers' processor, as it attends by itself."""
+        what = f"{type(self.original).__name__}.__call__, which was patched since sage_hf replaced it,"
+        if split_of(attn) is not None:
+            raise UnsupportedAttentionError(f"{what} sees only the tokens in its process")
+        if not torch.compiler.is_compiling():
+            record.note_passed_by(f"{what} ran as it is")
+        return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_patched():
+            return self._run_patched(attn, *args, **kwargs)
         attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
         return self._with_own_norms(sage, attn, args, kwargs, partial(self.function, attend))
 
@@ -189,6 +213,8 @@ class AdapterLayer(ExplicitLayer):
     """Layer that attends with an IP-Adapter, by one of our own functions and with the adapter's weights."""
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_patched():
+            return self._run_patched(attn, *args, **kwargs)
         attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
         return self.function(attend, attn, self.original, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from typing import Any
@@ -220,6 +221,29 @@ def test_a_processor_of_diffusers_that_was_patched_is_refused(wraps, monkeypatch
     monkeypatch.setattr(AttnProcessor2_0, "__call__", functools.wraps(call)(half) if wraps else half)
     with pytest.raises(UnsupportedAttentionError, match="AttnProcessor2_0"):
         sage_hf.apply(family("unet").build(), "exact")
+
+
+@pytest.mark.parametrize("name", ["unet", "sd3"])
+def test_a_processor_of_diffusers_that_is_patched_later_runs_as_it_is(name, monkeypatch):
+    model, inputs = family(name).build(), family(name).make_inputs()
+    original: Any = type(next(iter(attention_layers(model).values())).processor)
+    handle = sage_hf.apply(model, "sage1", fallback="emulate")
+    before = run(model, inputs)
+    call = original.__call__
+
+    def without_attention(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
+        return hidden_states if name == "unet" else (hidden_states, encoder_hidden_states)
+
+    monkeypatch.setattr(original, "__call__", without_attention)
+    found = run(model, inputs), run(copy.deepcopy(model), inputs), run(torch.compile(model, backend="eager"), inputs)
+    row = sage_hf.explain(model).rows[0]
+    handle.restore()
+    for one in found:
+        torch.testing.assert_close(one, run(model, inputs))
+    assert "__call__, which was patched" in row.reason
+    monkeypatch.setattr(original, "__call__", call)
+    sage_hf.apply(model, "sage1", fallback="emulate")
+    assert torch.equal(run(model, inputs), before)
 
 
 class NamesNoBackend:
