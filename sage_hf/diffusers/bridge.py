@@ -236,6 +236,17 @@ def passes_parallel_config(processor: Any) -> bool:
     return "_parallel_config" in type(processor).__call__.__code__.co_names
 
 
+# Offloading
+
+
+def is_offloaded_in_groups(model: Any) -> bool:
+    """Check whether hooks of `enable_group_offload` move a model's weights, those that it had at that time."""
+    from diffusers.hooks import group_offloading
+
+    check: Callable[[Any], bool] = getattr(group_offloading, "_is_group_offload_enabled", lambda model: False)
+    return check(model)
+
+
 # Context parallelism
 
 

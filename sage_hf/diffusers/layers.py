@@ -179,7 +179,7 @@ class ExplicitLayer(Layer):
         given = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.KEYWORD_ONLY]
         super().__init__(original, given[1:])
         self.function = function
-        self._known_call = type(original).__call__
+        self._known_call: Any = type(original).__call__
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_known_call": None}
