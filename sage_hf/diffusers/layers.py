@@ -121,6 +121,9 @@ class Layer:
             "only the tokens in its process: run this model without enable_parallelism()"
         )
 
+    def check_split(self) -> None:
+        """Raise UnsupportedAttentionError if the layer would see only one process's tokens by a plan of ours."""
+
     def parallelize(self, config: Any) -> None:
         """Attend across processes as diffusers' ParallelConfig says; the original processor will too, once put back.
 
@@ -236,6 +239,8 @@ class DispatchLayer(Layer):
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
         if not passes_parallel_config(self.original):
             super().check_parallel()
+
+    check_split = check_parallel
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._with_own_norms(sage, attn, args, kwargs, partial(self._run_original, sage))

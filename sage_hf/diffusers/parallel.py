@@ -21,10 +21,11 @@ NO_SHARDS = (
 def check_parallelism(model: Any, layer: Any) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism and its `layers.Layer` cannot.
 
-    By a plan of ours (`plans`), every layer can.
+    By a plan of ours (`plans`), every layer can that runs our functions.
     """
-    if splits_tokens(parallel_config_of(model)) and split_of(model) is None:
-        layer.check_parallel()
+    if splits_tokens(parallel_config_of(model)):
+        check = layer.check_parallel if split_of(model) is None else layer.check_split
+        check()
 
 
 def check_whole(model: Any) -> None:

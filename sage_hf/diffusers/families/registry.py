@@ -30,8 +30,9 @@ def computes(*processors: str, fused: str | None = None) -> Callable[[Attention]
     register_fused = _into(FAMILIES, (fused,))
 
     def register_both(function: Attention) -> Attention:
+        registered = register(function)
         register_fused(partial(function, fused=True))
-        return register(function)
+        return registered
 
     return register_both
 
