@@ -26,6 +26,7 @@ from sage_hf.transformers.bridge import (
     keep_implementation,
     set_implementation,
 )
+from sage_hf.transformers.inspection import swapped_in_readers
 from sage_kernels.spec.recipe import get_recipe
 
 MakeChange = Callable[[Undo], None]  # makes a change, and appends the functions that undo it
@@ -93,7 +94,8 @@ def apply(
             layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" does not
             change such a module), or there are step rules for a model without steps; the KV cache of a model cannot be
             quantised, or the model is not a transformers model; a transformers model shares its config, which names its
-            attention, with another switched model.
+            attention, with another switched model; a module that was put into a transformers model reads its masks, and
+            the recipe would have other masks made.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -248,6 +250,8 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     with_gradients = (recipe for recipe in recipes if get_recipe(recipe).backward is not None)
     implementation = name_of(next(with_gradients, recipes[0]), None)
 
+    _check_masks(model, implementation)
+
     generate = None
     if config.kv_cache is not None:
         from sage_hf.transformers.kv_cache import GenerateWithCache
@@ -275,6 +279,22 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
             _set_attribute(layer, IMPLEMENTATION, implementation, undo)
 
     return change
+
+
+def _check_masks(model: nn.Module, implementation: str) -> None:
+    """Raise ValueError if a module that was put into the model reads masks, and an implementation has others made."""
+
+    def kind(name: str | None) -> str | None:  # recipes without gradients have the masks of sdpa
+        return "sdpa" if name in NAMES and get_recipe(NAMES[name][0]).backward is None else name
+
+    before = {kind(implementation_of(one)) for one in configs_of(model)}
+    if before != {kind(implementation)} and (readers := swapped_in_readers(model)):
+        name, module = next(iter(readers.items()))
+        raise ValueError(
+            f"{name}, a {type(module).__name__}, was put into the model and reads its masks, and "
+            f'attn_implementation="{implementation}" has other masks made: apply a recipe without gradients to a model '
+            'with attn_implementation="sdpa", whose masks stay as they are'
+        )
 
 
 def _check_config_is_its_own(model: nn.Module) -> None:

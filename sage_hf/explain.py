@@ -194,7 +194,7 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
         plans: dict[Outcome, list[Plan]] = {}
         for plan in record.last_plans(layer) if recipes else ():
             plans.setdefault(plan.outcome, []).append(plan)
-        if not plans:
+        if not plans or layer in record.passed_by:
             yield row
         for outcome, alike in plans.items():
             heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, alike), strict=True))

@@ -77,7 +77,7 @@ _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
 passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Reason why the latest call of a layer with a recipe did not run our attention."""
+"""Reason why the latest such call of a layer with a recipe did not run our attention."""
 _outside: deque[Plan] = deque()
 _compiled: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []

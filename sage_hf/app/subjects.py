@@ -125,8 +125,39 @@ SAMPLES = 1024
 """Number of values of a parameter, at equal distances, that identify the weights."""
 
 
+FREEU = "b1", "b2", "s1", "s2"
+"""Attributes by which `enable_freeu` scales the inputs of a UNet's blocks."""
+
+
+def _settings_of(processor: object) -> dict[str, Any]:
+    """Return the public attributes of an attention processor that are plain data, but for its mode."""
+    attributes = getattr(processor, "__dict__", {}).items()
+    return {name: value for name, value in attributes if name[0] != "_" and name != "training" and _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
+
+
+def _text_of_setting(value: Any) -> str:
+    """Return a text that tells values of an argument of a pipeline's call apart; tensors and images by their hash."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text_of_setting, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text_of_setting(one)}' for key, one in value.items())}}}"
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
+    if hasattr(value, "tobytes"):  # images, arrays
+        return f"{type(value).__name__} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    return str(value)
+
+
 def fingerprint(model: nn.Module) -> str:
-    """Return a hash of the model's parameter names and shapes, about SAMPLES values of each, and adapters' scales."""
+    """Return a hash of the model's parameter names and shapes, about SAMPLES values of each, and what scales outputs.
+
+    Scales are of PEFT's adapters, FreeU, and attention processors (IP-Adapters).
+    """
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)}".encode())
@@ -137,6 +168,9 @@ def fingerprint(model: nn.Module) -> str:
         if isinstance(scales := vars(module).get("scaling"), dict):  # in PEFT's layers, by adapter
             used = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", scales)
             found.update(f"{name} {[(adapter, scales.get(adapter)) for adapter in used]}".encode())
+        settings = {key: vars(module).get(key) for key in FREEU} | _settings_of(getattr(module, "processor", None))
+        if any(value is not None for value in settings.values()):
+            found.update(f"{name} {sorted(settings.items())}".encode())
     return found.hexdigest()[:16]
 
 
@@ -218,7 +252,7 @@ class PipelineSubject:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts, as plain data, on which measurements depend."""
-        settings = {name: str(value) for name, value in self._settings.items()}
+        settings = {name: _text_of_setting(value) for name, value in self._settings.items()}
         switched = [inner(target.model) for target in self.targets]
         parts = {name: part for name, part in self._pipe.components.items() if isinstance(part, nn.Module)}
         return {

@@ -154,6 +154,11 @@ class Overlay:
         for name, value in {"_original": original, **own}.items():
             object.__setattr__(self, name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Return the object's class, from which `super()` in its methods goes on."""
+        return type(vars(self).get("_original", self))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
@@ -230,6 +235,17 @@ def fixed_backends(processor: Any) -> tuple[str, ...]:
 def passes_parallel_config(processor: Any) -> bool:
     """Return whether a processor's code passes its ParallelConfig to diffusers' dispatch."""
     return "_parallel_config" in type(processor).__call__.__code__.co_names
+
+
+# Offloading
+
+
+def is_offloaded_in_groups(model: Any) -> bool:
+    """Check whether hooks of `enable_group_offload` move a model's weights, those that it had at that time."""
+    from diffusers.hooks import group_offloading
+
+    check: Callable[[Any], bool] = getattr(group_offloading, "_is_group_offload_enabled", lambda model: False)
+    return check(model)
 
 
 # Context parallelism

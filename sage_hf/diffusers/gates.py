@@ -19,7 +19,7 @@ from sage_hf.changes import Change, Undo, changes_of, inner
 from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
 
-from .bridge import parallel_config_of
+from .bridge import is_offloaded_in_groups, parallel_config_of
 from .errors import UnsupportedAttentionError
 from .parallel import splits_tokens
 from .processor import layer_of, sage_of
@@ -94,12 +94,13 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
     Raises:
         TypeError: pipe_or_model is neither a pipeline with a denoiser nor a model.
         ValueError: sparsity is not in [0, 1), or the checkpoint has no gates, lacks some, or has gates of another size.
-        UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has other processors
-            than its own, runs under context parallelism, or has weights that accelerate offloads one by one.
+        UnsupportedAttentionError: the model is no Wan transformer, has gates that are not ours, has processors that
+            replaced its own, runs under context parallelism, or has weights that accelerate offloads one by one or
+            diffusers offloads in groups.
     """
     models = _denoisers(pipe_or_model)
     for model in models.values():
-        _check(model)
+        _check(model, makes_gates=checkpoint is not None or _vsa_of(model) is None)
     shared = VSAModel(_checked(sparsity))
     read = {
         name: {} if checkpoint is None and _vsa_of(model) else _gates_of(model, name, checkpoint)
@@ -163,7 +164,7 @@ def _denoisers(pipe_or_model: object) -> dict[str, Any]:
     return models
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, makes_gates: bool) -> None:
     if name_in_diffusers(type(model)) not in MODELS:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
     if splits_tokens(parallel_config_of(model)):
@@ -172,6 +173,11 @@ def _check(model: Any) -> None:
         raise UnsupportedAttentionError(
             "accelerate keeps the weights elsewhere until they are used, and a gate made now would be left out: "
             "call enable_vsa before enable_sequential_cpu_offload()"
+        )
+    if makes_gates and is_offloaded_in_groups(model):
+        raise UnsupportedAttentionError(
+            "diffusers moves the weights that the model had, and a gate made now would be left out: call enable_vsa "
+            "before enable_group_offload()"
         )
     if _vsa_of(model) is not None:
         return

@@ -35,7 +35,7 @@ from .bridge import (
 from .errors import FixedBackendError, UnsupportedAttentionError
 from .families import ADAPTERS, FAMILIES
 from .heads import agrees, with_own_norms
-from .shards import across_processes, split_of
+from .shards import SplitTokens, across_processes, split_of
 from .vsa import NO_SHARDS, VSAProcessor
 
 logger = logging.get_logger(__name__)
@@ -121,6 +121,9 @@ class Layer:
             "only the tokens in its process: run this model without enable_parallelism()"
         )
 
+    def check_split(self) -> None:
+        """Raise UnsupportedAttentionError if the layer would see only one process's tokens by a plan of ours."""
+
     def parallelize(self, config: Any) -> None:
         """Attend across processes as diffusers' ParallelConfig says; so does the original processor, once it is put
         back.
@@ -177,10 +180,35 @@ class ExplicitLayer(Layer):
     heads_first = True
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        super().__init__(original, tuple(inspect.signature(function).parameters)[1:])
+        given = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.KEYWORD_ONLY]
+        super().__init__(original, given[1:])
         self.function = function
+        self._known_call: Any = type(original).__call__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_known_call": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        original: Any = type(self.original)
+        self._known_call = original.__call__ if name_in_diffusers(original, "__call__") else None
+
+    def _is_patched(self) -> bool:
+        """Check whether other code than the function was written for stands in the processor's class by now."""
+        return type(self.original).__call__ is not self._known_call
+
+    def _run_patched(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the code that stands in the class of diffusers' processor, as it attends by itself."""
+        what = f"{type(self.original).__name__}.__call__, which was patched since sage_hf replaced it,"
+        if split_of(attn) is not None:
+            raise UnsupportedAttentionError(f"{what} sees only the tokens in its process")
+        if not torch.compiler.is_compiling():
+            record.note_passed_by(f"{what} ran as it is")
+        return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_patched():
+            return self._run_patched(attn, *args, **kwargs)
         attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
         return self._with_own_norms(sage, attn, args, kwargs, partial(self.function, attend))
 
@@ -189,6 +217,8 @@ class AdapterLayer(ExplicitLayer):
     """Layer that attends with an IP-Adapter, by one of our own functions and with the adapter's weights."""
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_patched():
+            return self._run_patched(attn, *args, **kwargs)
         attend = across_processes(attn, partial(sage.attend, attn), _first_of(args, kwargs))
         return self.function(attend, attn, self.original, *args, **kwargs)
 
@@ -198,16 +228,20 @@ class DispatchLayer(Layer):
 
     Attributes:
         leaves_choice: the processor calls attention without naming a backend, at least once.
+        calls_super: the processor calls `super()`, which the compiler can follow only in the processor itself.
     """
 
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
         self.leaves_choice = _leaves_choice(type(original).__call__)
+        self.calls_super = "__class__" in type(original).__call__.__code__.co_freevars
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
         if not passes_parallel_config(self.original):
             super().check_parallel()
+
+    check_split = check_parallel
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._with_own_norms(sage, attn, args, kwargs, partial(self._run_original, sage))
@@ -220,14 +254,27 @@ class DispatchLayer(Layer):
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
                 say_that_graphs_are_dense()
+            if self.calls_super:
+                return self._run_compiled_as_it_is(split, attn, *args, **kwargs)
             if self.leaves_choice:
-                say_that_graphs_leave_choice(type(self.original).__name__)
+                say_that_graphs_leave_choice(f"{type(self.original).__name__} names no attention backend in some calls")
             return run()
         with running(sage.sparse), choosing(backend) as choice:
             output = run()
         if not choice.reached:
             record.note_passed_by(f"{type(self.original).__name__} attended by no backend that sage_hf can choose")
         return output
+
+    def _run_compiled_as_it_is(self, split: SplitTokens | None, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the processor of diffusers, with the attention that diffusers chooses."""
+        family = type(self.original).__name__
+        if split is not None:
+            raise UnsupportedAttentionError(
+                f"{family} calls super(), and a compiled graph of it sees only the tokens in its process: run this "
+                "model without torch.compile, or without enable_parallelism()"
+            )
+        say_that_graphs_leave_choice(f"{family} calls super() in some calls")
+        return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
 
 class VSALayer(Layer):
@@ -273,11 +320,11 @@ def _is_name(node: ast.expr) -> bool:
 
 @dynamo.assume_constant_result
 @functools.cache
-def say_that_graphs_leave_choice(family: str) -> None:
-    """Log once, for each compiled class of processors that names no backend, that it attends as before."""
+def say_that_graphs_leave_choice(what: str) -> None:
+    """Log once that processors attend as before when they are compiled; `what` names their class and the reason."""
     logger.warning(
-        f"{family} names no attention backend in some calls, which attend as before inside a compiled graph: call the "
-        'model within diffusers\' `with attention_backend("sage2"):` to run them in low bits'
+        f"{what}, which attend as before inside a compiled graph: call the model within diffusers' "
+        '`with attention_backend("sage2"):` to run them in low bits'
     )
 
 

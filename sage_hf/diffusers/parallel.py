@@ -22,10 +22,11 @@ def check_parallelism(model: Any, layer: Any) -> None:
     """Raise UnsupportedAttentionError if `model` runs under context parallelism, which its `layers.Layer` does not
     support.
 
-    With our plans (`plans`), every layer does.
+    With our plans (`plans`), every layer that runs our functions does.
     """
-    if splits_tokens(parallel_config_of(model)) and split_of(model) is None:
-        layer.check_parallel()
+    if splits_tokens(parallel_config_of(model)):
+        check = layer.check_parallel if split_of(model) is None else layer.check_split
+        check()
 
 
 def check_whole(model: Any) -> None:

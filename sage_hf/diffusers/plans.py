@@ -21,7 +21,7 @@ from sage_hf.identity import name_in_diffusers
 from .bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
 from .errors import UnsupportedAttentionError
 from .parallel import NO_SHARDS
-from .processor import attention_layers, bind, exchange_processor, sage_of
+from .processor import attention_layers, bind, exchange_processor, layer_of, sage_of
 from .shards import SplitTokens, split_of
 
 RESIDUALS = "block_controlnet_hidden_states"
@@ -143,9 +143,8 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
                 f"ulysses_degree {shards.ulysses} is more than the {layer.heads} heads of {name}: use ring_degree too"
             )
         sage = sage_of(layer)
-        if sage is None:
-            _bind_exact(name, layer)
-        elif sage.sparse is not None and shards.ring > 1:
+        _check_layer(name, layer)
+        if sage is not None and sage.sparse is not None and shards.ring > 1:
             raise UnsupportedAttentionError(f"{name}: {NO_SHARDS}")
 
 
@@ -184,9 +183,15 @@ def _bind_exact(name: str, layer: torch.nn.Module) -> Any:
     """Return a processor that computes the same as diffusers' processor of a layer.
 
     Raises:
-        UnsupportedAttentionError: diffusers' processor is not known; the message names the layer.
+        UnsupportedAttentionError: diffusers' processor is not known, or would see only the tokens of one process; the
+            message names the layer.
     """
+    _check_layer(name, layer)
+    return bind(layer, "exact")
+
+
+def _check_layer(name: str, layer: torch.nn.Module) -> None:
     try:
-        return bind(layer, "exact")
+        layer_of(layer).check_split()
     except UnsupportedAttentionError as error:
         raise UnsupportedAttentionError(f"{name}: {error}") from None

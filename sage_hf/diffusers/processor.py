@@ -205,6 +205,13 @@ def bind(
     """
     processor = SageAttnProcessor(recipe, fallback, training)
     layer_of(module)  # raises the same error as setting it
+    present: Any = type(sage_of(module) or processor)
+    for name in ("__call__", "attend"):
+        if getattr(present, name) is not getattr(SageAttnProcessor, name):
+            raise UnsupportedAttentionError(
+                f"{type(module).__name__} has {present.__name__}, which overrides {name}; that method would no longer "
+                "run: assign that processor's .recipe, or call sage_hf.restore(model) first"
+            )
     return processor
 
 

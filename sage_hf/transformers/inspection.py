@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import textwrap
@@ -105,6 +106,30 @@ def computes_with_masks(model_class: type) -> bool:
     """
     codes = {code for layer in filter(calls_interface, built_classes(model_class)) for code in methods(layer)}
     return any(_computes_with_masks(code) for code in codes if "attention_mask" in code.co_varnames)
+
+
+def swapped_in_readers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that read its masks by code that the model's class does not build, by dotted name.
+
+    Such a module was put into the model. Classes of transformers are left out, which a model may take from tables, and
+    modules that only hand their masks to others which call its attention interface.
+    """
+    classes = {type(one) for one in model.modules() if hasattr(one, "set_attn_implementation")}
+    known = {code for one in classes for built in built_classes(one) for code in methods(built)}
+
+    def reads(module: nn.Module) -> bool:
+        if type(module).__module__.startswith("transformers."):
+            return False
+        codes = [code for code in methods(type(module)) if code not in known and "attention_mask" in code.co_varnames]
+        if any(map(calls_interface, map(type, module.modules()))):
+            return any(map(_computes_with_masks, codes))
+        return any(map(_loads_mask, codes))
+
+    return {name: module for name, module in model.named_modules() if reads(module)}
+
+
+def _loads_mask(code: CodeType) -> bool:
+    return any("LOAD" in one.opname and one.argval == "attention_mask" for one in dis.get_instructions(code))
 
 
 def _computes_with_masks(code: CodeType) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -295,6 +296,62 @@ def test_a_class_of_your_own_is_switched_as_the_model_that_it_is_derived_from(mo
         assert {row.recipe for row in sage_hf.explain(model).rows} == {"sage2"}
     assert model.config._attn_implementation == implementation
     assert "modeling_bloom does not use transformers' attention interface" in str(refusal(OwnBloom))
+
+
+class Attends(torch.nn.Module):
+    """Attention of a user's own, in place of a Llama's; it takes masks as `sdpa` gets them, or as `eager` does."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.additive = base, base.config._attn_implementation == "eager"
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        base = self.base
+        states = (project(hidden_states) for project in (base.q_proj, base.k_proj, base.v_proj))
+        query, key, value = (x.unflatten(2, (-1, base.head_dim)).transpose(1, 2) for x in states)
+        mask = None if attention_mask is None else attention_mask.float() if self.additive else attention_mask
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+        return base.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class HandsOn(torch.nn.Module):
+    """A user's module around a Llama's attention."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return self.base(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_of_a_users_own_attention_stay_as_they_are(implementation):
+    model = tiny.llama()
+    model.set_attn_implementation(implementation)
+    layer = model.model.layers[0]
+    inputs = {"input_ids": torch.arange(144).reshape(12, 12) % 32, "attention_mask": torch.ones(12, 12)}
+    inputs["attention_mask"][0, 9:] = 0
+    attention, layer.self_attn = layer.self_attn, Attends(layer.self_attn)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return model(**inputs).logits[inputs["attention_mask"].bool()]
+
+    expected = run()
+    for recipe in ("exact", "sage2", "sage_bwd"):
+        if implementation == "sdpa" and recipe != "sage_bwd":
+            with sage_hf.apply(model, recipe, fallback="emulate"):
+                assert (run() - expected).norm() < 0.02 * expected.norm()
+        else:
+            with pytest.raises(ValueError, match=r"layers\.0\.self_attn, a Attends, was put into"):
+                sage_hf.apply(model, recipe)
+        assert torch.equal(run(), expected)
+    layer.self_attn = HandsOn(attention)
+    expected = run()
+    for recipe in ("sage2", "sage_bwd"):
+        with sage_hf.apply(model, recipe, fallback="emulate"):
+            assert (run() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_two_models_of_one_config_are_not_switched_at_once():

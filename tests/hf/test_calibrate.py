@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from PIL import Image
 from transformers import LlamaForCausalLM
 
@@ -431,6 +432,34 @@ def test_an_adapters_scale_tells_weights_apart():
     model.enable_adapters()
     model.set_adapters("style", 0.5)
     assert subjects.fingerprint(model) == found[1]
+
+
+def test_what_scales_outputs_tells_models_apart():
+    pipe = tiny.image_pipeline()
+    found = [subjects.fingerprint(pipe.unet)]
+    pipe.enable_freeu(0.9, 0.2, 1.2, 1.4)
+    found.append(subjects.fingerprint(pipe.unet))
+    pipe.disable_freeu()
+    assert subjects.fingerprint(pipe.unet) == found[0]
+    adapter = IPAdapterAttnProcessor2_0(64, 32, num_tokens=(4,), scale=1.0)
+    pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2.set_processor(adapter)
+    for scale in (1.0, 0.5, [0.5, 1.0]):
+        adapter.scale = [scale]
+        found.append(subjects.fingerprint(pipe.unet))
+    assert len(set(found)) == 5
+
+
+def test_inputs_of_a_pipeline_that_differ_anywhere_are_told_apart():
+    pipe, found = tiny.image_pipeline(), set()
+    for place in (4000, 5000):
+        latents = torch.zeros(10_000)
+        latents[place] = 1.0
+        image = Image.fromarray(latents.view(100, 100).numpy())
+        for value in (latents, image, [latents], {"image": image}, latents.half()):
+            facts = subjects.PipelineSubject(pipe, {"given": value}, seed=0, count=1).describe()
+            assert facts == subjects.PipelineSubject(pipe, {"given": value}, seed=0, count=1).describe()
+            found.add(facts["settings"]["given"])
+    assert len(found) == 10
 
 
 def test_between_a_mix_that_is_too_fast_and_one_that_is_not_a_faster_one_is_sought():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, project_qkv, sdpa_mask
 from .registry import computes
 
 
-@computes("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
+@computes("CogVideoXAttnProcessor2_0", fused="FusedCogVideoXAttnProcessor2_0")
 def cogvideox_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -16,6 +16,8 @@ def cogvideox_attention(
     encoder_hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what `CogVideoXAttnProcessor2_0` does: attention over [text, video] with RoPE on the video tokens only.
 
@@ -23,6 +25,7 @@ def cogvideox_attention(
         hidden_states: (batch, video tokens, dim).
         encoder_hidden_states: (batch, text tokens, dim).
         image_rotary_emb: cosine and sine, each (video tokens, head_dim); None in CogVideoX-2B.
+        fused: as in `project_qkv`.
 
     Returns:
         Video and text, shaped like hidden_states and encoder_hidden_states.
@@ -33,7 +36,7 @@ def cogvideox_attention(
     states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     mask = sdpa_mask(attn, attention_mask, states.shape[1], states.shape[0])
 
-    query, key, value = (split_heads(project(states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = project_qkv(attn, states, fused=fused)
     query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
     if image_rotary_emb is not None:
         query[:, :, text_length:] = apply_rotary_emb(query[:, :, text_length:], image_rotary_emb)
@@ -71,7 +74,7 @@ def cogview4_attention(
     dtype = encoder_hidden_states.dtype
     states = torch.cat([encoder_hidden_states, hidden_states], dim=1)
 
-    query, key, value = (split_heads(project(states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = project_qkv(attn, states)
     query, key = (x.to(dtype) for x in normalize_query_key(attn.norm_q, attn.norm_k, query, key))
     if image_rotary_emb is not None:
         for x in (query, key):

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask, split_heads
+from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, project_qkv, sdpa_mask
 from .registry import computes
 
 
-@computes("AttnProcessor2_0", "AllegroAttnProcessor2_0", "FusedAttnProcessor2_0")
+@computes("AttnProcessor2_0", "AllegroAttnProcessor2_0", fused="FusedAttnProcessor2_0")
 def generic_attention(
     attend: Attend,
     attn: AttentionModule,
@@ -19,6 +19,8 @@ def generic_attention(
     attention_mask: torch.Tensor | None = None,
     temb: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    fused: bool = False,
 ) -> torch.Tensor:
     """Compute what `AttnProcessor2_0` does, or `AllegroAttnProcessor2_0` with `image_rotary_emb`.
 
@@ -28,6 +30,7 @@ def generic_attention(
         attention_mask: additive mask for `Attention.prepare_attention_mask`.
         temb: condition of the spatial norm that some VAEs have.
         image_rotary_emb: arguments of diffusers' `apply_rotary_emb_allegro`; applied in self-attention only.
+        fused: as in `project_qkv`.
     """
     residual = hidden_states
     if attn.spatial_norm is not None:
@@ -40,14 +43,10 @@ def generic_attention(
     mask = sdpa_mask(attn, attention_mask, context.shape[1], context.shape[0])
     if attn.group_norm is not None:
         hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-    if encoder_hidden_states is None:
-        context = hidden_states
-    elif attn.norm_cross:
-        context = attn.norm_encoder_hidden_states(encoder_hidden_states)
+    if encoder_hidden_states is not None and attn.norm_cross:
+        encoder_hidden_states = attn.norm_encoder_hidden_states(encoder_hidden_states)
 
-    query = split_heads(attn.to_q(hidden_states), attn.heads)
-    key = split_heads(attn.to_k(context), attn.heads)
-    value = split_heads(attn.to_v(context), attn.heads)
+    query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states, fused=fused)
     query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
     if image_rotary_emb is not None and not attn.is_cross_attention:
         from diffusers.models.embeddings import apply_rotary_emb_allegro

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .generic import generic_attention
-from .joint import attend_jointly, project_sample
-from .layout import Attend, AttentionModule, merge_heads, project_out, split_heads
+from .joint import attend_jointly
+from .layout import Attend, AttentionModule, merge_heads, project_out, project_qkv, split_heads
 from .registry import computes_adapter
 
 
@@ -133,7 +133,7 @@ def joint_ip_adapter_attention(
     """
     if attention_mask is not None:
         raise ValueError("joint attention (SD 3) takes no attention_mask: remove it from the call")
-    sample = project_sample(attn, hidden_states)
+    sample = project_qkv(attn, hidden_states)
     states, encoder_states = attend_jointly(attend, attn, sample, encoder_hidden_states)
     if adapter.scale != 0 and ip_hidden_states is not None:
         image = adapter.norm_ip(ip_hidden_states, temb=temb)

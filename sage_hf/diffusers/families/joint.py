@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, join_tokens, merge_heads, normalize_query_key, project_out, split_heads
+from .layout import (
+    Attend,
+    AttentionModule,
+    join_tokens,
+    merge_heads,
+    normalize_query_key,
+    project_out,
+    project_qkv,
+    split_heads,
+)
 from .registry import computes
 
 
-def project_sample(
-    attn: AttentionModule, hidden_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query, key and value of the sample, (batch, heads, tokens, head_dim) each, before the norms."""
-    query, key, value = (
-        split_heads(project(hidden_states), attn.heads) for project in (attn.to_q, attn.to_k, attn.to_v)
-    )
-    return query, key, value
-
-
-def _project_context(attn: AttentionModule, encoder_hidden_states: torch.Tensor) -> list[torch.Tensor]:
-    query, key, value = (
-        split_heads(project(encoder_hidden_states), attn.heads)
-        for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    )
+def _project_context(
+    attn: AttentionModule, encoder_hidden_states: torch.Tensor, fused: bool = False
+) -> list[torch.Tensor]:
+    if fused:
+        projected = attn.to_added_qkv(encoder_hidden_states).chunk(3, dim=-1)
+    else:
+        projected = [project(encoder_hidden_states) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
+    query, key, value = (split_heads(x, attn.heads) for x in projected)
     return [*normalize_query_key(attn.norm_added_q, attn.norm_added_k, query, key), value]
 
 
@@ -33,7 +35,7 @@ def _project_streams(
 
     Without a context the second list is empty.
     """
-    query, key, value = project_sample(attn, hidden_states)
+    query, key, value = project_qkv(attn, hidden_states)
     sample = [*normalize_query_key(attn.norm_q, attn.norm_k, query, key), value]
     return sample, [] if encoder_hidden_states is None else _project_context(attn, encoder_hidden_states)
 
@@ -52,13 +54,15 @@ def _project_streams_out(
 def attend_jointly(
     attend: Attend,
     attn: AttentionModule,
-    sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sample: list[torch.Tensor],
     encoder_hidden_states: torch.Tensor | None,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend over [sample, context] as SD 3 does, or over the sample alone.
 
     Args:
-        sample: the result of `project_sample`.
+        sample: the result of `project_qkv`.
+        fused: as in `project_qkv`, for the context.
 
     Returns:
         The sample, (batch, tokens, heads · head_dim), before its output projection; the context, after its output
@@ -69,31 +73,35 @@ def attend_jointly(
     query, key = normalize_query_key(attn.norm_q, attn.norm_k, query, key)
     if encoder_hidden_states is None:
         return merge_heads(attend(query, key, value)).to(query.dtype), None
-    context = _project_context(attn, encoder_hidden_states)
+    context = _project_context(attn, encoder_hidden_states, fused)
     joint = map(join_tokens, (query, key, value), context)
     states = merge_heads(attend(*joint)).to(query.dtype)
     states, encoder_states = states[:, :length], states[:, length:]
     return states, encoder_states if attn.context_pre_only else attn.to_add_out(encoder_states)
 
 
-@computes("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+@computes("JointAttnProcessor2_0", fused="FusedJointAttnProcessor2_0")
 def joint_attention(
     attend: Attend,
     attn: AttentionModule,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
+    *,
+    fused: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute what `JointAttnProcessor2_0` does: attention over [sample, context], or over the sample alone.
 
-    The second attention of a dual block has no context.
+    The second attention of a dual block has no context. With `fused` as in `project_qkv`, norms are applied too, which
+    `FusedJointAttnProcessor2_0` leaves out, and with them what SD 3.5 was trained with.
 
     Raises:
         ValueError: `attention_mask` is given: the joint attention of SD 3 has no mask (diffusers ignores one).
     """
     if attention_mask is not None:
         raise ValueError("joint attention (SD 3) takes no attention_mask: remove it from the call")
-    states, encoder_states = attend_jointly(attend, attn, project_sample(attn, hidden_states), encoder_hidden_states)
+    sample = project_qkv(attn, hidden_states, fused=fused)
+    states, encoder_states = attend_jointly(attend, attn, sample, encoder_hidden_states, fused)
     states = project_out(attn, states)
     return states if encoder_states is None else (states, encoder_states)
 

@@ -19,6 +19,24 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.view(batch, tokens, heads, channels // heads).transpose(1, 2)  # `unflatten` takes three times as long
 
 
+def project_qkv(
+    attn: AttentionModule, states: torch.Tensor, context: torch.Tensor | None = None, *, fused: bool = False
+) -> list[torch.Tensor]:
+    """Return query, key and value, (batch, heads, tokens, head_dim) each; keys and values are of the context, if any.
+
+    Args:
+        fused: project as diffusers' `Fused…` processors do, by the weights that `fuse_qkv_projections` made.
+    """
+    if not fused:
+        source = states if context is None else context
+        projected = (attn.to_q(states), attn.to_k(source), attn.to_v(source))
+    elif context is None:
+        projected = attn.to_qkv(states).chunk(3, dim=-1)
+    else:
+        projected = (attn.to_q(states), *attn.to_kv(context).chunk(2, dim=-1))
+    return [split_heads(x, attn.heads) for x in projected]
+
+
 def merge_heads(states: torch.Tensor) -> torch.Tensor:
     """Return (batch, heads, tokens, head_dim) as (batch, tokens, heads · head_dim)."""
     return states.transpose(1, 2).flatten(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 Attention = TypeVar("Attention", bound=Callable[..., Any])
@@ -13,13 +14,27 @@ ADAPTERS: dict[str, Callable[..., Any]] = {}
 """Class name of an IP-Adapter's processor, which holds weights -> function(attend, attn, adapter, …)."""
 
 
-def computes(*processors: str) -> Callable[[Attention], Attention]:
+def computes(*processors: str, fused: str | None = None) -> Callable[[Attention], Attention]:
     """Register a function that computes the same as diffusers' processors of these class names.
+
+    Args:
+        processors: the names.
+        fused: name of the processor that computes the same by fused projections: the function with `fused=True`.
 
     Raises:
         ValueError: one of the processors has a function already.
     """
-    return _into(FAMILIES, processors)
+    register = _into(FAMILIES, processors)
+    if fused is None:
+        return register
+    register_fused = _into(FAMILIES, (fused,))
+
+    def register_both(function: Attention) -> Attention:
+        registered = register(function)
+        register_fused(partial(function, fused=True))
+        return registered
+
+    return register_both
 
 
 def computes_adapter(*processors: str) -> Callable[[Attention], Attention]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from typing import Any
@@ -222,6 +223,29 @@ def test_a_processor_of_diffusers_that_was_patched_is_refused(wraps, monkeypatch
         sage_hf.apply(family("unet").build(), "exact")
 
 
+@pytest.mark.parametrize("name", ["unet", "sd3"])
+def test_a_processor_of_diffusers_that_is_patched_later_runs_as_it_is(name, monkeypatch):
+    model, inputs = family(name).build(), family(name).make_inputs()
+    original: Any = type(next(iter(attention_layers(model).values())).processor)
+    handle = sage_hf.apply(model, "sage1", fallback="emulate")
+    before = run(model, inputs)
+    call = original.__call__
+
+    def without_attention(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
+        return hidden_states if name == "unet" else (hidden_states, encoder_hidden_states)
+
+    monkeypatch.setattr(original, "__call__", without_attention)
+    found = run(model, inputs), run(copy.deepcopy(model), inputs), run(torch.compile(model, backend="eager"), inputs)
+    row = sage_hf.explain(model).rows[0]
+    handle.restore()
+    for one in found:
+        torch.testing.assert_close(one, run(model, inputs))
+    assert "__call__, which was patched" in row.reason
+    monkeypatch.setattr(original, "__call__", call)
+    sage_hf.apply(model, "sage1", fallback="emulate")
+    assert torch.equal(run(model, inputs), before)
+
+
 class NamesNoBackend:
     """A user's processor that leaves its attention to diffusers."""
 
@@ -246,6 +270,45 @@ def test_a_users_processor_that_names_no_backend_runs_the_recipe(sage_log):
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(run(compiled, inputs), expected)
     assert any("NamesNoBackend names no attention backend" in message for message in sage_log)
+
+
+@pytest.mark.parametrize("name", ["wan-t2v", "unet"])
+def test_a_users_processor_that_goes_on_with_its_base_class_computes_what_it_did(name, sage_log):
+    model, inputs = family(name).build(), family(name).make_inputs()
+    base: Any = type(next(iter(attention_layers(model).values())).processor)
+
+    class GoesOn(base):
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+            if encoder_hidden_states is None:
+                return super().__call__(attn, hidden_states, None, attention_mask, rotary_emb)
+            context = attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states)
+            heads = [x.unflatten(2, (attn.heads, -1)) for x in (attn.to_q(hidden_states), *context)]
+            return 2 * attn.to_out[0](dispatch_attention_fn(*heads).flatten(2))
+
+    GoesOn.__name__ = name  # a message is logged once for each
+    for module in attention_layers(model).values():
+        module.set_processor(GoesOn())
+    expected = run(model, inputs)
+    with sage_hf.apply(model, "exact"):
+        assert torch.equal(run(model, inputs), expected)
+        torch.testing.assert_close(run(torch.compile(model, backend="eager"), inputs), expected)
+    assert any(f"{name} calls super() in some calls" in message for message in sage_log)
+    with sage_hf.apply(model, sage_hf.SageConfig("sage1", fallback="emulate")):
+        assert 0 < (run(model, inputs) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("door", [sage_hf.apply, lambda model, name: model.set_attention_backend(name)])
+def test_a_users_own_attention_over_ours_is_not_dropped(door):
+    class Doubles(SageAttnProcessor):
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            return 2 * super().__call__(attn, hidden_states, *args, **kwargs)
+
+    model, inputs = family("unet").build(), family("unet").make_inputs()
+    model.set_attn_processor(Doubles("exact"))
+    expected = run(model, inputs)
+    with pytest.raises(UnsupportedAttentionError, match="Doubles, which overrides __call__"):
+        door(model, "sage2")
+    assert torch.equal(run(model, inputs), expected)
 
 
 class EverySecond:

@@ -224,6 +224,9 @@ def test_assigning_a_shared_processor_behind_set_processor_says_what_to_do():
     assert torch.equal(attention(states), expected)
 
 
+FUSED = {"to_qkv", "to_kv", "to_added_qkv", "to_added_kv"}
+
+
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "unet", "wan-t2v", "flux"])
 def test_qkv_projections_may_be_fused_before_or_after(name):
     case = family(name)
@@ -246,6 +249,21 @@ def test_qkv_projections_may_be_fused_before_or_after(name):
     torch.testing.assert_close(run(model, inputs), expected)
     model.set_attn_processor(dict(fused))
     assert model.attn_processors == fused
+
+
+@pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3", "unet", "wan-t2v", "flux"])
+def test_fused_projections_count_once_they_were_trained(name):
+    case = family(name)
+    model, inputs = case.build(), case.make_inputs()
+    model.fuse_qkv_projections()
+    untrained = run(model, inputs)
+    with torch.no_grad():
+        for parameter in (p for name, p in model.named_parameters() if FUSED & set(name.split("."))):
+            parameter.mul_(1.5)
+    expected = run(model, inputs)
+    assert not torch.allclose(expected, untrained)
+    model.set_attn_processor(SageAttnProcessor("exact"))
+    torch.testing.assert_close(run(model, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "mochi", "sd3", "unet", "allegro", "lumina2", "wan-t2v", "cosmos"])

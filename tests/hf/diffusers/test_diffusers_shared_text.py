@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
@@ -49,6 +50,20 @@ def test_a_processor_that_is_not_known_is_refused():
     model = family("sd3").build()
     model.transformer_blocks[0].attn.set_processor(OfAUser())
     refused(model, r"transformer_blocks\.0\.attn: .*OfAUser", ring_degree=2)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_a_processor_that_would_see_the_tokens_of_one_process_is_refused(switch):
+    class Local:
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+            states = dispatch_attention_fn(*[attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))] * 3)
+            return states.flatten(2), encoder_hidden_states
+
+    model = family("sd3").build()
+    model.transformer_blocks[0].attn.set_processor(Local())
+    if switch:
+        sage_hf.apply(model, "sage2")
+    refused(model, r"transformer_blocks\.0\.attn: .*Local does not support it", ring_degree=2)
 
 
 def test_a_first_frame_with_a_modulation_of_its_own_is_refused():

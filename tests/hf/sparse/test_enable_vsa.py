@@ -267,6 +267,24 @@ def test_weights_are_offloaded_one_by_one_after_the_gates_are_made_and_not_befor
     assert torch.equal(run(model, inputs), expected)
 
 
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_weights_are_offloaded_in_groups_after_the_gates_are_made_and_not_before(kind, tmp_path):
+    model, inputs, device = build(), video(), torch.device("cpu")
+    options = {"offload_type": kind, "num_blocks_per_group": 1, "offload_to_disk_path": str(tmp_path)}
+    sage_hf.enable_vsa(model, 0.5)
+    expected = run(fill_gates(model), inputs)
+    model.enable_group_offload(device, device, **options)
+    assert torch.equal(run(model, inputs), expected)
+    sage_hf.enable_vsa(model, 0.5)
+    assert torch.equal(run(model, inputs), expected)
+    with pytest.raises(ValueError, match=r"call enable_vsa before enable_group_offload"):
+        sage_hf.enable_vsa(model, 0.5, checkpoint=tmp_path)
+    model = build()
+    model.enable_group_offload(device, device, **options)
+    with pytest.raises(ValueError, match=r"call enable_vsa before enable_group_offload"):
+        sage_hf.enable_vsa(model, 0.5)
+
+
 def test_context_parallelism_is_refused_before_and_after():
     model = build()
     model._parallel_config = type("Config", (), {"context_parallel_config": object()})()
