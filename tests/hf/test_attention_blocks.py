@@ -80,21 +80,6 @@ def test_training_over_a_list_is_refused_where_no_native_kernel_is():
         sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd", blocks=blocks, fallback="error")
 
 
-def test_a_attention_bias_with_a_list_is_refused():
-    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
-    for recipe in ("sage2", "exact"):
-        with pytest.raises(ValueError, match="which keys exist"):
-            sage_attention(*inputs, torch.zeros(300, 330), enable_gqa=True, recipe=recipe, blocks=blocks)
-
-
-def test_padding_and_a_list_go_together():
-    inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
-    keys = torch.arange(330) < 200
-    output = sage_attention(*inputs, keys[None, None, None], enable_gqa=True, recipe="sage2", blocks=blocks)
-    truth, _ = sdpa.attention(*inputs, mask=as_mask(blocks, 300, 330) & keys)
-    assert (output - truth).norm() / truth.norm() < 0.05
-
-
 def test_a_compiled_call_is_the_eager_one():
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
 

@@ -40,10 +40,6 @@ SANA: dict[str, Any] = {
 }
 
 
-def recipes_run(model: torch.nn.Module) -> set[str]:
-    return {plan.request.recipe for module in attention_layers(model).values() for plan in record.last_plans(module)}
-
-
 @pytest.mark.parametrize(
     ("processor_class", "recipe"),
     [
@@ -337,18 +333,6 @@ def test_joint_attention_refuses_a_mask_it_would_ignore():
     model.set_attn_processor(SageAttnProcessor("exact"))
     with pytest.raises(ValueError, match="attention_mask"):
         run(model, inputs | {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 13)}})
-
-
-def test_apply_and_restore_go_through_the_same_processors():
-    case = family("mochi")
-    model, inputs = case.build(), case.make_inputs()
-    expected, originals = run(model, inputs), dict(model.attn_processors)
-    handle = sage_hf.apply(model, "sage3")
-    run(model, inputs)
-    assert recipes_run(model) == {"sage3"}
-    handle.restore()
-    assert model.attn_processors == originals
-    assert torch.equal(run(model, inputs), expected)
 
 
 def test_other_processors_that_take_over_are_logged(sage_log):

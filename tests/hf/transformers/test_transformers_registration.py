@@ -213,11 +213,6 @@ def test_the_part_next_to_one_that_picks_keys_is_not_refused() -> None:
     assert refusal(modeling.MiniMaxM3VLVisionModel) is None
 
 
-def test_no_served_model_is_refused() -> None:
-    for tiny in SERVED:
-        assert refusal(type(tiny.build("eager"))) is None
-
-
 def test_a_model_that_cannot_run_ours_is_warned_of_when_loaded(
     tmp_path: Path, hf_log: pytest.LogCaptureFixture
 ) -> None:
