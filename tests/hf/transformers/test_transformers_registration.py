@@ -16,6 +16,7 @@ from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, register, unsupported
 from sage_hf.transformers.layers import refusal
+from tests.helpers import model_zoo
 from tests.helpers.forks import Forks
 from tests.helpers.tiny_transformers import MODELS, SERVED, calls_interface, run
 
@@ -122,7 +123,7 @@ def test_nothing_is_written_to_the_saved_config(tmp_path: Path) -> None:
 def test_nested_dictionaries_switch_a_part(how: str, tmp_path: Path) -> None:
     choice = {"text_config": "sage3", "vision_config": "sage_exact", "": "sdpa"}
     if how == "from_config":
-        model = transformers.CLIPModel._from_config(transformers.CLIPConfig(**CLIP.config), attn_implementation=choice)
+        model = transformers.CLIPModel._from_config(CLIP.make_config(), attn_implementation=choice)
     elif how == "from_pretrained":
         CLIP.build("eager").save_pretrained(tmp_path)
         model = transformers.CLIPModel.from_pretrained(tmp_path, attn_implementation=choice)
@@ -172,38 +173,16 @@ def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_
     assert messages[0].endswith(unsupported(model))
 
 
-SPARSE = {
-    "DeepseekV32": (
-        "Attention hands indices=",
-        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 4, "n_group": 1,
-         "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPARSE)
 def test_a_model_that_expects_a_kernel_to_pick_keys_runs_as_it_would_by_default(
-    name: str, hf_log: pytest.LogCaptureFixture
+    hf_log: pytest.LogCaptureFixture,
 ) -> None:
-    reason, sizes = SPARSE[name]
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this transformers has no {name}")
-
-    def sparse(implementation: str | None) -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, **sizes,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation=implementation)
-        return model.eval()
-
-    inputs = {"input_ids": LLAMA.inputs()["input_ids"]}
-    expected = run(sparse(None), **inputs)
-    model = sparse("sage3")
+    if "deepseek_v32" not in model_zoo.NAMES:
+        pytest.skip("this transformers has no DeepSeek V3.2")
+    reason = "Attention hands indices="
+    expected = run(model_zoo.build("deepseek_v32", None), **LLAMA.inputs())
+    model = model_zoo.build("deepseek_v32", "sage3")
     assert reason in hf_log.text
-    assert torch.equal(run(model, **inputs), expected)
+    assert torch.equal(run(model, **LLAMA.inputs()), expected)
     assert reason in str(unsupported(model))
 
 
@@ -250,7 +229,7 @@ def test_unsupported_says_why() -> None:
 
 def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.ViTConfig(**MODELS["vit"].config),
+        MODELS["vit"].make_config(),
         transformers.TrOCRConfig(vocab_size=97, d_model=64, decoder_layers=1, decoder_attention_heads=4),
     )
     model = transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation="sage3")
