@@ -123,11 +123,9 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
 
 def test_compare_writes_images_side_by_side(tmp_path, capsys):
     tiny.image_pipeline().save_pretrained(tmp_path / "pipeline")
-    arguments = ["--steps", "2", "--device", "cpu", "--recipe", "sage2", "--guidance-scale", "1", "--prompt"] + [
-        "a red ball"
-    ]
-    arguments += ["--pretrained", str(tmp_path / "pipeline"), "--output", str(tmp_path / "out")]
-    assert main(["compare", *arguments]) == 0
+    arguments = ["--steps", "2", "--device", "cpu", "--recipe", "sage2", "--guidance-scale", "1"]
+    arguments += ["--prompt", "a red ball", "--output", str(tmp_path / "out")]
+    assert main(["compare", "--pretrained", str(tmp_path / "pipeline"), *arguments]) == 0
     for name in ("01-exact", "01-sage2", "01-side-by-side"):
         assert (tmp_path / "out" / f"{name}.png").is_file()
     (video,) = json.loads((tmp_path / "out" / "report.json").read_text())["videos"]
