@@ -390,35 +390,27 @@ def test_a_second_denoiser_that_cannot_be_switched_leaves_the_first_alone():
     assert all(a is b for a, b in zip(processors(pipe.transformer), before, strict=True))
 
 
-def test_of_ddps_wrapper_the_model_inside_is_switched():
+@pytest.fixture
+def process_group():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(tiny.transformer())
-        before = processors(wrapped.module)
-        steps = (StepRule(0, 1, "sage1"),)
-        config = SageConfig("sage2", steps=steps, sparse=Sparse("mean", keep=0.5, from_tokens=64))
-        with sage_hf.apply(wrapped, config), torch.no_grad():
-            wrapped(**tiny.transformer_inputs())
-            rows = sage_hf.explain(wrapped)
-            assert {row.layer for row in rows.rows} == {f"transformer_blocks.{i}.attn1" for i in range(tiny.LAYERS)}
-            assert {row.recipe for row in rows.rows} == {"sage1"}
-            assert all("4×4×4 order" in kept for _, kept in rows.sparse)
-        assert all(a is b for a, b in zip(processors(wrapped.module), before, strict=True))
-        llama = nn.parallel.DistributedDataParallel(tiny.llama())
-        with sage_hf.apply(llama, "sage_bwd"):
-            assert llama.module.config._attn_implementation == "sage_bwd"
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel])
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel])
 def test_of_a_wrapper_whose_forward_takes_any_argument_the_model_inside_is_switched(wrap):
     wrapped = wrap(tiny.transformer())
+    before = processors(wrapped.module)
     steps = (StepRule(0, 1, "sage1"),)
     config = SageConfig("sage2", steps=steps, sparse=Sparse("mean", keep=0.5, from_tokens=64))
     with sage_hf.apply(wrapped, config), torch.no_grad():
         wrapped(**tiny.transformer_inputs())
-        assert all("4×4×4 order" in kept for _, kept in sage_hf.explain(wrapped).sparse)
+        rows = sage_hf.explain(wrapped)
+        assert {row.layer for row in rows.rows} == {f"transformer_blocks.{i}.attn1" for i in range(tiny.LAYERS)}
+        assert {row.recipe for row in rows.rows} == {"sage1"}
+        assert all("4×4×4 order" in kept for _, kept in rows.sparse)
+    assert all(a is b for a, b in zip(processors(wrapped.module), before, strict=True))
     with sage_hf.apply(llama := wrap(tiny.llama()), "sage_bwd"):
         assert llama.module.config._attn_implementation == "sage_bwd"
 
