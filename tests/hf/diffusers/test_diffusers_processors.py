@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from typing import Any
 from unittest import mock
 
 import diffusers
@@ -24,20 +23,7 @@ from sage_hf import (
     record,
 )
 from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, bind
-from tests.helpers.families import each_family, family, run
-
-SANA: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "num_layers": 1,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 16,
-    "sample_size": 8,
-}
+from tests.helpers.families import Family, each_family, family, run
 
 
 @pytest.mark.parametrize(
@@ -168,7 +154,13 @@ def test_a_process_that_only_loads_switched_models_passes_every_argument_on(monk
 
 
 def test_linear_attention_is_refused_by_name_and_nothing_is_changed():
-    model = diffusers.SanaTransformer2DModel(**SANA)
+    config = {
+        "num_layers": 1,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 32,
+        "cross_attention_dim": 64,
+    }
+    model = Family("sana", "SanaTransformer2DModel", config, dict).build()
     before = dict(model.attn_processors)
     message = r"transformer_blocks\.0\.attn1.*Attention.*SanaLinearAttnProcessor2_0"
     with pytest.raises(UnsupportedAttentionError, match=message):
