@@ -41,8 +41,7 @@ def test_opcheck_passes(dtype, recipe, return_lse):
     for mask, is_causal in ((None, True), (keys, False)):
         options = Options(is_causal, recipe=recipe, return_lse=return_lse)
         torch.library.opcheck(
-            torch.ops.sage_kernels.attention.default,
-            (*draw(dtype=dtype), mask, *Arguments.of(None, None, options)),
+            torch.ops.sage_kernels.attention.default, (*draw(dtype=dtype), mask, *Arguments.of(None, None, options))
         )
 
 

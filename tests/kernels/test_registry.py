@@ -102,11 +102,7 @@ def test_where_triton_is_too_old_for_fp4_the_plan_says_what_to_install(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"batch": 65536, "capability": (8, 0)}, "65535"),
-        ({"dtype": torch.float64}, "dtype must"),
-    ],
+    ("sizes", "reason"), [({"batch": 65536, "capability": (8, 0)}, "65535"), ({"dtype": torch.float64}, "dtype must")]
 )
 def test_a_kernels_limits_are_said(sizes, reason):
     assert reason in select(replace(GPU, recipe="sage1", **sizes)).reason

@@ -224,12 +224,7 @@ def _embeds(dim: int) -> dict[str, torch.Tensor]:
     return {"prompt_embeds": torch.randn(1, 7, dim), "negative_prompt_embeds": torch.randn(1, 7, dim)}
 
 
-PAG = {
-    "stable-diffusion": pag_stable_diffusion,
-    "sdxl": pag_sdxl,
-    "sd3": pag_sd3,
-    "pixart-sigma": pag_pixart,
-}
+PAG = {"stable-diffusion": pag_stable_diffusion, "sdxl": pag_sdxl, "sd3": pag_sd3, "pixart-sigma": pag_pixart}
 
 
 def generate(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
