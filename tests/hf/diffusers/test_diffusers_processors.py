@@ -154,13 +154,8 @@ def test_a_process_that_only_loads_switched_models_passes_every_argument_on(monk
 
 
 def test_linear_attention_is_refused_by_name_and_nothing_is_changed():
-    config = {
-        "num_layers": 1,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 32,
-        "cross_attention_dim": 64,
-    }
-    model = Family("sana", "SanaTransformer2DModel", config, dict).build()
+    cross_attention = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 32, "cross_attention_dim": 64}
+    model = Family("sana", "SanaTransformer2DModel", {"num_layers": 1} | cross_attention, dict).build()
     before = dict(model.attn_processors)
     message = r"transformer_blocks\.0\.attn1.*Attention.*SanaLinearAttnProcessor2_0"
     with pytest.raises(UnsupportedAttentionError, match=message):
