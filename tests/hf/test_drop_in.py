@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sage_hf
+from sage_hf import record
 from sage_kernels.exact import sdpa
 
 # The documented signatures, by position, of SageAttention 2.2 and SageAttention3.
@@ -264,3 +265,10 @@ def test_a_command_and_the_processes_it_starts_have_the_modules(tmp_path):
     assert (result.returncode, result.stdout) == (3, "2.2.0\n"), result.stderr
     usage = subprocess.run(command[:3], capture_output=True, text=True)
     assert usage.returncode == 2 and "COMMAND" in usage.stdout
+
+
+def test_what_ran_is_recorded(sageattention):
+    layer = torch.nn.Identity()
+    record.run_in_layer(layer, sageattention.sageattn, *draw(dtype=torch.float32))
+    (plan,) = record.last_plans(layer)
+    assert plan.recipe == "sage2"

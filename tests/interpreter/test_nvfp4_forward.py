@@ -84,7 +84,7 @@ def check(query, key, value, recipe="sage3", capability=HOPPER, **options):
     ids=str,
 )
 def test_a_call_has_the_recipes_error(sizes, options):
-    """Of any length, head_dim, dtype and scale, with grouped queries too."""
+    """At any length, head_dim, dtype and scale, with grouped queries too."""
     check(*random_inputs(**{"q_heads": 2} | sizes), **options)
 
 
