@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -119,8 +118,7 @@ def run_alone(name: str) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `execute` to the parser."""
-    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+    """Add the arguments of `execute` but the output's to the parser."""
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS), metavar="NAME", help="default: all")
 
 

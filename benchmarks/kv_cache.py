@@ -235,10 +235,9 @@ def model_row(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `execute` to the parser."""
+    """Add the arguments of `execute` but the output's to the parser."""
     parser.add_argument("--dry", action="store_true", help="run one small shape on a CPU")
     parser.add_argument("--model", action="store_true", help="measure a whole model")
-    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
 
 
 def execute(args: argparse.Namespace) -> None:

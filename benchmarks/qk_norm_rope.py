@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,11 +136,6 @@ def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
     moved = 2 * x.numel() * x.element_size()
     facts = {"direction": "forward_backward" if case.trains else "forward", "copy_ms": moved / bandwidth * 1e3}
     return {"model": case.model, **sizes, **facts, **{f"{name}_ms": ms for name, ms in times.items()}}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `execute` to the parser."""
-    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
 
 
 def execute(args: argparse.Namespace) -> None:

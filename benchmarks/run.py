@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import first_calls
 import kv_cache
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, module in BENCHMARKS.items():
         description = module.__doc__ or ""
         own = benchmarks.add_parser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        module.add_arguments(own)
+        own.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(own)
     args = parser.parse_args(argv)
     if args.benchmark:
         BENCHMARKS[args.benchmark].execute(args)

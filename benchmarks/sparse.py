@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,11 +242,6 @@ def measure_routing(device: torch.device) -> list[Row]:
 def is_measured(case: Case, rows: list[Row]) -> bool:
     """Return whether rows hold a case."""
     return any(all(row.get(name) == value for name, value in case.row.items()) for row in rows)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `execute` to the parser."""
-    parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
 
 
 def execute(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
 from sage_hf.bench import results
 from sage_hf.metrics import ErrorSums
 from sage_hf.text import markdown_table
+from sage_kernels.exact.gradients import Gradients, exact_gradients
 from sage_kernels.formats import fp8, int8
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
@@ -131,13 +132,9 @@ def in_bfloat16(sample: Sample) -> Sample:
     return Sample(*(x.bfloat16() for x in sample[:4]), sample.is_causal, sample.scale)
 
 
-def exact(sample: Sample) -> tuple[torch.Tensor, ...]:
+def exact(sample: Sample) -> Gradients:
     """Return exact O, dQ, dK, dV in float64."""
-    leaves = [x.double().requires_grad_() for x in sample[:3]]
-    output = F.scaled_dot_product_attention(
-        *leaves, is_causal=sample.is_causal, scale=sample.scale, enable_gqa=leaves[0].shape[1] != leaves[1].shape[1]
-    )
-    return output.detach(), *torch.autograd.grad(output, leaves, sample.output_gradient.double())
+    return exact_gradients(sample.output_gradient, *sample[:3], is_causal=sample.is_causal, scale=sample.scale)
 
 
 def quantized(sample: Sample, variant: Variant) -> tuple[torch.Tensor, ...]:

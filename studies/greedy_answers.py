@@ -9,11 +9,7 @@ import torch
 from language_models import beginning, windows
 from torch import Tensor
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Name three animals that lay eggs.",
-    "Write one sentence about the sea.",
-)
+QUESTIONS = ("What is the capital of France?", "Name three animals that lay eggs.", "Write one sentence about the sea.")
 CONTINUED = 1024
 """Number of the text's tokens that are continued greedily."""
 NEW_TOKENS = 32

@@ -174,12 +174,7 @@ class Study:
             tail = with_pooled_tail() if variant.tail else nullcontext()
             with tail, applied(denoiser, variant.config, self.args.sampling_steps) as kept:
                 clips = generate(
-                    denoiser,
-                    scenes,
-                    self.size,
-                    steps=self.args.sampling_steps,
-                    guidance=GUIDANCE,
-                    device=self.device,
+                    denoiser, scenes, self.size, steps=self.args.sampling_steps, guidance=GUIDANCE, device=self.device
                 )
                 row |= kept()
             if reference is not None:

@@ -29,13 +29,7 @@ def perplexity_markdown(rows: Sequence[dict[str, Any]]) -> str:
     The number after ± is the standard error over tokens.
     """
     lines = [
-        [
-            row["model"],
-            f"{row['tokens']:,}",
-            str(row["samples"]),
-            _label(row["recipe"]),
-            *_predictions(row),
-        ]
+        [row["model"], f"{row['tokens']:,}", str(row["samples"]), _label(row["recipe"]), *_predictions(row)]
         for row in rows
         if "unavailable" not in row
     ]

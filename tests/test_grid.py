@@ -126,11 +126,7 @@ def test_masks_say_what_their_names_say(monkeypatch):
     assert torch.equal(again.query, masks["keys"].query) and torch.equal(again.mask, masks["keys"].mask)
 
 
-@pytest.mark.parametrize(
-    "case",
-    {(case.name, case.mask, case.training): case for case in CASES}.values(),
-    ids=str,
-)
+@pytest.mark.parametrize("case", {(case.name, case.mask, case.training): case for case in CASES}.values(), ids=str)
 def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_call(case, monkeypatch):
     queue = FakeQueue({"sdpa_math": 0.5, "sdpa_fa2": 0.75})
     told_apart(queue, monkeypatch)
@@ -257,10 +253,7 @@ def test_the_summary_counts_shares_and_means():
 
 def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
     case = replace(FORWARD[0], q_len=3000, kv_len=100)
-    result = {
-        **FACTS,
-        "rows": [row(case, 0.5), row(replace(case, q_len=3001), 2.0), row(replace(case, q_len=1), 0.25)],
-    }
+    result = {**FACTS, "rows": [row(case, 0.5), row(replace(case, q_len=3001), 2.0), row(replace(case, q_len=1), 0.25)]}
     kinds, columns, speeds = grid_tables.cells(result)
     assert kinds == [case.name] and columns[0] == "1–" and columns[-1] == "32k+"
     assert speeds[0][columns.index("2k–")] == pytest.approx(1.0) and speeds[0][0] == 4.0

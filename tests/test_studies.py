@@ -109,10 +109,7 @@ def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_outlier_
 
     rows = peaked_errors.run(CPU, [case, Sinks(0.8, 300)], [Provider("absent", "Absent", absent, "kernel")])
     unavailable = {row["unavailable"] for row in rows if row["provider"] == "absent"}
-    assert unavailable == {
-        "ModuleNotFoundError: No module named 'absent'",
-        "causal attention of the last queries only",
-    }
+    assert unavailable == {"ModuleNotFoundError: No module named 'absent'", "causal attention of the last queries only"}
     rows = [row for row in rows if row["tensor"] == case.name and row["provider"] != "absent"]
     assert {row["provider"] for row in rows} == set(peaked_errors.OURS)
     for row in rows:

@@ -21,16 +21,7 @@ import torch
 import trained_models
 import trained_models_table
 from kept_results import Results
-from language_models import (
-    Differences,
-    Head,
-    beginning,
-    check_head,
-    check_recipe,
-    check_tokenizer,
-    use_recipe,
-    windows,
-)
+from language_models import Differences, Head, beginning, check_head, check_recipe, check_tokenizer, use_recipe, windows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]

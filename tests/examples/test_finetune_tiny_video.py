@@ -10,13 +10,7 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from finetune_tiny_video import Task, as_asked, use_recipe
 from shapes import Scene, draw_clips, held_out_scenes, read_clips, train_scenes
-from tiny_video_parts import (
-    build_scheduler,
-    build_text_encoder,
-    build_tokenizer,
-    build_transformer,
-    build_vae,
-)
+from tiny_video_parts import build_scheduler, build_text_encoder, build_tokenizer, build_transformer, build_vae
 from train_tiny_video import DEFAULT_FOLDER, encode, to_model_range
 
 from tests.helpers.tiny_video import SIZE

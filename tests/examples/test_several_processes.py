@@ -25,10 +25,10 @@ sharded = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), re
 
 @pytest.fixture(scope="module")
 def hunyuan_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.helpers.pipelines import hunyuan_video_pipeline
+    from tests.helpers import tiny_pipelines as tiny
 
     folder = tmp_path_factory.mktemp("hunyuan-video")
-    hunyuan_video_pipeline().save_pretrained(folder)
+    tiny.hunyuan_video().save_pretrained(folder)
     return folder
 
 

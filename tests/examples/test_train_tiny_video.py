@@ -122,11 +122,7 @@ def test_minutes_end_a_training_whose_learning_rate_has_then_fallen(trained, tmp
 def test_training_passes_the_rotary_embedding_that_the_pipeline_passes():
     tokenizer = build_tokenizer()
     pipe = CogVideoXPipeline(
-        tokenizer,
-        build_text_encoder(SIZE, len(tokenizer)),
-        build_vae(SIZE),
-        build_transformer(SIZE),
-        build_scheduler(),
+        tokenizer, build_text_encoder(SIZE, len(tokenizer)), build_vae(SIZE), build_transformer(SIZE), build_scheduler()
     )
     expected = pipe._prepare_rotary_positional_embeddings(
         SIZE.clip_size, SIZE.clip_size, SIZE.latent_shape[0], torch.device("cpu")
@@ -161,10 +157,7 @@ def test_the_committed_pipeline_is_small_and_draws_what_it_is_asked_for():
     scenes = demo_scenes()
     assert defaults["prompts"] == [scene.caption() for scene in scenes]
     clips = generate(
-        pipe,
-        scenes[:2],
-        guidance_scale=defaults["guidance_scale"],
-        num_inference_steps=defaults["num_inference_steps"],
+        pipe, scenes[:2], guidance_scale=defaults["guidance_scale"], num_inference_steps=defaults["num_inference_steps"]
     )
     assert clips.shape == (2, defaults["num_frames"], 3, defaults["height"], defaults["width"])
     # The first shows one object, the second two.

@@ -3,14 +3,7 @@
 import json
 
 import pytest
-from training_report import (
-    compare,
-    comparison_table,
-    finite,
-    mean_and_spread,
-    resume_or_run,
-    update_result,
-)
+from training_report import compare, comparison_table, finite, mean_and_spread, resume_or_run, update_result
 
 
 def test_differences_are_taken_seed_by_seed():

@@ -141,8 +141,7 @@ def test_both_forms_agree_on_grouped_queries(dims, heads, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "padded"),
-    pairwise([(64, 256, 320), (128, 320, 200), (128, 200, 320)], LAYOUTS, [False, True]),
+    ("sizes", "layout", "padded"), pairwise([(64, 256, 320), (128, 320, 200), (128, 200, 320)], LAYOUTS, [False, True])
 )
 def test_gradients_do_not_depend_on_where_tensors_are_read(sizes, layout, padded, device):
     """V and dO: where the caller has them, next to memory that holds NaN, or copies."""

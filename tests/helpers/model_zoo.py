@@ -85,7 +85,7 @@ def make_small(config: transformers.PretrainedConfig) -> transformers.Pretrained
     return config
 
 
-def build(model_type: str, implementation: str) -> nn.Module:
+def build(model_type: str, implementation: str | None) -> nn.Module:
     """The small model in eval mode, with the same weights whatever the implementation."""
     config = make_small(transformers.models.auto.CONFIG_MAPPING[model_type]())
     if hasattr(config, "_experts_implementation"):

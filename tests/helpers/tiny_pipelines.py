@@ -4,11 +4,16 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLMochi,
     CogVideoXDDIMScheduler,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     DDIMScheduler,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    MochiPipeline,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
@@ -18,12 +23,16 @@ from transformers import (
     CLIPTextModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
 )
 
+from tests.helpers.families import family
+
 LAYERS = 3
+TEXT = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def transformer(num_layers: int = LAYERS) -> CogVideoXTransformer3DModel:
@@ -52,11 +61,17 @@ def transformer_inputs(timestep: float = 500.0, batch: int = 1) -> dict:
     }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(longest: int | None = None) -> PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "blue", "ball", "rolls"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    tokens = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=longest, **tokens)
+
+
+def t5() -> T5EncoderModel:
+    config = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
+    return T5EncoderModel(config).eval()
 
 
 def cogvideox(num_layers: int = LAYERS) -> CogVideoXPipeline:
@@ -70,10 +85,43 @@ def cogvideox(num_layers: int = LAYERS) -> CogVideoXPipeline:
         sample_height=64,
         sample_width=64,
     ).eval()
-    text_config = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0)
-    pipe = CogVideoXPipeline(
-        tokenizer(), T5EncoderModel(text_config).eval(), vae, transformer(num_layers), CogVideoXDDIMScheduler()
-    )
+    pipe = CogVideoXPipeline(tokenizer(), t5(), vae, transformer(num_layers), CogVideoXDDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def hunyuan_video() -> HunyuanVideoPipeline:
+    """32×32 pixels, 9 frames, with the prompt template {"template": "{}", "crop_start": 0}; VAE compression 8×8×4."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+    ).eval()
+    llama = LlamaModel(LlamaConfig(**TEXT | {"num_hidden_layers": 3})).eval()
+    clip = CLIPTextModel(CLIPTextConfig(**TEXT | {"hidden_size": 8}, projection_dim=8, eos_token_id=1)).eval()
+    scheduler, denoiser = FlowMatchEulerDiscreteScheduler(shift=7.0), family("hunyuan-video").build()
+    pipe = HunyuanVideoPipeline(llama, tokenizer(13), denoiser, vae, scheduler, clip, tokenizer(13))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def mochi() -> MochiPipeline:
+    """32×32 pixels, 7 frames; VAE compression 8×8×6."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLMochi(
+        latent_channels=4,
+        out_channels=3,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        latents_mean=(0.0,) * 4,
+        latents_std=(1.0,) * 4,
+    ).eval()
+    pipe = MochiPipeline(rising_scheduler(), vae, t5(), tokenizer(13), family("mochi").build())
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -92,15 +140,7 @@ def image_autoencoder() -> AutoencoderKL:
 def image_pipeline() -> StableDiffusionPipeline:
     """Stable Diffusion of 64×64 pixels."""
     torch.manual_seed(0)
-    text = CLIPTextConfig(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        eos_token_id=1,
-    )
+    text = CLIPTextConfig(**TEXT, max_position_embeddings=16, eos_token_id=1)
     unet = UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(32,),
@@ -112,16 +152,14 @@ def image_pipeline() -> StableDiffusionPipeline:
         norm_num_groups=8,
     )
     vae = image_autoencoder()
-    words = tokenizer()
-    words.model_max_length = 16
     pipe = StableDiffusionPipeline(
-        vae, CLIPTextModel(text).eval(), words, unet.eval(), DDIMScheduler(), None, None, None, False
+        vae, CLIPTextModel(text).eval(), tokenizer(16), unet.eval(), DDIMScheduler(), None, None, None, False
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def latents(pipe: CogVideoXPipeline, steps: int = 2, **settings) -> torch.Tensor:
+def latents(pipe: DiffusionPipeline, steps: int = 2, **settings) -> torch.Tensor:
     """Return the latents that the pipeline makes of a prompt."""
     generator = torch.Generator().manual_seed(0)
     settings = {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0, **settings}

@@ -5,48 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto import CONFIG_MAPPING
+
+from tests.helpers.model_zoo import PADDING, TOKENS, make_small
 
 VOCAB = 97
 BATCH = 2
-TOKENS = 80  # more than the 64 keys below which a call is exact for being short
-PADDING = 11
-
-_DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-}
-_VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 36,
-    "patch_size": 4,
-    "initializer_range": 0.2,
-}
-_TEXT_ENCODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
 
 
 @dataclass(frozen=True)
@@ -54,23 +23,27 @@ class TinyModel:
     """A tiny model: how to build it, and its inputs.
 
     Attributes:
-        name: as tests show it.
-        model_class, config_class: names in transformers.
-        config: the config's arguments.
+        name: transformers' name of the type.
+        model_class: name in transformers.
+        changes: what its config has otherwise than `make_small` makes it.
         kind: what its inputs are.
         beyond_sdpa: transformers' own sdpa refuses it or drops something.
     """
 
     name: str
     model_class: str
-    config_class: str
-    config: dict[str, object] = field(hash=False)
+    changes: dict[str, object] = field(default_factory=dict, hash=False)
     kind: str = "decoder"
     beyond_sdpa: bool = False
 
+    def make_config(self, config_class: type[transformers.PretrainedConfig] | None = None) -> Any:
+        """The config, of another class if one is given."""
+        config = make_small((config_class or CONFIG_MAPPING[self.name])())
+        return _changed(config, {"eos_token_id": None} | self.changes)
+
     def build(self, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model in eval mode, with the same weights whatever the implementation and dtype."""
-        config = getattr(transformers, self.config_class)(**self.config)
+        config = self.make_config()
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"  # the others are not for float64
         torch.manual_seed(0)
@@ -92,6 +65,15 @@ class TinyModel:
         return self.kind in ("decoder", "encoder", "t5", "clip")
 
 
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    for name, value in changes.items():
+        if isinstance(getattr(config, name, None), transformers.PretrainedConfig):
+            _changed(getattr(config, name), value)
+        else:
+            setattr(config, name, value)
+    return config
+
+
 def _tokens(generator: torch.Generator, length: int = TOKENS) -> torch.Tensor:
     return torch.randint(2, VOCAB, (BATCH, length), generator=generator)
 
@@ -109,118 +91,31 @@ _INPUTS: dict[str, Callable[[torch.Generator], dict[str, torch.Tensor]]] = {
 }
 
 
+_IMAGES = {"image_size": 36, "patch_size": 4}
+
 MODELS = {
     model.name: model
     for model in (
-        TinyModel("llama", "LlamaForCausalLM", "LlamaConfig", _DECODER),
-        TinyModel("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _DECODER | {"num_key_value_heads": 2}),
-        TinyModel("qwen3", "Qwen3ForCausalLM", "Qwen3Config", _DECODER | {"num_key_value_heads": 1}),
-        TinyModel(
-            "mistral",
-            "MistralForCausalLM",
-            "MistralConfig",
-            _DECODER | {"num_key_value_heads": 2, "sliding_window": 24},
-        ),
-        TinyModel(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            "Gemma2Config",
-            _DECODER
-            | {
-                "num_key_value_heads": 2,
-                "sliding_window": 24,
-                "attn_logit_softcapping": 2.0,
-                "query_pre_attn_scalar": 16,
-            },
-            beyond_sdpa=True,
-        ),
-        TinyModel(
-            "gpt_oss",
-            "GptOssForCausalLM",
-            "GptOssConfig",
-            _DECODER
-            | {
-                "num_key_value_heads": 2,
-                "sliding_window": 24,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "rope_scaling": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            beyond_sdpa=True,
-        ),
-        TinyModel(
-            "deepseek_v3",
-            "DeepseekV3ForCausalLM",
-            "DeepseekV3Config",
-            {key: value for key, value in _DECODER.items() if key != "head_dim"}
-            | {
-                "q_lora_rank": 32,
-                "kv_lora_rank": 32,
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 16,
-                "v_head_dim": 24,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 32,
-                "first_k_dense_replace": 1,
-            },
-        ),
-        TinyModel("bert", "BertForMaskedLM", "BertConfig", _TEXT_ENCODER, kind="encoder"),
-        TinyModel("vit", "ViTForImageClassification", "ViTConfig", _VISION, kind="vision"),
+        TinyModel("llama", "LlamaForCausalLM", {"num_key_value_heads": 4}),
+        TinyModel("qwen2", "Qwen2ForCausalLM"),
+        TinyModel("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 1}),
+        TinyModel("mistral", "MistralForCausalLM"),
+        TinyModel("gemma2", "Gemma2ForCausalLM", {"attn_logit_softcapping": 2.0}, beyond_sdpa=True),
+        TinyModel("gpt_oss", "GptOssForCausalLM", beyond_sdpa=True),
+        TinyModel("deepseek_v3", "DeepseekV3ForCausalLM", {"v_head_dim": 24, "first_k_dense_replace": 1}),
+        TinyModel("bert", "BertForMaskedLM", kind="encoder"),
+        TinyModel("vit", "ViTForImageClassification", _IMAGES, kind="vision"),
         TinyModel(
             "clip",
             "CLIPModel",
-            "CLIPConfig",
-            {
-                "text_config": _TEXT_ENCODER | {"eos_token_id": VOCAB - 1},
-                "vision_config": _VISION,
-                "projection_dim": 32,
-            },
+            {"text_config": {"max_position_embeddings": 128, "eos_token_id": VOCAB - 1}, "vision_config": _IMAGES},
             kind="clip",
         ),
-        TinyModel(
-            "t5",
-            "T5ForConditionalGeneration",
-            "T5Config",
-            {
-                "vocab_size": VOCAB,
-                "d_model": 64,
-                "d_kv": 16,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_heads": 4,
-                "decoder_start_token_id": 0,
-                "eos_token_id": None,
-                "initializer_factor": 1.0,
-            },
-            kind="t5",
-        ),
+        TinyModel("t5", "T5ForConditionalGeneration", {"decoder_start_token_id": 0}, kind="t5"),
         TinyModel(
             "whisper",
             "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            {
-                "vocab_size": VOCAB,
-                "num_mel_bins": 16,
-                "d_model": 64,
-                "encoder_layers": 2,
-                "decoder_layers": 2,
-                "encoder_attention_heads": 4,
-                "decoder_attention_heads": 4,
-                "encoder_ffn_dim": 64,
-                "decoder_ffn_dim": 64,
-                "max_source_positions": TOKENS,
-                "max_target_positions": 128,
-                "pad_token_id": 0,
-                "bos_token_id": 1,
-                "eos_token_id": None,
-                "decoder_start_token_id": 1,
-                "suppress_tokens": None,
-                "begin_suppress_tokens": None,
-                "init_std": 0.2,
-            },
+            {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
             kind="whisper",
         ),
     )

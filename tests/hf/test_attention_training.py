@@ -247,11 +247,6 @@ def test_padding_with_causality_is_the_mask_of_both(recipe, grad, no_recent_keys
             assert (found - wanted).abs().sum() <= 0.02 * wanted.abs().sum()
 
 
-def test_the_public_signature_is_pytorchs_in_refusing_mask_and_causality_together():
-    with pytest.raises(ValueError, match="exclude each other"):
-        sage_attention(*draw(), attn_mask=VALID[:, None, None], is_causal=True, enable_gqa=True, recipe="sage_bwd")
-
-
 @pytest.mark.parametrize("recipe", TRAINABLE)
 @pytest.mark.parametrize(
     "trap", ["a zero channel of V", "V of ones", "equal keys", "zero gradient", "padding in the middle"]

@@ -76,10 +76,8 @@ def test_explain_plans_a_pipeline_without_loading_weights(folder, tmp_path, caps
         "steps": [{"start": -1, "recipe": "sage2"}],
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert (
-        main(["explain", "--pretrained", str(weightless), "--config", str(tmp_path / "config.json"), "--device", "cpu"])
-        == 0
-    )
+    arguments = ["--pretrained", str(weightless), "--config", str(tmp_path / "config.json"), "--device", "cpu"]
+    assert main(["explain", *arguments]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["transformer_blocks.0.attn1", "sage3", "sage3", "reference", "emulated"] in lines
     assert ["sage2", "sage2", "reference", "emulated"] in lines
@@ -125,22 +123,9 @@ def test_generate_and_compare_write_their_files_and_say_where(folder, tmp_path, 
 
 def test_compare_writes_images_side_by_side(tmp_path, capsys):
     tiny.image_pipeline().save_pretrained(tmp_path / "pipeline")
-    arguments = [
-        "--prompt",
-        "a red ball",
-        "--steps",
-        "2",
-        "--device",
-        "cpu",
-        "--recipe",
-        "sage2",
-        "--guidance-scale",
-        "1",
-    ]
-    assert (
-        main(["compare", "--pretrained", str(tmp_path / "pipeline"), *arguments, "--output", str(tmp_path / "out")])
-        == 0
-    )
+    arguments = ["--steps", "2", "--device", "cpu", "--recipe", "sage2", "--guidance-scale", "1"]
+    arguments += ["--prompt", "a red ball", "--output", str(tmp_path / "out")]
+    assert main(["compare", "--pretrained", str(tmp_path / "pipeline"), *arguments]) == 0
     for name in ("01-exact", "01-sage2", "01-side-by-side"):
         assert (tmp_path / "out" / f"{name}.png").is_file()
     (video,) = json.loads((tmp_path / "out" / "report.json").read_text())["videos"]
@@ -349,15 +334,12 @@ def test_a_home_folder_that_the_shell_left_alone_is_found(folder, tmp_path, monk
     ("arguments", "message"),
     [
         (["--recipe", "sage9"], "unknown recipe 'sage9'; recipes are: exact, "),
-        (["--config", "sage9"], "'sage9' is neither a recipe"),
         (["--config", "missing.json"], "cannot read the configuration missing.json"),
-        (["--fallback", ""], "fallback: '' is not one of native, emulate, error"),
         (["--output", "/proc/sage-hf"], "--output /proc/sage-hf cannot be written"),
         (["--fallback", "maybe"], "fallback: 'maybe' is not one of native, emulate, error"),
         (["--config", "mochi"], "'transformer_blocks.47.*' matches no attention layer"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--fallback", "error", "--device", "cpu"], "no native kernel for recipe 'sage3'"),
-        (["--height", "60"], "divisible by 8"),
         (["--keep", "2"], "sparse.keep: expected a share in (0, 1], got 2.0"),
     ],
 )

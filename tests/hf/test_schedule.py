@@ -103,11 +103,6 @@ def test_a_timestep_that_is_the_first_in_one_unit_and_the_last_in_another_is_the
     assert seen == [(step, FIRST_AND_LAST.resolve("layer", step, steps)) for step in range(steps)]
 
 
-def test_timesteps_that_rise_are_followed():
-    pipe = Pipe(tiny.rising_scheduler())
-    assert recipes_of_generation(pipe, FIRST_AND_LAST, 4) == ["sage2", "sage3", "sage3", "exact"]
-
-
 def test_second_order_schedulers_repeat_timesteps_without_losing_the_last_step():
     pipe = Pipe(HeunDiscreteScheduler())
     assert recipes_of_generation(pipe, FIRST_AND_LAST, 3)[-1] == "exact"

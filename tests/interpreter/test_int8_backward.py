@@ -45,13 +45,7 @@ def draw(
 
 
 def options_of(*, lengths=None, valid=None, is_causal=False, causal_offset=0, scale=None):
-    return {
-        "lengths": lengths,
-        "valid": valid,
-        "is_causal": is_causal,
-        "causal_offset": causal_offset,
-        "scale": scale,
-    }
+    return {"lengths": lengths, "valid": valid, "is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
 
 
 def kernel_forward(query, key, value, recipe, options):

@@ -63,24 +63,29 @@ def check(query, key, value, recipe="sage3", capability=HOPPER, **options):
 
 
 @pytest.mark.parametrize(
-    "q_len, kv_len, head_dim, v_head_dim",
+    ("sizes", "options"),
     [
-        *((200, 300, 128, 128), (1, 131, 40, 96), (70, 1, 96, 16)),
-        pytest.param(128, 256, 64, 64, marks=pytest.mark.audit),
+        ({"q_len": 200, "kv_len": 300, "head_dim": 128}, {}),
+        ({"q_len": 1, "kv_len": 131, "head_dim": 40, "v_head_dim": 96}, {}),
+        ({"q_len": 70, "kv_len": 1, "head_dim": 96, "v_head_dim": 16}, {}),
+        ({"q_len": 130, "kv_len": 260, "dtype": torch.bfloat16}, {}),
+        ({"q_len": 130, "kv_len": 260, "kv_heads": 2}, {"recipe": "sage3_paper"}),
+        ({"q_len": 40, "kv_len": 140, "q_heads": 4, "kv_heads": 2}, {}),
+        ({"q_len": 60, "kv_len": 100, "q_heads": 1}, {"scale": -0.2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.audit)
+            for case in (
+                ({"q_len": 128, "kv_len": 256}, {}),
+                ({"q_len": 130, "kv_len": 260, "dtype": torch.float32}, {}),
+                ({"q_len": 130, "kv_len": 260, "kv_heads": 2}, {"recipe": "sage3_paper", "capability": (8, 0)}),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_any_length_and_head_dim_has_the_recipe_s_error(q_len, kv_len, head_dim, v_head_dim):
-    check(*random_inputs(q_len, kv_len, q_heads=2, head_dim=head_dim, v_head_dim=v_head_dim))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.audit)])
-def test_every_dtype_has_the_recipe_s_error(dtype):
-    check(*random_inputs(130, 260, q_heads=2, dtype=dtype))
-
-
-@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.audit), (9, 0)])
-def test_sage3_paper_has_its_own_error(capability):
-    check(*random_inputs(130, 260, q_heads=2, kv_heads=2), recipe="sage3_paper", capability=capability)
+def test_a_call_has_the_recipes_error(sizes, options):
+    """At any length, head_dim, dtype and scale, with grouped queries too."""
+    check(*random_inputs(**{"q_heads": 2} | sizes), **options)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +123,6 @@ def test_causality_with_the_mask_of_a_window_keeps_latest_keys_in_16_bits(width)
     if width <= get_recipe("sage3").recent_keys:
         expected, _ = sdpa.attention(query, key, value, **options)
         assert (output - expected).abs().max() <= 2.0**-10 * value.abs().max()
-
-
-def test_grouped_queries_use_their_own_keys():
-    check(*random_inputs(40, 140, q_heads=4, kv_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +191,6 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", 1e-9)
     apart = run(*inputs, is_causal=True)
     assert torch.equal(together[0], apart[0]) and torch.equal(together[1], apart[1])
-
-
-def test_a_negative_scale_is_honoured():
-    check(*random_inputs(60, 100), scale=-0.2)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.audit)])

@@ -428,21 +428,14 @@ def test_the_cache_is_in_the_users_cache_folder(tmp_path, monkeypatch):
         assert len(list((folder / "sage-hf" / "cuda").glob("*.cubin"))) == 1
 
 
-def test_a_compilation_is_announced_and_a_cache_hit_is_not(monkeypatch):
+def test_a_compilation_is_announced_and_logged_and_a_cache_hit_is_not(monkeypatch, caplog):
     announced = []
     monkeypatch.setattr(compiler, "announce_compilation", lambda: announced.append(None))
-    for count in (1, 1, 2):
-        compiler.compile("kernel.cu", {"FACTOR": count})
-        assert len(announced) == count
-
-
-def test_a_compilation_is_logged_and_a_cache_hit_is_not(caplog):
     with caplog.at_level(logging.INFO, logger=compiler.logger.name):
-        for _ in range(2):
-            compiler.compile("kernel.cu", {"FACTOR": 3})
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert "kernel.cu" in message
-    assert message.endswith(" s")
+        for count in (1, 1, 2):
+            compiler.compile("kernel.cu", {"FACTOR": count})
+            assert len(announced) == len(caplog.messages) == count
+    assert all("kernel.cu" in message and message.endswith(" s") for message in caplog.messages)
 
 
 @pytest.mark.parametrize(

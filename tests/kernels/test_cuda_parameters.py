@@ -52,12 +52,7 @@ class CInner(ctypes.Structure):
 
 
 class COuter(ctypes.Structure):
-    _fields_ = (
-        ("real", ctypes.c_float),
-        ("inner", CInner),
-        ("count", ctypes.c_uint32),
-        ("pointer", ctypes.c_uint64),
-    )
+    _fields_ = (("real", ctypes.c_float), ("inner", CInner), ("count", ctypes.c_uint32), ("pointer", ctypes.c_uint64))
 
 
 C_TYPES = (ctypes.c_int32, ctypes.c_char * 128, COuter, ctypes.c_uint64, ctypes.c_int32)

@@ -92,18 +92,12 @@ def test_it_serves_calls_without_a_mask(operator, facts):
     assert get_exact("fa3").unsupported(replace(REQUEST, **facts)) == ""
 
 
-def test_without_a_package_it_serves_nothing(monkeypatch):
-    monkeypatch.setattr(flash_attention3, "find_spec", lambda package: None)
-    flash_attention3._operators.cache_clear()
-    assert "not installed" in get_exact("fa3").unsupported(REQUEST)
-    flash_attention3._operators.cache_clear()
-
-
-def test_a_package_for_another_pytorch_is_passed_over(monkeypatch):
+@pytest.mark.parametrize("installed", [False, True])
+def test_without_a_package_or_with_one_for_another_pytorch_it_serves_nothing(installed, monkeypatch):
     def fail(module):
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(flash_attention3, "find_spec", lambda package: package)
+    monkeypatch.setattr(flash_attention3, "find_spec", lambda package: package if installed else None)
     monkeypatch.setattr(flash_attention3, "import_module", fail)
     flash_attention3._operators.cache_clear()
     assert "not installed" in get_exact("fa3").unsupported(REQUEST)

@@ -10,7 +10,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 import sage_kernels
 from sage_kernels import ops, training
-from sage_kernels.dispatch import run
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.arguments import Arguments
@@ -42,35 +41,14 @@ def test_opcheck_passes(dtype, recipe, return_lse):
     for mask, is_causal in ((None, True), (keys, False)):
         options = Options(is_causal, recipe=recipe, return_lse=return_lse)
         torch.library.opcheck(
-            torch.ops.sage_kernels.attention.default,
-            (*draw(dtype=dtype), mask, *Arguments.of(None, None, options)),
+            torch.ops.sage_kernels.attention.default, (*draw(dtype=dtype), mask, *Arguments.of(None, None, options))
         )
-
-
-@pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd"])
-def test_the_operator_runs_the_reference(recipe):
-    inputs = draw()
-    output, lse = ops.attention(*inputs, is_causal=True, scale=0.2, recipe=recipe, return_lse=True)
-    expected = reference.attention(*inputs, RECIPES[recipe], is_causal=True, scale=0.2)
-    assert torch.equal(output, expected[0])
-    assert torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "exact"])
 def test_the_output_is_laid_out_so_that_merging_heads_is_free(recipe):
     output, _ = ops.attention(*draw(), recipe=recipe)
     assert output.transpose(1, 2).is_contiguous()
-
-
-def test_listeners_hear_the_plan_also_of_compiled_calls():
-    heard = []
-    run.plan_listeners.append(heard.append)
-    try:
-        ops.attention(*draw())
-        torch.compile(lambda *tensors: ops.attention(*tensors)[0], fullgraph=True, backend="aot_eager")(*draw())
-    finally:
-        run.plan_listeners.remove(heard.append)
-    assert [plan.kernel for plan in heard] == ["reference", "reference"]
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage_bwd"])

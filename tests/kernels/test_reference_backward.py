@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sage_kernels.exact import sdpa
 from sage_kernels.reference import backward as subject
 from sage_kernels.spec.layout import Lengths
 from tests.helpers.calls import new_backward_call, new_call
@@ -224,16 +223,6 @@ def test_inputs_are_not_changed_and_reruns_are_equal(recipe):
     first, second = (subject.backward(call) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-@names
-def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
-    query, key, value, gradient = draw(1, 2, 1, 700, 300, 32, 32)
-    whole = gradients(query, key, value, gradient, recipe, is_causal=True)
-    monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 128 * 64)
-    for x, y in zip(gradients(query, key, value, gradient, recipe, is_causal=True), whole, strict=True):
-        # Other orders of float32 sums; the forward's move a rounding of P now and then.
-        assert (x - y).abs().sum() <= 1e-4 * y.abs().sum()
 
 
 MEMORY_PROBE = """

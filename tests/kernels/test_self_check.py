@@ -16,13 +16,7 @@ from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel, ReferenceKVKernel
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
-from tests.helpers.kernels import (
-    StandInBackward,
-    StandInForward,
-    StandInQuantizer,
-    StandInTraining,
-    only_the_reference,
-)
+from tests.helpers.kernels import StandInBackward, StandInForward, StandInQuantizer, StandInTraining, only_the_reference
 
 UNTESTED = (12, 0)
 REQUEST = Request("sage3", "cuda", UNTESTED, torch.bfloat16, 1, 4, 4, 2048, 2048, 64, 64, "none", False, False)

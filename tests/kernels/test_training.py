@@ -16,7 +16,6 @@ from sage_kernels.dispatch.verdicts import FAILED
 from sage_kernels.exact.gradients import exact_gradients
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.call import NO_MASK, Mask
-from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
@@ -236,15 +235,6 @@ def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, list_ba
     gradients = torch.autograd.grad(output, inputs, gradient)
     assert gradients[0].any()
     assert_each_alone(inputs, sequences, used, output, gradient, gradients, options, blocks)
-
-
-def test_packed_sequences_run_as_the_reference_packs_them():
-    inputs, sequences, used = packed_call()
-    batches = [x.detach().transpose(0, 1)[None] for x in inputs]
-    lengths = Lengths(*sequences, used)
-    expected, _ = reference_backward.forward(new_call(*batches, "sage_bwd", lengths=lengths))
-    output = training.packed_attention(*inputs, *sequences, seqused_k=used)
-    assert torch.equal(output, expected[0].transpose(0, 1))
 
 
 @pytest.mark.audit

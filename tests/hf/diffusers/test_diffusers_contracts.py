@@ -7,7 +7,6 @@ import functools
 import types
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
@@ -19,16 +18,13 @@ from sage_hf.app.planning import plan
 from sage_hf.config import SageConfig
 from sage_hf.diffusers import SageAttnProcessor, UnsupportedAttentionError, attention_layers
 from tests.helpers import tiny_pipelines as tiny
-from tests.helpers.families import family, run
+from tests.helpers.families import Family, family, run
 
 Inputs = dict[str, Any]
 
 
 def build(name: str, **config: Any) -> nn.Module:
-    if not hasattr(diffusers, name):
-        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
-    torch.manual_seed(0)
-    return getattr(diffusers, name)(**config).eval()
+    return Family(name, name, config, dict).build()
 
 
 def ace_step() -> tuple[nn.Module, Inputs]:
@@ -38,7 +34,6 @@ def ace_step() -> tuple[nn.Module, Inputs]:
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
         in_channels=12,
@@ -87,18 +82,7 @@ def test_a_model_of_ours_keeps_its_recipe_when_its_backend_is_set_or_reset(sage_
 
 
 def any_flow() -> tuple[nn.Module, Inputs]:
-    model = build(
-        "AnyFlowFARTransformer3DModel",
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=1,
-        chunk_partition=(1, 1),
-    )
+    model = build("AnyFlowFARTransformer3DModel", freq_dim=16, ffn_dim=32, num_layers=1, chunk_partition=(1, 1))
     inputs = {
         "hidden_states": torch.randn(1, 2, 4, 8, 8),
         "timestep": torch.full((1, 2), 500.0),
@@ -174,16 +158,7 @@ def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage
 
 def qwen_image_21() -> tuple[nn.Module, Inputs]:
     """Text, and 4 × 4 latents; four of these are one of the text encoder's image tokens."""
-    model = build(
-        "QwenImage21Transformer2DModel",
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        context_in_dim=16,
-        axes_dims_rope=(4, 6, 6),
-    )
+    model = build("QwenImage21Transformer2DModel", context_in_dim=16)
     image = torch.tensor([[False] * 7 + [True] * 4])
     inputs = {
         "hidden_states": torch.randn(1, 16, 4),
@@ -412,7 +387,7 @@ def test_explain_says_where_attention_passed_by(sage_log):
 
 def test_every_denoiser_of_a_pipeline_is_found_by_what_it_is():
     unconditional = tiny.transformer()
-    prior = build("PriorTransformer", num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16)
+    prior = build("PriorTransformer", num_layers=1, embedding_dim=16)
     vae = build("AutoencoderKL", block_out_channels=(32,), norm_num_groups=8)
     assert attention_layers(vae)
     pipe = types.SimpleNamespace(
@@ -430,8 +405,6 @@ def test_every_denoiser_of_a_pipeline_is_found_by_what_it_is():
 def test_stable_cascades_models_are_found_where_they_are_alone(part):
     model = build(
         "StableCascadeUNet",
-        in_channels=4,
-        out_channels=4,
         conditioning_dim=16,
         block_out_channels=(16, 16),
         num_attention_heads=(2, 2),

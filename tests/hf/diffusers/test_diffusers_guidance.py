@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -177,17 +178,8 @@ UNET_INPUTS: dict[str, Any] = {"height": 64, "width": 64, "output_type": "latent
 
 def pag_stable_diffusion() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
     model = family("unet").build()
-    pipe = diffusers.StableDiffusionPAGPipeline(
-        image_autoencoder(),
-        None,
-        None,
-        model,
-        _euler(),
-        None,
-        None,
-        requires_safety_checker=False,
-        pag_applied_layers=["mid"],
-    )
+    parts = image_autoencoder(), None, None, model, _euler(), None, None
+    pipe = diffusers.StableDiffusionPAGPipeline(*parts, requires_safety_checker=False, pag_applied_layers=["mid"])
     return pipe, model, UNET_INPUTS | _embeds(16)
 
 
@@ -202,13 +194,9 @@ def pag_sd3() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
 
 
 def pag_sdxl() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    model = diffusers.UNet2DConditionModel(
-        **family("unet").config,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + 8,
-    ).eval()
+    added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+    added |= {"projection_class_embeddings_input_dim": 6 * 8 + 8}
+    model = replace(family("unet"), config=family("unet").config | added).build()
     pipe = diffusers.StableDiffusionXLPAGPipeline(
         image_autoencoder(), *[None] * 4, model, _euler(), add_watermarker=False, pag_applied_layers=["mid"]
     )
@@ -217,18 +205,9 @@ def pag_sdxl() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
 
 
 def pag_pixart() -> tuple[Any, torch.nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    model = diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        cross_attention_dim=32,
-        caption_channels=16,
-        sample_size=8,
-        use_additional_conditions=False,
-    ).eval()
+    config = {"attention_head_dim": 16, "cross_attention_dim": 32, "out_channels": 8, "sample_size": 8}
+    config |= {"use_additional_conditions": False}
+    model = Family("pixart-sigma", "PixArtTransformer2DModel", config, dict).build()
     pipe = diffusers.PixArtSigmaPAGPipeline(
         None, None, image_autoencoder(), model, diffusers.DPMSolverMultistepScheduler(), pag_applied_layers=["blocks.1"]
     )
@@ -245,12 +224,7 @@ def _embeds(dim: int) -> dict[str, torch.Tensor]:
     return {"prompt_embeds": torch.randn(1, 7, dim), "negative_prompt_embeds": torch.randn(1, 7, dim)}
 
 
-PAG = {
-    "stable-diffusion": pag_stable_diffusion,
-    "sdxl": pag_sdxl,
-    "sd3": pag_sd3,
-    "pixart-sigma": pag_pixart,
-}
+PAG = {"stable-diffusion": pag_stable_diffusion, "sdxl": pag_sdxl, "sd3": pag_sd3, "pixart-sigma": pag_pixart}
 
 
 def generate(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:

@@ -86,16 +86,8 @@ class Tiny:
         self.model = family(name).build()
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
         if name == "unet":
-            self.pipe: Any = diffusers.StableDiffusionPipeline(
-                None,
-                None,
-                None,
-                self.model,
-                diffusers.EulerDiscreteScheduler(steps_offset=1),
-                None,
-                None,
-                requires_safety_checker=False,
-            )
+            parts = *[None] * 3, self.model, diffusers.EulerDiscreteScheduler(steps_offset=1), None, None
+            self.pipe: Any = diffusers.StableDiffusionPipeline(*parts, requires_safety_checker=False)
             self.weights = unet_adapter(self.model)
         elif name == "flux":
             self.pipe = diffusers.FluxPipeline(scheduler, None, None, None, None, None, self.model)

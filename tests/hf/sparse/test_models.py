@@ -13,7 +13,6 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.sparse import Sparse, TileOrder, layer
 from sage_hf.sparse.grids import arguments_of, layout_of
-from sage_kernels.spec.block_list import BlockList
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -207,18 +206,6 @@ def test_padding_where_text_is_not_known_runs_densely_and_says_so():
     assert list(one.kept.dense) == ["a key-padding mask with unknown text tokens: a row might keep only padding"]
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
     assert (output - truth).norm() / truth.norm() < 0.05
-
-
-@pytest.mark.parametrize("recipe", ["sage2", "exact"])
-def test_rows_whose_tiles_are_all_dropped_are_0(recipe):
-    blocks = BlockList(torch.tensor([[[0, 1]]]).int(), torch.zeros(1, 1, 2, 1).int(), 128, 128)
-    inputs = [torch.randn(1, 2, 256, 32) for _ in range(3)]
-    output, lse = sage_hf.sage_attention(*inputs, recipe=recipe, fallback="emulate", blocks=blocks, return_lse=True)
-    assert not output[:, :, :128].any() and (lse[:, :, :128] == -torch.inf).all()
-    truth = torch.nn.functional.scaled_dot_product_attention(
-        inputs[0][:, :, 128:], *(x[:, :, :128] for x in inputs[1:])
-    )
-    assert (output[:, :, 128:] - truth).norm() / truth.norm() < 0.05
 
 
 def test_a_share_of_next_to_nothing_keeps_one_tile():

@@ -470,18 +470,13 @@ def test_a_model_of_windows_alone_generates_in_16_bits_and_says_so(monkeypatch):
 
 
 def test_layers_with_a_sliding_window_stay_in_16_bits_and_say_so():
-    config = transformers.Gemma3TextConfig(
-        **DECODER | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    model.set_attn_implementation("sage_exact")
+    model = half_windowed()
     cache = new_cache(model)
-    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "QuantizedLayer"]
-    assert cache.note.kept == {"sliding window": [0]}
+    assert cache.note.kept == {"sliding window": [1]}
     kwargs = {**prompt(), "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert "16 bits in layers 0 (sliding window)" in str(cache.note)
+    assert "16 bits in layers 1 (sliding window)" in str(cache.note)
+    assert cache.layers[0].cache.length == PROMPT + 7
 
 
 @pytest.mark.parametrize("head_dim", [32, 256])

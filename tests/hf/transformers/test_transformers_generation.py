@@ -13,6 +13,7 @@ from sage_hf import record
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.masks import sage_mask
+from tests.helpers import model_zoo
 from tests.helpers.tiny_transformers import (
     DECODERS,
     IN_FLOAT64,
@@ -99,23 +100,9 @@ def test_queries_dropped_after_masking_keep_their_causality() -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip("this transformers has no Gemma 4")
-    config = transformers.Gemma4TextConfig(
-        vocab_size=97,
-        vocab_size_per_layer_input=97,
-        hidden_size=64,
-        hidden_size_per_layer_input=16,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=32,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=128,
-        max_position_embeddings=128,
-        pad_token_id=0,
-    )
+    config = model_zoo.make_small(transformers.Gemma4TextConfig())
+    config.num_hidden_layers, config.num_kv_shared_layers, config.sliding_window = 4, 2, 128
+    config.layer_types = ["sliding_attention", "full_attention"] * 2
     outputs = []
     for implementation in ("eager", "sage_exact"):
         torch.manual_seed(0)

@@ -16,6 +16,7 @@ from sage_hf import record
 from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, register, unsupported
 from sage_hf.transformers.layers import refusal
+from tests.helpers import model_zoo
 from tests.helpers.forks import Forks
 from tests.helpers.tiny_transformers import MODELS, SERVED, calls_interface, run
 
@@ -122,7 +123,7 @@ def test_nothing_is_written_to_the_saved_config(tmp_path: Path) -> None:
 def test_nested_dictionaries_switch_a_part(how: str, tmp_path: Path) -> None:
     choice = {"text_config": "sage3", "vision_config": "sage_exact", "": "sdpa"}
     if how == "from_config":
-        model = transformers.CLIPModel._from_config(transformers.CLIPConfig(**CLIP.config), attn_implementation=choice)
+        model = transformers.CLIPModel._from_config(CLIP.make_config(), attn_implementation=choice)
     elif how == "from_pretrained":
         CLIP.build("eager").save_pretrained(tmp_path)
         model = transformers.CLIPModel.from_pretrained(tmp_path, attn_implementation=choice)
@@ -142,28 +143,18 @@ def test_fallback_error_refuses_on_this_device_and_emulate_runs() -> None:
     assert {record.last_plans(layer)[0].numerics for layer in attention_layers(model).values()} == {"emulated"}
 
 
-def build(name: str, implementation: str | None) -> nn.Module:
-    """Tiny models that do not look up attention functions, or not for all of their attention."""
-    sizes = {
-        "Bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-        "GPTNeo": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
-        "Falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-        "LongT5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 15},
-    }[name]
-    model_class = "LongT5ForConditionalGeneration" if name == "LongT5" else f"{name}ForCausalLM"
-    config = getattr(transformers, f"{name}Config")(vocab_size=97, **sizes)
-    torch.manual_seed(0)
-    return getattr(transformers, model_class)._from_config(config, attn_implementation=implementation).eval()
+IGNORING = ["bloom", "gpt_neo", "falcon", "longt5"]
+"""Types that do not look up attention functions, or not for all of their attention."""
 
 
-@pytest.mark.parametrize("name", ["Bloom", "GPTNeo", "Falcon", "LongT5"])
+@pytest.mark.parametrize("name", IGNORING)
 def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_default(
     name: str, hf_log: pytest.LogCaptureFixture
 ) -> None:
-    inputs = MODELS["t5" if name == "LongT5" else "llama"].inputs("right" if name == "LongT5" else "left")
-    expected = run(build(name, None), **inputs)
+    inputs = MODELS["t5" if name == "longt5" else "llama"].inputs("right" if name == "longt5" else "left")
+    expected = run(model_zoo.build(name, None), **inputs)
     assert "cannot run" not in hf_log.text
-    model = build(name, "sage3")
+    model = model_zoo.build(name, "sage3")
     messages = [record.message for record in hf_log.records if "cannot run" in record.message]
     assert len(messages) == 1
     assert messages[0].startswith(f'{type(model).__name__} cannot run attn_implementation="sage3" and runs "')
@@ -172,38 +163,16 @@ def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_
     assert messages[0].endswith(unsupported(model))
 
 
-SPARSE = {
-    "DeepseekV32": (
-        "Attention hands indices=",
-        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 4, "n_group": 1,
-         "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPARSE)
 def test_a_model_that_expects_a_kernel_to_pick_keys_runs_as_it_would_by_default(
-    name: str, hf_log: pytest.LogCaptureFixture
+    hf_log: pytest.LogCaptureFixture,
 ) -> None:
-    reason, sizes = SPARSE[name]
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this transformers has no {name}")
-
-    def sparse(implementation: str | None) -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(
-            vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, **sizes,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation=implementation)
-        return model.eval()
-
-    inputs = {"input_ids": LLAMA.inputs()["input_ids"]}
-    expected = run(sparse(None), **inputs)
-    model = sparse("sage3")
+    if "deepseek_v32" not in model_zoo.NAMES:
+        pytest.skip("this transformers has no DeepSeek V3.2")
+    reason = "Attention hands indices="
+    expected = run(model_zoo.build("deepseek_v32", None), **LLAMA.inputs())
+    model = model_zoo.build("deepseek_v32", "sage3")
     assert reason in hf_log.text
-    assert torch.equal(run(model, **inputs), expected)
+    assert torch.equal(run(model, **LLAMA.inputs()), expected)
     assert reason in str(unsupported(model))
 
 
@@ -213,30 +182,25 @@ def test_the_part_next_to_one_that_picks_keys_is_not_refused() -> None:
     assert refusal(modeling.MiniMaxM3VLVisionModel) is None
 
 
-def test_no_served_model_is_refused() -> None:
-    for tiny in SERVED:
-        assert refusal(type(tiny.build("eager"))) is None
-
-
 def test_a_model_that_cannot_run_ours_is_warned_of_when_loaded(
     tmp_path: Path, hf_log: pytest.LogCaptureFixture
 ) -> None:
-    build("Bloom", "eager").save_pretrained(tmp_path)
+    model_zoo.build("bloom", "eager").save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sage3")
     assert "BloomForCausalLM cannot run" in hf_log.text
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["Bloom", "LongT5"])
+@pytest.mark.parametrize("name", ["bloom", "longt5"])
 def test_a_model_that_cannot_run_ours_is_warned_of_when_switched(name: str, hf_log: pytest.LogCaptureFixture) -> None:
-    model = build(name, "eager")
+    model = model_zoo.build(name, "eager")
     model.set_attn_implementation("sage3")
-    assert any(record.levelname == "WARNING" and name in record.message for record in hf_log.records)
+    assert any(record.levelname == "WARNING" and type(model).__name__ in record.message for record in hf_log.records)
     assert model.config._attn_implementation == "eager"
 
 
 def test_other_implementations_and_served_models_are_not_warned_of(hf_log: pytest.LogCaptureFixture) -> None:
-    build("Bloom", "eager")
+    model_zoo.build("bloom", "eager")
     for tiny in SERVED:
         tiny.build("sage3")
     assert "cannot run" not in hf_log.text
@@ -244,18 +208,20 @@ def test_other_implementations_and_served_models_are_not_warned_of(hf_log: pytes
 
 def test_unsupported_says_why() -> None:
     assert unsupported(LLAMA.build("eager")) is None
-    assert unsupported(build("Bloom", "eager")) == (
+    assert unsupported(model_zoo.build("bloom", "eager")) == (
         "transformers.models.bloom.modeling_bloom does not use transformers' attention interface"
     )
-    assert unsupported(build("GPTNeo", "eager")).endswith("chooses among attention classes of its own")
+    assert unsupported(model_zoo.build("gpt_neo", "eager")).endswith("chooses among attention classes of its own")
     if calls_interface(MODELS["t5"]):  # then LongT5 does for its decoder, and not for its encoder
-        assert unsupported(build("LongT5", "eager")).endswith("supports no attention implementation but its own")
+        assert unsupported(model_zoo.build("longt5", "eager")).endswith(
+            "supports no attention implementation but its own"
+        )
     assert unsupported(nn.Linear(2, 2)) == "Linear is not a transformers model"
 
 
 def test_a_part_that_cannot_run_ours_does_not_keep_the_other_from_it() -> None:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.ViTConfig(**MODELS["vit"].config),
+        MODELS["vit"].make_config(),
         transformers.TrOCRConfig(vocab_size=97, d_model=64, decoder_layers=1, decoder_attention_heads=4),
     )
     model = transformers.VisionEncoderDecoderModel._from_config(config, attn_implementation="sage3")
