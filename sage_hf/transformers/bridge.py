@@ -103,6 +103,19 @@ def runs_other_attention(model_class: Any) -> bool:
     return runs_sdpa(model_class) or bool(getattr(model_class, "_supports_attention_backend", False))
 
 
+# Attention weights
+
+
+def keeps_weights() -> bool:
+    """Check whether the model that runs keeps its layers' attention weights; False where it does not say so.
+
+    It was asked by a keyword or by its config. Hooks of transformers fill a collector, so layers need not be told.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)
+
+
 # Masks
 
 

@@ -96,6 +96,11 @@ def _mentions(tree: ast.AST, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
 
 
+def has_eager_attention(module: nn.Module) -> bool:
+    """Check whether the file that defines the layer's `forward` has an eager attention function."""
+    return _eager_attention(type(module)) is not None
+
+
 def eager_attention_of(module: nn.Module) -> Callable[..., tuple]:
     """Return the eager attention function of the file that defines the layer's `forward`.
 

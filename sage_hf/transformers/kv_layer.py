@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from sage_hf import kv_notes
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.bridge import implementation_of_config
-from sage_hf.transformers.keywords import sort_keywords
+from sage_hf.transformers.bridge import implementation_of_config, keeps_weights
+from sage_hf.transformers.keywords import has_eager_attention, sort_keywords
 from sage_hf.transformers.masks import causality_of
 from sage_kernels import kv_cache
 from sage_kernels.spec.checks import SUPPORTED_DTYPES
@@ -349,8 +349,13 @@ def attention_with_cache(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `sage_attention_forward`; if the call's keywords hold a layer of our cache, from this cache."""
+    """Compute `sage_attention_forward`; if the call's keywords hold a layer of our cache, from this cache.
+
+    Layers may not hand on the keyword that asks for attention weights, so the model that keeps them is asked too.
+    """
     layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
+    if keeps_weights() and has_eager_attention(module):
+        kwargs["output_attentions"] = True
     forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
     if layer is None:
         return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)

@@ -19,6 +19,8 @@ from sage_hf.transformers.bridge import (
 )
 from sage_hf.transformers.inspection import asks_for_sdpa, computes_with_masks, models_of
 from sage_kernels.runtime import dynamo
+from sage_kernels.runtime.hardware import is_capturing
+from sage_kernels.runtime.torch_private import is_fake
 
 
 def sage_mask(**kwargs: Any) -> torch.Tensor | None:
@@ -39,7 +41,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
         return masking_utils.eager_mask(**kwargs)
     mask: torch.Tensor | None
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
-    if _is_traced():
+    if _is_traced(kwargs.get("attention_mask")):
         mask = _padding_of_causality(kwargs)
         return masking_utils.sdpa_mask(**kwargs | never_skipped) if mask is None else mask
     with torch.inference_mode(False), torch.no_grad():  # otherwise there is no version counter that shows changes
@@ -72,7 +74,7 @@ def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causalit
     Unknown: a mask that the model has changed since, a part of one, a copy not made by `say_again`, and a mask for
     other lengths.
     """
-    if mask is None or _is_traced() or mask.shape[2:] != (q_len, kv_len):
+    if mask is None or _is_traced(mask) or mask.shape[2:] != (q_len, kv_len):
         return None
     causality, version = getattr(mask, CAUSALITY, (None, None))
     return causality if causality is not None and version == mask._version else None
@@ -88,9 +90,14 @@ def say_again(mask: object, copy: object) -> None:
         setattr(copy, CAUSALITY, (replace(causality, keys=keys), copy._version))
 
 
-def _is_traced() -> bool:
-    """Check whether the code is being traced, to run again with other values; values must not decide then."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+def _is_traced(mask: torch.Tensor | None) -> bool:
+    """Check whether code is traced or captured, to run again with other values; values of the mask must not decide then.
+
+    A mask of FakeTensorMode has no values.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
+        return True
+    return mask is not None and is_fake(mask)
 
 
 @dynamo.assume_constant_result
@@ -176,11 +183,11 @@ def _hands_padding_on(config_class: type) -> bool:
 
 
 def _is_padding(mask: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Check whether the mask marks padding, and nothing else; while it is traced, its shape and dtype decide."""
+    """Check whether the mask marks padding, and nothing else; if it is traced, its shape and dtype decide."""
     if mask.dim() != 2 or mask.dtype != torch.bool or kwargs.get("local_size") is not None:
         return False
     if _reading_of(type(kwargs.get("config"))) == "additive":
         return False
     if mask.shape != (kwargs["batch_size"], kwargs["kv_length"]) or kwargs.get("kv_offset", 0) != 0:
         return False
-    return _is_traced() or not mask.all()
+    return _is_traced(mask) or not mask.all()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..runtime import torch_private
+from ..runtime.hardware import is_capturing
 from . import driver
 from .launch_plan import LaunchPlan
 from .trace import NotRepeatableError, tracing
@@ -136,11 +137,6 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
         if address % ALIGNMENT or (address == x.storage_offset() * x.element_size() and x.numel()):
             return False
     return True
-
-
-def is_capturing() -> bool:
-    """Return whether a graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def traced(

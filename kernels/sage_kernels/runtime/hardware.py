@@ -23,3 +23,8 @@ def device_of(capability: Capability | None) -> torch.device:
     indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
     found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
     return torch.device("cuda", next(found, indices[0]))
+
+
+def is_capturing() -> bool:
+    """Return whether a graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

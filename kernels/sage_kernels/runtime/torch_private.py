@@ -5,6 +5,7 @@ No other file of this package uses a private name of PyTorch, but for operators 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,6 +88,12 @@ def modes_are_active() -> bool:
         or _tracing_state() is not None
         or tangents_are_active()
     )
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Return whether FakeTensorMode made a tensor, which has no values."""
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return fake is not None and isinstance(x, fake)
 
 
 def is_checkpointed() -> bool:

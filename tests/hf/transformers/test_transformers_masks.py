@@ -8,12 +8,13 @@ import pytest
 import torch
 from accelerate import hooks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sage_hf import record
 from sage_hf.names import NAMES
-from sage_hf.transformers import attention_layers
+from sage_hf.transformers import attention_layers, masks
 from sage_hf.transformers.masks import Causality, causality_of
 from tests.helpers.tiny_transformers import MODELS, run
 
@@ -122,6 +123,27 @@ def test_a_mask_made_in_a_compiled_graph_is_read_by_attention_that_runs_outside_
         layer.forward = torch.compiler.disable(layer.forward)
     torch.compiler.reset()
     torch.testing.assert_close(run(torch.compile(model, backend="eager"), **inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["sage_exact", "sage2", "sage_bwd"])
+def test_a_mask_without_values_decides_nothing(name: str) -> None:
+    """FakeTensorMode, by which memory is estimated, runs a padded batch as it does with `sdpa`."""
+    model, inputs = MODELS["llama"].build(name), MODELS["llama"].inputs("left")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = run(model, **inputs)
+    assert logits.shape == run(model, **inputs).shape
+
+
+def test_the_values_of_a_mask_decide_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is replayed with other padding, and reading a value would end its capture."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    config, real = MODELS["llama"].build("sage_bwd").config, torch.ones(2, TOKENS, dtype=torch.bool)
+    sizes = {"batch_size": 2, "kv_length": TOKENS, "kv_offset": 0, "config": config, "device": real.device}
+    arguments = {"attention_mask": real, "mask_function": masking_utils.causal_mask_function, **sizes}
+    assert masks.sage_training_mask(**arguments, q_length=TOKENS, q_offset=0) is not None
+    behind = masks.sage_mask(**arguments, q_length=8, q_offset=TOKENS - 8)
+    assert causality_of(behind, 8, TOKENS) is None
 
 
 @pytest.mark.parametrize("name", ["sage2", "sage_bwd"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sage_hf
 from sage_hf import record
 from sage_hf.transformers import attention_layers, unsupported
+from tests.helpers import model_zoo
 from tests.helpers.tiny_transformers import IGNORING, IN_FLOAT64, SERVED, TinyModel, of_real_tokens, run
 
 CASES = [
@@ -87,3 +89,20 @@ def test_a_model_this_transformers_does_not_serve_runs_by_default_and_says_so(hf
         assert f'{tiny.model_class} cannot run attn_implementation="sage3"' in hf_log.text
         assert torch.equal(run(ours, **tiny.inputs()), run(default, **tiny.inputs()))
         assert "does not use transformers' attention interface" in unsupported(ours) or "classes" in unsupported(ours)
+
+
+@pytest.mark.parametrize("asked_by", ["keyword", "config"])
+def test_a_model_that_keeps_attention_weights_gets_them_though_its_layers_do_not_ask(asked_by: str) -> None:
+    """Persimmon's layers keep `output_attentions` to themselves; a config's is told to no layer."""
+    pytest.importorskip("transformers.utils.output_capturing")
+    model = model_zoo.build("persimmon", "eager")
+    model.config.output_attentions = asked_by == "config"
+    options = {"output_attentions": True} if asked_by == "keyword" else {}
+    ids = torch.arange(2, 72).view(1, 70)
+    with torch.no_grad():
+        expected = model(input_ids=ids, **options).attentions
+        with sage_hf.apply(model, "sage1"):
+            found = model(input_ids=ids, **options).attentions
+            layer = next(iter(attention_layers(model).values()))
+            assert record.last_plans(layer)[-1].reason == "attention weights are asked for"
+    torch.testing.assert_close(found, expected)
