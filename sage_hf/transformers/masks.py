@@ -91,7 +91,7 @@ def say_again(mask: object, copy: object) -> None:
 
 
 def _is_traced(mask: torch.Tensor | None) -> bool:
-    """Check whether code is traced or captured, to run again with other values; values of the mask must not decide then.
+    """Check whether code is traced or captured, to run again with other masks, whose values must not decide now.
 
     A mask of FakeTensorMode has no values.
     """
