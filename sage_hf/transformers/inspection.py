@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
@@ -159,12 +160,19 @@ def source_of(code: CodeType) -> ast.Module | None:
 
 
 def _named_by_constructor(module_class: type) -> list[type]:
+    """Return the module classes that a constructor names: global, of the function around it, in modules, in tables."""
     named: list[object] = []
     for base in module_class.__mro__:
         constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
         if isinstance(constructor, FunctionType) and constructor.__module__ not in EVERY_MODEL:
             names = {name for code in _nested(constructor.__code__) for name in code.co_names}
-            named += [constructor.__globals__.get(name) for name in names]
+            found = [constructor.__globals__[name] for name in names if name in constructor.__globals__]
+            for cell in constructor.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    found.append(cell.cell_contents)
+            modules = [one for one in found if isinstance(one, ModuleType) and not one.__name__.startswith("torch")]
+            found += [vars(one)[name] for one in modules for name in names if name in vars(one)]
+            named += found + [value for table in found if isinstance(table, dict) for value in table.values()]
     return [value for value in named if is_module_class(value)]
 
 

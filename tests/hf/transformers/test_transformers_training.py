@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
     StaticCache,
     masking_utils,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import sage_hf
 from sage_hf import SageConfig, record
@@ -198,6 +199,9 @@ class WrappedNear(LlamaAttention):
         return LlamaAttention.forward(self, hidden_states, attention_mask=attention_mask & NEAR_KEYS, **kwargs)
 
 
+NEAR_CLASSES, this_module = {"near": Near}, sys.modules[__name__]
+
+
 class NearConfig(LlamaConfig):
     pass
 
@@ -222,7 +226,36 @@ class WrappedNearLlama(LlamaForCausalLM):
         self.model.layers[0].self_attn = WrappedNear(config, 0)
 
 
-@pytest.mark.parametrize("model_class", [NearLlama, WrappedNearLlama])
+def near_llama(build: Callable[..., None]) -> type:
+    """Return a class of models whose first attention layer another constructor builds."""
+
+    class Config(LlamaConfig):
+        pass
+
+    class Layer(LlamaDecoderLayer):
+        __init__ = build
+
+    class Model(LlamaForCausalLM):
+        config_class = Config
+
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model.layers[0] = Layer(config, 0)
+
+    return Model
+
+
+def by_table(self: LlamaDecoderLayer, config: LlamaConfig, index: int) -> None:
+    LlamaDecoderLayer.__init__(self, config, index)
+    self.self_attn = NEAR_CLASSES["near"](config, index)
+
+
+def by_module(self: LlamaDecoderLayer, config: LlamaConfig, index: int) -> None:
+    LlamaDecoderLayer.__init__(self, config, index)
+    self.self_attn = this_module.Near(config, index)
+
+
+@pytest.mark.parametrize("model_class", [NearLlama, WrappedNearLlama, near_llama(by_table), near_llama(by_module)])
 def test_a_layer_of_your_own_that_computes_with_its_mask_keeps_causality(model_class: type) -> None:
     """In one sequence padding alone would broadcast with what it is combined with."""
     inputs = {name: x[1:] for name, x in LLAMA.inputs("left").items()}
