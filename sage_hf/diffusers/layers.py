@@ -234,7 +234,7 @@ class DispatchLayer(Layer):
     def __init__(self, original: Any) -> None:
         super().__init__(original, inspect.signature(original.__call__).parameters)
         self.leaves_choice = _leaves_choice(type(original).__call__)
-        self.calls_super = "__class__" in type(original).__call__.__code__.co_freevars
+        self.calls_super = "__class__" in inspect.unwrap(type(original).__call__).__code__.co_freevars
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError if the family's processor does not pass the configuration to the dispatch."""
