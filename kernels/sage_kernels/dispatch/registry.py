@@ -31,12 +31,12 @@ def register_quantizer(kernel: Quantizer) -> None:
 
 
 def register_forward(kernel: Forward) -> None:
-    """Make a forward kernel available; kernels registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a forward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(forwards, kernel)
 
 
 def register_backward(kernel: Backward) -> None:
-    """Make a backward kernel available; kernels registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a backward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(backwards, kernel)
 
 

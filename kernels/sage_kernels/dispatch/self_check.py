@@ -22,8 +22,8 @@ from .select import select
 logger = logging.getLogger(__name__)
 
 TESTED = ((9, 0),)
-"""Capabilities of the GPUs that the test suite has run on. Kernels for other GPUs were only
-compiled, interpreted and emulated, so their first call on such a GPU is checked."""
+"""Capabilities of the GPUs that the test suite has run on. Kernels for other GPUs were only compiled,
+interpreted and emulated, so their first call on such a GPU is checked."""
 
 
 def keep(plan: Plan, found: list[Verdict]) -> bool:
