@@ -263,7 +263,7 @@ class StandIn(torch.Tensor):
         return self._nominal.type == "cuda"
 
     def get_device(self) -> int:
-        """Return that GPU's number."""
+        """Return the number of the GPU."""
         return self._nominal.index or 0
 
     def data_ptr(self) -> int:
