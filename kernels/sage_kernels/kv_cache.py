@@ -74,7 +74,7 @@ def decode(
     _check_valid(cache, valid, cache.length + key.shape[2])
     if not cache.length or not scale > 0 or key.shape[2] > MAX_QUERIES:
         raise ValueError(
-            f"KV cache: decoding takes 1…{MAX_QUERIES} tokens behind at least 1, and a scale above 0; got "
+            f"KV cache: decoding takes 1…{MAX_QUERIES} tokens after at least 1 earlier token, and a scale above 0; got "
             f"{key.shape[2]} behind {cache.length}, and {scale}"
         )
     kernel, reason = kv_kernel(cache, query)

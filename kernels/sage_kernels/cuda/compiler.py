@@ -109,7 +109,7 @@ def compile(
     """
     program = _Program.read(source, macros, arch, generated)
     if reason := _unlaunchable():
-        raise CompileError(f"{program} cannot be had: {reason}")
+        raise CompileError(f"{program} is not available: {reason}")
     with _lock:
         lock = _locks.setdefault(program, threading.Lock())
     with lock:
@@ -132,8 +132,8 @@ def compile(
                 if path.parent not in _unusable:
                     _unusable.add(path.parent)
                     logger.warning(
-                        "CUDA kernels are compiled again by each process, for want of a cache folder: %s. "
-                        "SAGE_KERNELS_CACHE names another one",
+                        "each process compiles CUDA kernels again, because it cannot use the cache folder: %s. "
+                        "SAGE_KERNELS_CACHE names another folder",
                         error,
                     )
             return cubin

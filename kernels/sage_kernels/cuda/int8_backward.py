@@ -62,7 +62,7 @@ THREAD_CHANNELS = 8  # channels of a token per thread of the preparing kernels
 STAGES = {64: 4, 128: 2}
 """Tiles of queries in shared memory, by channels."""
 BUFFERS = 2  # buffers of dS
-PARTS_BYTES = 2**15  # parts of dQ on the way to memory
+PARTS_BYTES = 2**15  # bytes of the parts of dQ on the way to memory
 CONTROL_BYTES = 256  # shared memory for barriers
 STATISTICS = 4  # per query: scale, LSE, delta, and the factor of its dQ, unless sums are float32
 FLOAT16_KEYS = 2**15
@@ -389,7 +389,7 @@ def heads_together(call: BackwardCall) -> int:
 
 
 def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
-    """Return into how many parts blocks of keys are split that remain for a last round of the multiprocessors.
+    """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
 
     Items of a causal call with more than one round are short, so they are not split.
     """

@@ -30,7 +30,7 @@ def heads_at_once(call: Call) -> int:
 
 
 def last_parts(items: int, blocks: int, warpgroups: int) -> int:
-    """Return into how many parts items are split that so many blocks have left for a last round.
+    """Return into how many parts to split the items that remain for a last round of so many blocks.
 
     Each part has the rows of some of an item's warpgroups; with fewer warpgroups a block takes less time.
     """

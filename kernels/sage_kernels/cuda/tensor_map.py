@@ -45,7 +45,7 @@ def _tensor_map(
     )
     if dtype not in driver.MAP_DTYPES or swizzle not in driver.SWIZZLES:
         supported = f"{', '.join(map(str, driver.MAP_DTYPES))}; swizzles {', '.join(map(str, driver.SWIZZLES))}"
-        raise ValueError(f"{what}: dtype or swizzle is none of {supported}")
+        raise ValueError(f"{what}: dtype or swizzle is not one of {supported}")
     if not 2 <= len(shape) == len(box) <= 5:
         raise ValueError(f"{what}: needs 2 to 5 axes, and as many of the box")
     if strides[-1] != 1 and shape[-1] != 1:

@@ -37,7 +37,7 @@ QUERY_TILES: dict[int, dict[str, Any]] = {
 
 
 HEADS_TOGETHER = 4, 8
-"""Heads of Q whose programs of dQ are taken together: at least, and if their keys stay in the cache."""
+"""Heads of Q whose programs of dQ are taken together: the minimum, and the number if keys stay in the cache."""
 L2_BYTES = 24 * 2**20
 OPERAND_BYTES = 5
 """Bytes that are read for a channel of a key: its code, and 16 bits each for the operand and V."""

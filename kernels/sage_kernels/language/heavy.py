@@ -62,8 +62,8 @@ def attend_heavy_keys(
     """
     # In float32 take few keys at once: each product is three products, whose operands take registers and shared memory.
     # At head_dim 256 the output takes as many registers, and the loop over the other keys would spill. Below 64
-    # channels the assembler of CUDA 12.8 gives some products of all keys a wrong address in shared memory. Triton 3.4
-    # takes `max` and `min` of constants for tensors.
+    # channels the assembler of CUDA 12.8 gives some products of all keys a wrong address in shared memory.
+    # Triton 3.4 takes `max` and `min` of constants for tensors.
     WHOLE: tl.constexpr = (
         value.dtype.element_ty.primitive_bitwidth == 16
         and CHANNELS <= 128

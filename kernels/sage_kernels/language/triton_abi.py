@@ -116,7 +116,7 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
     elif isinstance(kind, str) and kind.startswith("tensordesc"):
         described = next(tensor_maps, None)
         if described is None or described["fp4_padded"] or described.get("is_im2col") or value.padding != "zero":
-            raise NotRepeatableError("a tensor descriptor of a kind that is not known")
+            raise NotRepeatableError("a tensor descriptor of an unknown kind")
         dtype, pitches = value.base.dtype, [stride * value.base.element_size() for stride in value.strides[:-1]]
         swizzle, box = SWIZZLE_BYTES[described["swizzle"]], described["block_size"]
 

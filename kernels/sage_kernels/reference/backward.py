@@ -1,5 +1,4 @@
-"""Recipes with gradients in plain PyTorch: the forward pass that saves tensors for the backward pass, and the backward
-pass.
+"""Recipes with gradients in plain PyTorch: the forward pass, which saves tensors, and the backward pass.
 
 With S from the saved INT8 codes of Q and K, and δ = rowsum(dO∘O), P = exp(S - lse) and dS = P∘(dO·Vᵀ -
 δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594, algorithm 3). K and Q are
@@ -145,7 +144,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
 
 def _check(recipe: Recipe) -> None:
     if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
-        raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
+        raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have them")
 
 
 def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequences: int) -> Saved:

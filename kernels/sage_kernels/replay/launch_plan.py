@@ -91,7 +91,7 @@ class LaunchPlan:
         for base, x in enumerate(known):
             number, start = locate(x.data_ptr())
             if number in bases or start:
-                raise NotRepeatableError("an output shares its memory")
+                raise NotRepeatableError("an output shares memory with another tensor")
             bases[number] = base, 0
         buffers = [memory for memory in trace.memories if memory.number not in bases]
         places, self.workspace_bytes = place_buffers(buffers, len(trace.steps))
@@ -186,7 +186,7 @@ class _Operator:
             if base == len(known):
                 self._places.append((base, start + offset, _form(x)))
             elif offset or _form(x) != _form(known[base]):
-                raise NotRepeatableError("an operator's argument is a part of the call's")
+                raise NotRepeatableError("an operator's argument is a part of a call's argument or output")
             else:
                 self._places.append((base, 0, None))
 

@@ -134,7 +134,7 @@ class Trace:
             NotRepeatableError: an argument is not a stand-in.
         """
         if not all(isinstance(x, StandIn) for x in arguments):
-            raise NotRepeatableError("an operator's argument is no stand-in")
+            raise NotRepeatableError("an operator's argument is not a stand-in")
         self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
@@ -228,7 +228,7 @@ class _NoMemory(torch_private.TorchDispatchMode):
         if isinstance(made, torch.Tensor) and made.device.type == "cuda" and not _keeps.get():
             is_view = any(torch_private.share_memory(made, x) for x in args if isinstance(x, torch.Tensor))
             if not is_view:
-                raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")
+                raise NotRepeatableError(f"{function} allocates memory outside of stand-ins")
         return made
 
 

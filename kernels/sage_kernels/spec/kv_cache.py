@@ -233,7 +233,7 @@ class KVCache:
         """
         if self.counts is not None and len(sequences) != self.batch:
             raise ValueError(
-                f"KV cache: one of a fixed max_cache_len keeps its {self.batch} sequences, got {len(sequences)}"
+                f"KV cache: a cache of fixed max_cache_len keeps its {self.batch} sequences, got {len(sequences)}"
             )
         sequences = sequences.to(self.device)
         for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):

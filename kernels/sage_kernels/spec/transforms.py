@@ -1,15 +1,15 @@
 """Transforms of Q, K and V before quantisation. Each is exact in real arithmetic.
 
-smooth  Subtract a mean. Removing K's shifts each row of scores by a constant, which softmax ignores (arXiv 2410.02367,
-section
-        4.2). V's, where it is large enough to matter, is added back to the output, because rows of P sum to 1 (arXiv
-        2411.10958, section 3.4). Q's, one per block of rows, is added back to the scores as mean·Kᵀ (the same, 3.1).
+smooth  Subtract a mean. K's mean adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367,
+        section 4.2). V's mean, if large enough to matter, is added back to the output, because rows of P sum to 1
+        (arXiv 2411.10958, section 3.4). Q's mean, one per block of rows, is added back to the scores as mean·Kᵀ (the
+        same, 3.1).
 rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
         and spreads channels of large magnitude over all channels.
 equalize Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude in it.
 exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
-        matter where no query is kept from a key that another one sees. With causality a late key changes places only
-        for the rows that see it: for earlier ones the first key is heavy.
+        matter if every query sees the same keys. With causality a late key changes places only for the rows that see
+        it: for earlier rows the first key is heavy.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Decoding from a low-bit KV cache: split over the keys, feed codes directly to the matrix units, merge parts by a
-second kernel.
+"""Decoding from a low-bit KV cache: split over keys, codes fed to the matrix units, parts merged by a second kernel.
 
 Scores and outputs are computed transposed, K · Q^T and V^T · P^T, so that rows of Q, all heads that share a KV head
 times the queries, are padded to 8 and not to 16. Two codes become float16 in one instruction, as 1024 + code; in every

@@ -1,5 +1,4 @@
-"""Exact attention with key-padding masks by two kernels: one kernel takes right padding as lengths, this kernel all
-other masks.
+"""Exact attention with key-padding masks by two kernels: one takes right padding as lengths, this file's all others.
 
 Batch elements whose keys come first, as right padding leaves them, are only counted, for a kernel that follows on the
 GPU. There is one launch, because every such call waits for it: no list of tiles is made unless a program needs it.
