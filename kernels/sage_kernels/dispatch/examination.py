@@ -281,7 +281,7 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
 
 
 def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:
-    """Return the verdict on the kernel of a name, one of the kernels that run."""
+    """Return the verdict on the kernel of this name, which must be among the kernels that run."""
     with _plainly(device):
         call = case.draw(device)
         if backward:

@@ -112,7 +112,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     """Run the forward pass of a call with gradients by the kernel of its plan (`plan_training`).
 
     Returns:
-        The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and what the backward pass needs.
+        The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and the tensors that the backward pass needs.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the call.

@@ -109,7 +109,7 @@ def merge_keys(x, values, counts, row_max, total, divisor, output, p_scale_log2,
     Args:
         x: float32 (rows, keys) scores in base 2, -inf where masked.
         values: pointers to V, (keys, v_channels), to whose dtype P is rounded; read late, when registers are free.
-        counts: which values are read (all others are 0); None: all.
+        counts: which values are read (the rest count as 0); None: all.
         row_max, total, divisor, output: the other keys' maxima, sums of P before quantisation, divisors of rows, and
             output, 0 where the divisor is 0; P is 2 to the power of (score - row_max + p_scale_log2).
     """

@@ -41,7 +41,7 @@ GRADIENT_BLOCK = 64  # rows of dO that share a scale in INT8
 
 
 def forward(call: Call) -> tuple[torch.Tensor, Saved]:
-    """Compute `reference.forward.attention` of a call and save what its gradients need.
+    """Compute `reference.forward.attention` of a call, and save the tensors that its gradients need.
 
     The call's mask may be a key-padding mask, a block list, or both.
 

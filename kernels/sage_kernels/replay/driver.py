@@ -274,7 +274,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def side_stream(index: int, stream: int) -> Iterator[SideStream]:
-    """Lend a stream for work concurrent with a stream of GPU `index`; only the latter's graph captures the former."""
+    """Lend a stream for work concurrent with a stream of GPU `index`; only that stream's graph captures the loan."""
     ensure_context(index)
     graph = _captured_by(stream)
     with _lock:

@@ -162,7 +162,7 @@ def locate(address: int) -> tuple[int, int]:
 
 
 def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
-    """Return `tensor_map(address)`; make a stand-in's, which the driver may refuse, from others' maps.
+    """Return `tensor_map(address)`; for a stand-in, whose address the driver may refuse, derive it from sample maps.
 
     Raises:
         NotRepeatableError: this driver's maps of two addresses differ in more than the first 64 bits.

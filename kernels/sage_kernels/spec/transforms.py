@@ -36,7 +36,7 @@ HEAVY_MARGIN = 2.0
 LATE_SHARE = 4
 """With causality, one in this many heavy keys may be a late key."""
 MIN_LATE = 2
-"""Late keys exist if there are at least so many times as many keys as heavy keys."""
+"""Late keys exist if there are at least this many times as many keys as heavy keys."""
 NO_KEY = 2**31 - 1
 """Number that stands for an absent late key."""
 LOUD_GROUPS = 8
@@ -98,7 +98,7 @@ def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Te
 
     One key that is much louder than all others would move the mean away from the others, and decide the equalizer
     alone. Any vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the
-    median is the lower one of the groups whose mean square is not 0.
+    median is the lower median of the groups whose mean square is not 0.
 
     Args:
         key: float32 (batch, kv_heads, tokens, channels).

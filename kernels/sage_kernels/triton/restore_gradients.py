@@ -34,7 +34,7 @@ def restore_gradient(
     Args:
         transformed: a tensor of `new_transformed`, filled.
         gradient: (batch, heads, tokens, head_dim) in the caller's dtype.
-        call: its recipe and equalizer say what to undo.
+        call: the call; its recipe and equalizer say what to undo.
         sequences: the token axis.
         of_query: the gradient is Q's.
     """
