@@ -1,4 +1,4 @@
-"""The entry of dense calls, with gradients or without: check a call, decide what runs, announce that, and run it."""
+"""Entry point of dense calls, with or without gradients: check a call, decide what runs, announce it, run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
-"""(output, lse); the lse counts with `Options.return_lse` only."""
+"""(output, lse); the lse is valid with `Options.return_lse` only."""
 
 
 def attend(
@@ -33,11 +33,11 @@ def attend(
 ) -> Result:
     """Compute attention by a recipe, or exactly; differentiable.
 
-    The arguments are as in `sage_hf.sage_attention`, which documents shapes, dtypes and errors, but mask and
-    causality may come together: a query then attends to what both allow.
+    The arguments are as in `sage_hf.sage_attention`, which documents shapes, dtypes and errors. Here, mask and
+    causality may be given together: a query then attends to the keys that both allow.
 
     Returns:
-        (output, lse): the output laid out as query is; the lse counts with `return_lse` only.
+        (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
     """
     if options.tokens_first:
         return _attend_tokens_first(query, key, value, mask, blocks, options)
@@ -51,7 +51,7 @@ def attend(
     if autocast_dtype(query) is not None:
         checks.check_memory(query, key, value)
         query, key, value = in_autocast_dtype(query, key, value)
-    keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses a kernel by the mask's dimensions
+    keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses its kernel by the mask's dimensions
     if mask is not None and mask.dim() < (least := 2 if keeps_dims else 4):
         mask = mask[(None,) * (least - mask.dim())]
     grad = wants_gradient(query, key, value, mask)
@@ -85,7 +85,7 @@ def attend(
         return training.forward(query, key, value, keys, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)
-    # An entry of the cache says that no mode is active which would want to see the operator.
+    # A cache entry implies that no active mode wants to see the operator.
     call = ops.new_call(query, key, value, mask, blocks, None, options)
     return ops.forward(call, mask, options.fallback, entry)
 
@@ -127,9 +127,9 @@ def _attend_in_four_dims(
 def _in_common_sizes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options] | None:
-    """Return tensors whose batch or heads of size 1 are repeated as PyTorch repeats them; None if nothing is.
+    """Return the tensors, batch or heads of size 1 repeated as PyTorch repeats them; None if nothing is repeated.
 
-    One head of keys for all queries is not repeated: then queries are grouped.
+    A single head of keys is not repeated: queries are grouped instead.
     """
     tensors = query, key, value
     if any(x.dim() != 4 for x in tensors):
@@ -145,7 +145,7 @@ def _in_common_sizes(
 
 
 def _repeated_size(*sizes: int) -> int:
-    """Return the size to which sizes of 1 are repeated; -1 if none is, or if the others differ."""
+    """Return the size to which sizes of 1 are repeated; -1 if no size is 1, or if the other sizes differ."""
     others = [size for size in sizes if size != 1]
     if len(others) in (0, len(sizes)):
         return -1
@@ -162,7 +162,7 @@ def _run_exactly(
     reason: str,
     entry: cache.Entry | None,
 ) -> Result:
-    """Run PyTorch's attention: because it was asked for, or in place of a recipe (`reason`)."""
+    """Run PyTorch's attention: because the caller asked for it, or in place of a recipe (`reason`)."""
     if blocks is not None:
         check_blocks(blocks, query, key)
     plan = run.announce_exact(query, key, value, mask, blocks, options, reason)

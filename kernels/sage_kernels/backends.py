@@ -1,4 +1,4 @@
-"""Registers the kernels of every backend, those preferred first."""
+"""Registers the kernels of every backend, in order of preference."""
 
 from __future__ import annotations
 

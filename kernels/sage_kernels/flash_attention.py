@@ -1,8 +1,8 @@
-"""The entry points of a Hub kernel: FlashAttention's functions and transformers' attention function, in few bits.
+"""Entry points of a Hub kernel: FlashAttention's functions and transformers' attention function, in low bits.
 
 transformers loads a Hub kernel by these names. It calls `flash_attn_func` and `flash_attn_varlen_func` from its own
-FlashAttention wrapper, or `flash_attn_forward` with the masks of `sdpa`. Parameters of FlashAttention that are missing
-here (softcap) are not supported: transformers looks at the signatures and refuses them itself.
+FlashAttention wrapper, or `flash_attn_forward` with the masks of `sdpa`. FlashAttention parameters that are missing
+here (softcap) are not supported: transformers reads the signatures and refuses such calls itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
         "sliding_window",  # contained in the mask
         "position_ids",  # packing is in the mask, and the rotary embedding has been applied
         "seq_idx",
-        "cu_seq_lens_q",  # flash attention's description of what the mask or the call's batch already says
+        "cu_seq_lens_q",  # FlashAttention's form of facts that the mask or the batch already holds
         "cu_seq_lens_k",
         "max_length_q",
         "max_length_k",
@@ -63,8 +63,7 @@ def flash_attn_func(
         dropout_p: probability of dropping a weight; exact attention runs unless it is 0.
         softmax_scale: factor of the scores; None: head_dim ** -0.5.
         causal: query i attends to keys 0…i + kv_len - q_len (lower right).
-        window_size: number of keys to the left and to the right of query i's own, i + kv_len - q_len, that it attends
-            to; -1: all.
+        window_size: how many keys query i attends to, left and right of key i + kv_len - q_len; -1: all.
         s_aux: (q_heads,) logits of attention sinks, without a gradient.
 
     Returns:
@@ -96,9 +95,9 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = EVERYWHERE,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `flash_attn_func` within each of the sequences that are packed one after another.
+    """Compute `flash_attn_func` within each of several sequences that are packed one after another.
 
-    Sequences whose causality differs in its offset, and windows, are calls of their own; the host reads the lengths.
+    With windows, or if causal offsets differ, each sequence is a separate call; the host reads the lengths.
 
     Args:
         q: (total queries, q_heads, head_dim).
@@ -124,7 +123,7 @@ def flash_attn_varlen_func(
     for queries, keys in sequence_slices(check_packed(q, k, v, lengths, options)):
         outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *named)[0])
         end = queries.stop
-    outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens of no sequence
+    outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences
     return torch.cat(outputs)
 
 
@@ -142,11 +141,11 @@ def flash_attn_forward(
     """Compute attention as transformers' attention interface asks for it, with the masks of `sdpa`.
 
     Args:
-        module: the calling layer, whose `is_causal` counts where the call says nothing.
+        module: the calling layer, whose `is_causal` is the default of the argument.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, kv_len, head_dim), not repeated.
         attention_mask: None, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); a
-            mask wins over causality.
+            mask overrides causality.
         dropout: probability of dropping a weight.
         scaling: factor of the scores; None: head_dim ** -0.5.
         is_causal: query i attends to keys 0…i (upper left), if there are several queries and no mask.
@@ -189,7 +188,7 @@ def _options(
 
 
 def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, int]) -> torch.Tensor | None:
-    """Return the bool mask (q_len, kv_len) of a window around key i + offset of query i; None for an endless one."""
+    """Return the bool mask (q_len, kv_len) of a window around key i + offset of query i; None if it is unbounded."""
     left, right = window_size
     if left < 0 and right < 0:
         return None
@@ -204,5 +203,5 @@ def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, i
 
 
 def _with_sinks(output: torch.Tensor, lse: torch.Tensor, s_aux: torch.Tensor) -> torch.Tensor:
-    """Scale (…, heads, channels) by the weight that sinks (heads,) leave: each adds exp(sink) to the row's exp(lse)."""
+    """Scale (…, heads, channels) by the weight that sinks (heads,) leave: a sink adds exp(sink) to each exp(lse)."""
     return (output * torch.sigmoid(lse - s_aux.to(lse.dtype)).unsqueeze(-1)).to(output.dtype)

@@ -1,6 +1,6 @@
-"""Entry points of the low-bit KV cache: store tokens, decode, and give back whole K and V.
+"""Entry points of the low-bit KV cache: store tokens, decode, and return whole K and V.
 
-`reference.kv_cache` specifies the format, `spec.kv_cache` the tensors.
+`reference.kv_cache` specifies the format, and `spec.kv_cache` the tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def store(
     value: torch.Tensor,
     valid: torch.Tensor | None = None,
 ) -> None:
-    """Append tokens; the first ones decide the cache's transforms.
+    """Append tokens; the first tokens appended decide the cache's transforms.
 
     Args:
-        cache: of any length.
-        query: (batch, q_heads, tokens, head_dim) of the same tokens; None: unknown.
+        cache: a cache of any length.
+        query: (batch, q_heads, tokens, head_dim), the queries of these tokens; None: unknown.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch or 1, tokens), False for padding; None: none. It says where sequences start.
+        valid: bool (batch or 1, tokens), False for padding; None: no padding. It says where sequences start.
 
     All are float16, bfloat16 or float32, on the cache's device.
 
     Raises:
-        ValueError: a size, dtype or device is another one.
+        ValueError: a size, dtype or device differs from the cache's.
     """
     check_tokens(cache, query, key, value)
     _check_valid(cache, valid, key.shape[2])
@@ -56,25 +56,25 @@ def decode(
     """Append at most MAX_QUERIES tokens and attend with them to the cache, causally.
 
     Args:
-        cache: with earlier tokens.
+        cache: a cache with earlier tokens.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, q_len, head_dim).
-        valid: bool (batch or 1, length + q_len), which columns exist; None: all.
+        valid: bool (batch or 1, length + q_len), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
 
     All are float16, bfloat16 or float32, on the cache's device.
 
     Returns:
-        The output, (batch, q_heads, q_len, head_dim) in query's dtype; the kernel that ran; why no better one did.
+        The output, (batch, q_heads, q_len, head_dim) in query's dtype; the kernel that ran; why no better kernel ran.
 
     Raises:
-        ValueError: a size, dtype or device is another one, the cache is empty, or scale is not above 0.
+        ValueError: a size, dtype or device differs from the cache's, the cache is empty, or scale is not above 0.
     """
     check_tokens(cache, query, key, value)
     _check_valid(cache, valid, cache.length + key.shape[2])
     if not cache.length or not scale > 0 or key.shape[2] > MAX_QUERIES:
         raise ValueError(
-            f"KV cache: decoding takes 1…{MAX_QUERIES} tokens behind at least 1, and a scale above 0; got "
+            f"KV cache: decoding takes 1…{MAX_QUERIES} tokens after at least 1 earlier token, and a scale above 0; got "
             f"{key.shape[2]} behind {cache.length}, and {scale}"
         )
     kernel, reason = kv_kernel(cache, query)
@@ -83,7 +83,7 @@ def decode(
 
 
 def kernel_name(kernel: KVKernel) -> str:
-    """Return a kernel's name, and whether it emulates."""
+    """Return a kernel's name, and whether the kernel emulates."""
     return kernel.name if kernel.native else f"{kernel.name} (emulated)"
 
 
@@ -94,7 +94,7 @@ def whole(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError for tensors that a kernel would read out of bounds or as something else."""
+    """Raise ValueError for tensors that a kernel would read out of bounds or misinterpret."""
     size = cache.batch, cache.kv_heads, key.shape[-2], cache.head_dim
     if key.shape != size or value.shape != size or not size[2]:
         raise ValueError(
@@ -117,7 +117,7 @@ def check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, 
 
 
 def _check_valid(cache: KVCache, valid: torch.Tensor | None, length: int) -> None:
-    """Raise ValueError unless `valid` is None or says for each of so many columns whether it exists."""
+    """Raise ValueError unless `valid` is None or has an element for each column."""
     if valid is None:
         return
     if valid.shape not in ((cache.batch, length), (1, length)):

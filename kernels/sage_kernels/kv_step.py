@@ -1,7 +1,7 @@
 """A step of decoding from a KV cache of fixed capacity, as an operator of PyTorch that is compiled and replayed.
 
 No shape depends on the cache's length, and nothing waits for the device, which counts the tokens: a graph that is
-captured once goes on with each replay.
+captured once advances with each replay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .spec.kv_cache import KVCache, get_format
 
 WRITTEN = (*KVCache.PER_TOKEN, "recent_key", "recent_value", "counts")
 EMULATED = "kv_step_emulated"
-"""Name of the operator where no kernel is native: it waits for the device, so it is never part of a CUDA graph."""
+"""Name of the operator for steps without a native kernel: it waits for the device, so no CUDA graph contains it."""
 
 library = torch.library.Library("sage_kernels", "FRAGMENT")
 _tensors = ", ".join(
@@ -36,24 +36,25 @@ def step(
     *,
     emulated: bool,
 ) -> torch.Tensor:
-    """Append a token and attend with it to the cache; the device counts on.
+    """Append a token and attend with it to the cache; the device counts the token.
 
     Args:
-        cache: of fixed capacity, with earlier tokens.
+        cache: a cache of fixed capacity, with earlier tokens.
         query: (batch, q_heads, 1, head_dim).
         key, value: (batch, kv_heads, 1, head_dim).
-        valid: bool (batch or 1, capacity), which columns exist; None: all.
+        valid: bool (batch or 1, capacity), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
-        emulated: as `serving_kernel` says of the query.
+        emulated: the result of `serving_kernel` for the query.
 
     All are float16, bfloat16 or float32, on the cache's device.
 
     Returns:
-        (batch, 1, q_heads, head_dim) in query's dtype. Where the cache is full, nothing is stored and a native kernel
+        (batch, 1, q_heads, head_dim) in query's dtype. If the cache is full, nothing is stored and a native kernel
         returns NaN.
 
     Raises:
-        ValueError: a size, dtype or device is another one, scale is not above 0, or an emulated cache is full.
+        ValueError: a size, dtype or device differs from the cache's, scale is not above 0, or an emulated cache is
+            full.
     """
     check_tokens(cache, query, key, value)
     if key.shape[2] != 1 or not scale > 0:
@@ -69,14 +70,14 @@ def step(
 def length_of(cache: KVCache) -> torch.Tensor:
     """Return a copy of the length that the device counts, int32 without dimensions.
 
-    It is an operator: of a plain expression, compiled code may read the count anew behind a step that has changed it.
+    It is an operator, because compiled code could read a plain expression again after a step has changed the count.
     """
     length: torch.Tensor = torch.ops.sage_kernels.kv_length(cache.counts)
     return length
 
 
 def serving_kernel(cache: KVCache, query: torch.Tensor) -> tuple[str, str, bool]:
-    """Return the kernel that serves a step with such a query, why no better one does, and whether it emulates."""
+    """Return the kernel that serves a step with this query, why no better kernel serves it, and whether it emulates."""
     kernel, reason = kv_kernel(cache, query)
     return kernel_name(kernel), reason, not kernel.native
 

@@ -1,4 +1,4 @@
-"""The torch.library operators of attention without gradients; `training` has those with gradients."""
+"""The torch.library operators of attention without gradients; `training` holds the operators with gradients."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def attention(
         recipe: a name in `recipe.RECIPES`.
         fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
-        blocks: the tiles of keys that each block of rows attends to; None: all. With a list the mask may only say
-            which keys exist, and no key is heavy.
+        blocks: the tiles of keys that each block of rows attends to; None: all tiles. With a list, the mask may only
+            say which keys exist, and no key is heavy.
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype, laid out in memory as (batch, q_len,
@@ -71,7 +71,7 @@ def attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    # Every field is given: torch.compile turns a default that is a float into an input of the graph.
+    # Every field is given, because torch.compile turns a default of type float into an input of the graph.
     options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
     return call_operator(query, key, value, mask, blocks, None, options)
 
@@ -102,11 +102,11 @@ def packed_attention(
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), from 0 to the total: sequence i consists of the tokens
             cu_seqlens[i] to cu_seqlens[i + 1] - 1.
         max_seqlen_q, max_seqlen_k: upper bound on the length of a sequence.
-        seqused_k: int32 (sequences,), number of keys of each sequence that take part. With equal steps in cu_seqlens_k
-            this is an ordinary batch whose keys are padded to one length.
+        seqused_k: int32 (sequences,), how many keys of each sequence take part. With equal steps in cu_seqlens_k, the
+            call is an ordinary batch whose keys are padded to one length.
         is_causal, causal_offset, scale, recipe, fallback, return_lse: as in `attention`, for each sequence.
         blocks: as in `attention`, with sequences as its batch and blocks of rows for max_seqlen_q: blocks and tiles
-            that a sequence does not have do not count. Blocks and tiles start at 0 in each sequence.
+            beyond a sequence's end are ignored. Blocks and tiles are counted from 0 in each sequence.
 
     Returns:
         (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
@@ -114,7 +114,7 @@ def packed_attention(
 
     Raises:
         TypeError: see `attention`.
-        ValueError: see `attention`; also if lengths do not fit, whose values are checked on a CPU only.
+        ValueError: see `attention`; also if lengths do not fit. Values of lengths are checked on a CPU only.
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
@@ -140,7 +140,7 @@ def call_operator(
     lengths: Lengths | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `attention`, by the operator; packed sequences, whose `lengths` are given, lie in one batch element."""
+    """Run `attention` by the operator. With `lengths`, sequences are packed into one batch element."""
     checks.check_kinds(query, key, value, mask, options)
     mask, options = without_causal_bias(mask, options, query, key)
     refuse_tangents(query, key, value, mask)
@@ -150,13 +150,13 @@ def call_operator(
 def forward(
     call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Plan, announce and run a call without gradients, outside of operators; returned is what `run.compute` returns.
+    """Plan, announce and run a call without gradients, outside of operators; return the result of `run.compute`.
 
     Args:
         call: the call.
         mask: the caller's mask, 4-D.
-        fallback: the caller's.
-        entry: what the cache of replays knows of the call.
+        fallback: the caller's `fallback`.
+        entry: the call's entry in the replay cache.
     """
     plan = run.choose(run.request_of(call), fallback)
     run.announce(plan)
@@ -175,7 +175,7 @@ def new_call(
     lengths: Lengths | None,
     options: Options,
 ) -> Call:
-    """Make a call of tensors that `checks.check_tensors` passes.
+    """Make a `Call` of tensors that `checks.check_tensors` accepts.
 
     Raises:
         ValueError: a head_dim is 0, or the block list does not fit.
@@ -197,7 +197,7 @@ def new_call(
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replay a call without gradients, or run it as an operator does: with outputs that have memory of their own."""
+    """Replay a call without gradients, or run it as an operator must: with outputs that share no memory."""
     given = Arguments(*arguments)
     blocks, lengths, options = given.blocks, given.lengths, given.options
     lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])

@@ -1,4 +1,4 @@
-"""The entry point of packed sequences: any recipe and head_dim, with gradients, as `attend` is for batches."""
+"""Entry point of packed sequences: any recipe and head_dim, with gradients. `attend` is the entry point of batches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .spec.options import Options
 def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:
-    """Compute attention within each of the sequences that are packed one after another; differentiable.
+    """Compute attention within each of several sequences that are packed one after another; differentiable.
 
-    A kernel for packed sequences runs where one serves the call. Otherwise each sequence is a call of its own: it runs
-    as `attend` decides, and the host reads the lengths.
+    If a kernel for packed sequences serves the call, that kernel runs. Otherwise each sequence becomes a separate call:
+    it runs as `attend` decides, and the host reads the lengths.
 
     Args:
         query: (total queries, q_heads, head_dim).
         key, value: (total keys, kv_heads, head_dim), (total keys, kv_heads, v_head_dim).
         lengths: the sequences; int32 or int64.
-        options: of each sequence's call; `tokens_first` does not count.
+        options: the options of each sequence's call; `tokens_first` is ignored.
 
     Returns:
         (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
-        float32, which counts with `return_lse` only.
+        float32, valid with `return_lse` only.
 
     Raises:
         ValueError, TypeError, KernelUnavailableError: see `sage_hf.sage_attention`; also if lengths do not fit.
@@ -52,7 +52,7 @@ def attend_packed(
 def check_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Lengths:
-    """Return the lengths in int32; raise for what `attend_packed` refuses."""
+    """Return the lengths in int32; raise an error for lengths that `attend_packed` refuses."""
     checks.check_kinds(query, key, value, None, options)
     lengths = lengths._replace(
         cu_seqlens_q=lengths.cu_seqlens_q.int(),
@@ -67,7 +67,7 @@ def check_packed(
 
 
 def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> bool:
-    """Return whether the operators for packed sequences take a call of (1, heads, tokens, channels)."""
+    """Return whether the operators for packed sequences take a call with tensors (1, heads, tokens, channels)."""
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
     if not derivative:
         return not options.dropout_p
@@ -79,7 +79,7 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opti
 def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:
-    """Attend within each sequence of (1, heads, tokens, channels); tokens of no sequence have output 0 and lse -inf."""
+    """Attend within each sequence of (1, heads, tokens, channels); tokens of no sequence get output 0 and lse -inf."""
     options = options._replace(tokens_first=False)
     outputs, lses = [], []
     end = 0

@@ -1,7 +1,7 @@
 """Normalise the heads of queries or keys and rotate them by their position, in one pass over memory.
 
-PyTorch's operators read and write such a tensor about ten times for that. A recurring call is replayed, as
-attention's are (`replay.cache`).
+PyTorch's operators read and write such a tensor about ten times. A recurring call is replayed, like attention calls
+(`replay.cache`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Tensors = list[torch.Tensor]
 def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
     """Normalise heads and rotate them by their position; round after each, as models do.
 
-    On an NVIDIA GPU float16 and bfloat16 run in one kernel, forward and backward. All else runs in PyTorch's operators,
-    and so do tables of `rope` that want gradients, and calls inside of PyTorch's transforms (`torch.func`, forward-mode
-    AD) and modes.
+    On an NVIDIA GPU, float16 and bfloat16 run in one kernel, forward and backward. PyTorch's operators run everything
+    else, including tables of `rope` that want gradients, and calls inside PyTorch's transforms (`torch.func`,
+    forward-mode AD) and modes.
 
     Args:
         x: (batch, tokens, heads, head_dim), of any strides.
-        norm: the norm of each head, or of each token; None: none.
-        rope: the rotation; None: none.
+        norm: the norm of each head, or of each token; None: no norm.
+        rope: the rotation; None: no rotation.
 
     Returns:
         Heads of the same size, contiguous, in the dtype of x.
@@ -63,7 +63,7 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
 
 
 def set_enabled(enabled: bool) -> None:
-    """Set whether models' heads are served at all: to measure what that gains."""
+    """Set whether models' heads are served at all, so that the gain can be measured."""
     global _enabled
     _enabled = enabled
 
@@ -72,7 +72,7 @@ _enabled = True
 
 
 def is_served(x: torch.Tensor) -> bool:
-    """Return whether a kernel takes heads like x, and nothing wants to see PyTorch's operators instead."""
+    """Return whether a kernel takes heads like x, and no mode or transform wants to see PyTorch's operators."""
     if not _enabled or not x.is_cuda or x.dtype not in DTYPES or torch.version.hip is not None:
         return False
     if torch.compiler.is_compiling() or torch_private.autocast_is_active() or torch_private.modes_are_active():
@@ -90,13 +90,14 @@ def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Ten
 def _run(
     kind: str, run: Callable[..., Tensors], tensors: Tensors, x: torch.Tensor, norm: Norm | None, rope: Rope | None
 ) -> Tensors:
-    """Return the outputs of a pass by the best kernel for it, replayed if there is a replay.
+    """Return the outputs of a pass by the best kernel, or by the replay if there is one.
 
     Args:
         kind: "qk_norm_rope", or "qk_norm_rope backward".
-        run: (kernel, tensors) -> outputs; it only allocates, takes views and launches, unless the reference runs.
-        tensors: its arguments.
-        x, norm, rope: as of `qk_norm_rope`.
+        run: (kernel, tensors) -> outputs; the function only allocates, takes views and launches, unless the reference
+            runs.
+        tensors: the pass's arguments.
+        x, norm, rope: as in `qk_norm_rope`.
     """
     facts = None if norm is None else norm.facts, None if rope is None else rope.facts
     entry = cache.find(kind, tensors, facts)
@@ -129,7 +130,7 @@ def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
 def _with_tensors(
     norm: Norm | None, rope: Rope | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[Norm | None, Rope | None]:
-    """Return norm and rotation with others in place of the tensors that `_tensors` returns."""
+    """Return norm and rotation with new tensors in place of the tensors that `_tensors` returns."""
     others = iter(tensors)
     if norm is not None:
         weight, bias = (None if one is None else next(others) for one in (norm.weight, norm.bias))
@@ -140,7 +141,7 @@ def _with_tensors(
 
 
 class _NormRope(torch.autograd.Function):
-    """`qk_norm_rope` with gradients; what is kept for them is x."""
+    """`qk_norm_rope` with gradients; the forward pass keeps x."""
 
     @staticmethod
     def forward(

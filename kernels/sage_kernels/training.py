@@ -52,19 +52,19 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
-    The kernels of both passes are chosen by one plan. Exact attention, whose gradients PyTorch computes, is not run
-    here: ask `exact_choice.choose_training` first.
+    The kernels of both passes are chosen by one plan. Exact attention does not run here, because PyTorch computes its
+    gradients: ask `exact_choice.choose_training` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
-        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all do.
-        blocks: the tiles of keys that each block of rows attends to; None: all. Gradients skip what it does not list.
+        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
+        blocks: the tiles of keys that each block of rows attends to; None: all tiles. Gradients skip unlisted tiles.
         is_causal: row i attends to the keys 0…i + causal_offset, as far as they exist and are listed.
         causal_offset: see `ops.attention`.
         scale: finite factor of the scores; default head_dim ** -0.5.
-        recipe: name of a recipe with gradients.
+        recipe: the name of a recipe with gradients.
         fallback: see `select.select`.
         return_lse: compute the log-sum-exp of each row's scores.
 
@@ -140,9 +140,9 @@ def call_operator(
     lengths: Lengths | None,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do as `attention` for tensors that `checks.check_kinds` passes, without tangents.
+    """Run `attention` for tensors without tangents that `checks.check_kinds` accepts.
 
-    Packed sequences, whose `lengths` are given, lie in one batch element and have no LSE.
+    With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
     given = Arguments.of(blocks, lengths, options)[:-1]
     output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *given)
@@ -165,11 +165,11 @@ def forward(
     """Announce and run a call with gradients by the kernels of its plan, outside of operators.
 
     Args:
-        query, key, value: tensors that `checks.check_tensors` passes.
-        mask: none, or one of keys.
+        query, key, value: tensors that `checks.check_tensors` accepts.
+        mask: no mask, or a key-padding mask.
         plan: the kernels of both passes.
-        options: the caller's.
-        entry: what the cache of replays knows of the call.
+        options: the caller's options.
+        entry: the call's entry in the replay cache.
 
     Returns:
         The output, with gradients.
@@ -184,7 +184,7 @@ def forward(
 
 
 def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
-    """Return the mask of existing keys and of a block list, each None where there is none."""
+    """Return which keys exist, and the block list; None for each that the call lacks."""
     keys = Mask.of_keys(valid)
     return keys if blocks is None else replace(keys, kind="blocks" if valid is None else "block_keys", blocks=blocks)
 
@@ -228,7 +228,7 @@ def _training_attention_backward(
     *parts, head_dim, kernel, valid = arguments[: _PARTS + 3]
     saved, given = Saved(*parts), Arguments(*arguments[_PARTS + 3 :])
     recipe, mask, scale = get_recipe(given.recipe), _mask(valid, given.blocks), softmax_scale(given.scale, head_dim)
-    if not kernel:  # a traced graph, whose sizes are known only now; output and V have the sizes of Q and K
+    if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
         forward = Call(output, value, value, recipe, mask, given.is_causal, lengths=given.lengths)
         request = replace(run.request_of(forward, grad=True), head_dim=head_dim)
         kernel = run.plan_training(request, given.fallback).backward
@@ -291,7 +291,7 @@ def _training_lse(
     scale: float | None,
     recipe: str,
 ) -> torch.Tensor:
-    """Return `Saved.lse` plus what K's mean, subtracted before quantising, contributes to each row's scores."""
+    """Return `Saved.lse` plus the share of each row's scores that was subtracted with K's mean before quantising."""
     if 0 in (*query.shape, key.shape[2]) or not get_recipe(recipe).smooth_k:
         return lse.clone()
     scale = query.shape[3] ** -0.5 if scale is None else scale

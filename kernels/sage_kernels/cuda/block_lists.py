@@ -13,8 +13,8 @@ from ..spec.operands import KeyPadding
 from .launch import Kernel, Source, launch
 from .parameters import ConstInts, Int, Int64, Ints
 
-BLOCK_M = BLOCK_N = 128  # of the lists that the forward kernel takes
-LIST_HEAD = 2  # numbers before the tiles of a list: how many need no mask, and how many there are
+BLOCK_M = BLOCK_N = 128  # rows and keys of the lists that the forward kernel takes
+LIST_HEAD = 2  # numbers before the tiles of a list: of tiles that need no mask, and of all tiles
 THREADS = 1024
 WARPS = THREADS // 32
 
@@ -24,11 +24,11 @@ class SortedLists:
     """The lists of a call as `int8_forward.cu` reads them.
 
     Attributes:
-        lists: int32 (list batch, list heads, blocks of rows, places): the number of tiles that need no mask, that of
-            all tiles some of whose scores count, then the tiles, those first; an empty list has one that no row sees.
-            Sizes are 1 where the list is broadcast. A further place is read, which holds anything.
-        queue: int32 (1 + batch · q_heads · blocks of rows,): 0, which the forward kernel counts up, and the items by
-            their numbers (batch · q_heads + head) · blocks + block, in the order in which they begin.
+        lists: int32 (list batch, list heads, blocks of rows, places): the number of tiles that need no mask, the number
+            of all tiles with scores that count, then the tiles, unmasked tiles first; an empty list has one tile that
+            no row sees. Sizes are 1 where the list is broadcast. One place more is read; its contents are ignored.
+        queue: int32 (1 + batch · q_heads · blocks of rows,): 0, a counter of the forward kernel, and the items by their
+            numbers (batch · q_heads + head) · blocks + block, in the order in which they begin.
     """
 
     lists: torch.Tensor
@@ -36,7 +36,7 @@ class SortedLists:
 
     @classmethod
     def empty(cls, call: Call, padding: KeyPadding | None) -> SortedLists:
-        """Allocate the lists of a call; `padding` says which keys exist, None: all do."""
+        """Allocate the lists of a call; `padding` says which keys exist; None: all exist."""
         blocks, (batch, q_heads, _, _) = call.mask.blocks, call.query.shape
         assert blocks is not None
         batches, heads, row_blocks, places = blocks.tiles.shape
@@ -50,29 +50,29 @@ class SortedLists:
 
     @property
     def of_batch(self) -> int:
-        """Return the distance in lists from a batch element to the next, 0 where all have the same."""
+        """Return the distance in lists from a batch element to the next; 0 if all share a list."""
         return 0 if self.lists.shape[0] == 1 else self.lists.shape[1] * self.lists.shape[2]
 
     @property
     def of_head(self) -> int:
-        """Return the distance in lists from a head to the next, 0 where all have the same."""
+        """Return the distance in lists from a head to the next; 0 if all share a list."""
         return 0 if self.lists.shape[1] == 1 else self.lists.shape[2]
 
 
 @dataclass(slots=True)
 class Arguments:
-    """The lists as a call has them, which keys exist, what is written, and sizes.
+    """The call's lists, the keys that exist, the written lists, and sizes.
 
     Attributes:
-        counts, tiles: of a `block_list.BlockList`.
-        spans: of `operands.KeyPadding`; None: all keys exist.
-        lists, queue: of `SortedLists`, written.
-        places: of `tiles`.
-        list_batches, list_heads: of `lists`.
-        blocks: of rows.
-        list_stride: from list to list in `lists`.
-        heads_at_once: as for `int8_forward.Arguments`.
-        blocks_at_once: how many items are worked through at the same time.
+        counts, tiles: fields of `block_list.BlockList`.
+        spans: field of `operands.KeyPadding`; None: all keys exist.
+        lists, queue: fields of `SortedLists`, written.
+        places: the number of places of `tiles`.
+        list_batches, list_heads: sizes of `lists`.
+        blocks: the number of blocks of rows.
+        list_stride: stride from list to list in `lists`.
+        heads_at_once: as in `int8_forward.Arguments`.
+        blocks_at_once: how many items run at the same time.
     """
 
     counts: ConstInts
@@ -126,14 +126,14 @@ def kernel(is_causal: bool, padded: bool) -> Kernel:
 def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_at_once: int) -> None:
     """Sort the lists of a call, of BLOCK_M rows and tiles of BLOCK_N keys.
 
-    The kernel starts, and lets the stream's next one start, while the previous one ends. It waits for that one's
-    results only if it reads spans: the previous kernel must not write the lists.
+    The kernel starts, and lets the stream's next kernel start, while the previous kernel ends. It waits for the
+    previous kernel's results only if it reads spans: the previous kernel must not write the lists.
 
     Args:
-        call: one of `Call.for_kernel`.
-        padding: which keys exist, with spans that are written; None: all do.
-        into: what is written, in memory that the stream's previous kernel does not use.
-        heads_at_once: whose causal items are worked through together.
+        call: a result of `Call.for_kernel`.
+        padding: which keys exist, with spans already written; None: all exist.
+        into: the lists to write, in memory that the stream's previous kernel does not use.
+        heads_at_once: number of heads whose causal items run together.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -176,5 +176,5 @@ def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_
 
 
 def _stride(x: torch.Tensor, dim: int) -> int:
-    """Return the stride along a dimension, 0 where one list is for all."""
+    """Return the stride along a dimension; 0 if it has one list for all."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)

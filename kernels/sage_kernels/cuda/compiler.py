@@ -1,13 +1,13 @@
 """Compile the CUDA C++ of this folder by NVRTC, and keep the machine code in the user's cache folder.
 
-PyTorch's CUDA wheels of 2.10 and newer install NVRTC and `cuda.bindings`; `unavailable` says what is missing elsewhere.
+PyTorch's CUDA wheels of 2.10 and newer install NVRTC and `cuda.bindings`; `unavailable` says what else is missing.
 Compiling needs no GPU. Two environment variables are read at every use:
 
     SAGE_KERNELS_CACHE     the cache folder, else sage-hf/cuda in $XDG_CACHE_HOME or ~/.cache
-    SAGE_KERNELS_COMPILE   0 forbids compiling; what is in the cache still serves
+    SAGE_KERNELS_COMPILE   0 forbids compiling; cached code still serves
 
-Where nothing can be compiled, for that or for want of NVRTC, the cache serves the newest NVRTC's machine code that the
-driver can run.
+If nothing can be compiled, because it is forbidden or NVRTC is missing, the cache serves the machine code of the newest
+NVRTC version that the driver can run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SOURCES = Path(__file__).parent / "src"
 HEADERS = Path(__file__).parent / "include"
 FLAGS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 SPLIT, SPLITTING = "--ptxas-options=--split-compile=0", (13, 0)
-"""Option by which kernels of a source are assembled at the same time, and the oldest NVRTC that was tried with it. It
-changes no instruction, so nothing in the cache depends on it; `-split-compile` of NVRTC itself does."""
-OLDEST_DRIVER = 12040  # the first that tells the sizes of a kernel's parameters; as cuDriverGetVersion counts
+"""Option that assembles kernels of a source at the same time, and the oldest NVRTC that was tried with it. It changes
+no instruction, so nothing in the cache depends on it; NVRTC's own `-split-compile` does change instructions."""
+OLDEST_DRIVER = 12040  # the first driver that tells the sizes of a kernel's parameters; as cuDriverGetVersion counts
 
 Macro = int | float | str
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -55,7 +55,7 @@ _unusable: set[Path] = set()
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile, or may not: says which, with what options, and all that the compiler says."""
+    """A kernel does not compile, or may not be compiled: names the kernel and its options, and quotes the compiler."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cubin:
 
     Attributes:
         image: the machine code, an ELF file.
-        log: the compiler's, with the registers and spills of each kernel.
+        log: the compiler's log, with the registers and spills of each kernel.
     """
 
     image: bytes = field(repr=False)
@@ -77,10 +77,10 @@ def unavailable(
     arch: str = "sm_90a",
     generated: Mapping[str, str] = NONE,
 ) -> str:
-    """Return why nothing can be compiled for the GPUs here, and what to do about it; "" when it can. Touch no GPU.
+    """Return why nothing can be compiled for the GPUs here, and what to do about it; "" if it can. Touch no GPU.
 
-    With a source (parameters as of `compile`) return why its machine code cannot be had, compiled now or from the
-    cache. The cache is read only where nothing can be compiled.
+    With a source (parameters as in `compile`), return why its machine code is neither compilable now nor in the cache.
+    The cache is read only if nothing can be compiled.
     """
     if reason := _unlaunchable():
         return reason
@@ -95,20 +95,21 @@ def compile(
 ) -> Cubin:
     """Return the machine code of a source of this folder, from the cache or the compiler.
 
-    Of all threads and processes that want the same, one compiles and the others wait.
+    If several threads or processes want the same code, one compiles and the others wait.
 
     Args:
-        source: the file's name. It may `#include "x.cuh"` of `include/`, or a generated one; there are no others.
+        source: the file's name. It may `#include "x.cuh"` of `include/`, or a generated header, but no others.
         macros: values by name, as `#define` gives them.
         arch: the GPU's architecture, as ptxas names it.
         generated: texts of headers by name.
 
     Raises:
-        CompileError: it does not compile, or it is not in the cache and compiling is forbidden, or impossible here.
+        CompileError: the source does not compile, or it is not in the cache and compiling is forbidden or impossible
+            here.
     """
     program = _Program.read(source, macros, arch, generated)
     if reason := _unlaunchable():
-        raise CompileError(f"{program} cannot be had: {reason}")
+        raise CompileError(f"{program} is not available: {reason}")
     with _lock:
         lock = _locks.setdefault(program, threading.Lock())
     with lock:
@@ -131,15 +132,15 @@ def compile(
                 if path.parent not in _unusable:
                     _unusable.add(path.parent)
                     logger.warning(
-                        "CUDA kernels are compiled again by each process, for want of a cache folder: %s. "
-                        "SAGE_KERNELS_CACHE names another one",
+                        "each process compiles CUDA kernels again, because it cannot use the cache folder: %s. "
+                        "SAGE_KERNELS_CACHE names another folder",
                         error,
                     )
             return cubin
 
 
 def checked(call: str, answer: tuple[Any, ...]) -> Any:
-    """Return the value behind the status that a function of `cuda.bindings` returns, None when there is none.
+    """Return the value after the status that a function of `cuda.bindings` returns; None if there is no value.
 
     Raises:
         RuntimeError: the status is an error, which the message names after `call`.
@@ -151,7 +152,7 @@ def checked(call: str, answer: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class _Program:
-    """All that a cubin depends on but the compiler; headers and options in one order."""
+    """All that a cubin depends on, except the compiler; headers and options are sorted."""
 
     source: str
     text: str
@@ -170,7 +171,7 @@ class _Program:
                     texts[name] = generated.get(name) or (HEADERS / name).read_text(encoding="utf-8")
                     unread.append(name)
         text = texts.pop(source)
-        # A bool is a number to the preprocessor, which takes the word True for 0.
+        # The preprocessor needs a number for a bool: it takes the word True for 0.
         defines = (f"-D{name}={value * 1}" for name, value in sorted(macros.items()))
         options = (f"--gpu-architecture={arch}", *FLAGS, *defines)
         return cls(source, text, tuple(sorted(texts.items())), arch, options)
@@ -179,11 +180,11 @@ class _Program:
         return " ".join((self.source, *self.options))
 
     def path(self, nvrtc: tuple[int, int]) -> Path:
-        """Return the file in the cache of what that version of NVRTC compiles."""
+        """Return the cache file for code that this version of NVRTC compiles."""
         return cache_folder() / f"{self.prefix}{nvrtc[0]}.{nvrtc[1]}.cubin"
 
     def versions(self) -> list[tuple[int, int]]:
-        """Return the versions of NVRTC whose machine code is in the cache folder, or not stored, newest first."""
+        """Return the versions of NVRTC with machine code in the cache folder, or not stored, newest first."""
         folder = cache_folder()
         paths = [*folder.glob(f"{self.prefix}*.cubin"), *(path for path in _unstored if path.parent == folder)]
         found = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
@@ -191,7 +192,7 @@ class _Program:
 
     @cached_property
     def prefix(self) -> str:
-        """Return the beginning of its files' names in the cache: all but the compiler's version."""
+        """Return the prefix of the cache files' names: the whole name except the compiler's version."""
         parts = (self.source, self.text, self.headers, self.options)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
         return f"{Path(self.source).stem}-{self.arch}-{digest}-nvrtc"
@@ -227,23 +228,23 @@ def _forbidden() -> str:
 
 
 def _unlaunchable() -> str:
-    """Return the reason why machine code cannot be loaded and launched here, "" if it can."""
+    """Return the reason why machine code cannot be loaded and launched here, "" if it can be."""
     return "" if sys.platform == "linux" else "CUDA C++ kernels are for Linux only"
 
 
 @lru_cache(maxsize=1)
 def missing() -> str:
-    """Return the reason why nothing can be compiled here, "" if it can."""
+    """Return the reason why nothing can be compiled here, "" if it can be."""
     try:
         _nvrtc_version()
     except (ImportError, RuntimeError) as error:
-        why = " ".join(str(error).split())  # on one line, as reasons are
+        why = " ".join(str(error).split())  # on one line, like all reasons
         return f"NVRTC, CUDA's run-time compiler, is not available ({why}): pip install {_packages()}"
     return ""
 
 
 def forget_machine() -> None:
-    """Look up again, when next asked, what this machine has: bindings, compiler and driver."""
+    """Forget what this machine has (bindings, compiler and driver), to look it up again at the next query."""
     for known in (missing, _outdated, _nvrtc_version):
         known.cache_clear()
 
@@ -256,7 +257,7 @@ def _packages() -> str:
 
 @cache
 def _outdated(nvrtc: tuple[int, int]) -> str:
-    """Return why the driver here cannot run what that version of NVRTC compiles; "" also where there is none."""
+    """Return why the driver here cannot run code of this version of NVRTC; "" also if there is no driver."""
     version, needed = driver.version(), max(OLDEST_DRIVER, 1000 * nvrtc[0])
     if 0 < version < needed:
         have, need = (f"{number // 1000}.{number % 1000 // 10}" for number in (version, needed))
@@ -267,7 +268,7 @@ def _outdated(nvrtc: tuple[int, int]) -> str:
 
 @lru_cache(maxsize=1)
 def _nvrtc_version() -> tuple[int, int]:
-    """Return (major, minor); ImportError or RuntimeError when there is none."""
+    """Return NVRTC's (major, minor); raise ImportError or RuntimeError if there is no NVRTC."""
     from cuda.bindings import nvrtc
 
     result, major, minor = nvrtc.nvrtcVersion()
@@ -277,7 +278,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that one process has at a time, where the file system can; else several compile the same: safe."""
+    """Hold an exclusive lock between processes; without locks in the file system, several compile the same: safe."""
     import fcntl
 
     with contextlib.ExitStack() as stack:
@@ -288,7 +289,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 
 def _cached(program: _Program) -> Cubin | None:
-    """Return code that the NVRTC here compiled before; without one, the code of the newest compiler that suits."""
+    """Return cached code of the NVRTC here; without NVRTC, the code of the newest suitable compiler."""
     if not (_forbidden() or missing()):
         versions = [_nvrtc_version()]
     else:
@@ -298,7 +299,7 @@ def _cached(program: _Program) -> Cubin | None:
 
 
 def read(path: Path) -> Cubin | None:
-    """Return the record that `_store` wrote there, None without one."""
+    """Return the record that `_store` wrote; None if there is none."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -311,7 +312,7 @@ def read(path: Path) -> Cubin | None:
 
 
 def _store(path: Path, cubin: Cubin) -> None:
-    """Write a digest, the log, a zero and the image, under their final name at once."""
+    """Write a digest, the log, a zero and the image; the file appears complete under its final name."""
     payload = cubin.log.encode() + b"\0" + cubin.image
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:

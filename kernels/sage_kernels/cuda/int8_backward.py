@@ -1,23 +1,22 @@
 """Gradients of INT8 attention on Hopper in one pass, P and dS in 16 bits: `int8_backward.cu`.
 
-dQ is summed in memory, by one addition for each block of keys, in any order. `sums_of` says in what:
+dQ is summed in memory, by one addition for each block of keys, in any order. `sums_of` chooses the dtype of the sums:
 
-- int32 where PyTorch is to be deterministic (`torch.use_deterministic_algorithms`), which repeats to the bit;
-- float16 where additions are what takes time: with 128 channels, for gradients in bfloat16 and up to FLOAT16_KEYS keys;
+- int32 if PyTorch must be deterministic (`torch.use_deterministic_algorithms`): results repeat bit for bit;
+- float16 if additions limit the speed: with 128 channels, for gradients in bfloat16 and up to FLOAT16_KEYS keys;
 - float32 otherwise.
 
-The sums take 4 bytes for each channel of the operands of Q, in float16 2.
+The sums take 4 bytes for each channel of the operands of Q; in float16, 2 bytes.
 
-Sums in int32 and in float16 are of dQ times a factor of the query: half of the type's range, divided by
-(Σ|dO|·max|V| + |δ|)·max|K|. |dP - δ|·|K| is no larger for any key, and P sums to 1, so this bounds |dQ| and each of its
-partial sums, over whatever keys; the other half of the range is for roundings. A bound that is not finite makes the
-query's dQ NaN.
+Sums in int32 and in float16 are of dQ times a factor of the query: half of the type's range, divided by (Σ|dO|·max|V| +
+|δ|)·max|K|. |dP - δ|·|K| is no larger for any key, and P sums to 1, so this bounds |dQ| and its partial sums over any
+keys; the other half of the range is for roundings. A non-finite bound makes the query's dQ NaN.
 
 In float16, 2¹⁵ is 2²⁹ times the smallest normal number, and dQ that much below its bound still keeps all 11 bits. A
-typical dQ of N keys is about √N · 2⁷ times below. An addition rounds the sum by 2⁻¹² of it or less (root mean square),
-independently of the others: dQ of n blocks of keys is off by 2⁻¹²·√n or less, 0.4 % where FLOAT16_KEYS keys are 256
-blocks. INT8 costs dQ 1.3 % of its size or more, and the two add up as squares: 4 % more error, and 1 % with 8,192 keys.
-Gradients in float16 are themselves rounded by less than that, and keep sums in float32.
+typical dQ of N keys is about √N · 2⁷ times below its bound. An addition rounds the sum by 2⁻¹² of it or less (root mean
+square), independently of other additions: the error of dQ of n blocks of keys is 2⁻¹²·√n or less, 0.4 % if FLOAT16_KEYS
+keys are 256 blocks. INT8 costs dQ 1.3 % of its size or more, and the two errors add up as squares: 4 % more error, and
+1 % with 8,192 keys. Gradients in float16 are themselves rounded by less than that, so their sums stay in float32.
 """
 
 from __future__ import annotations
@@ -55,25 +54,25 @@ from .tensor_map import tensor_map
 from .tokens import Tokens
 
 TILE = 64  # queries, and the keys of a warpgroup
-PART_CHANNELS = 64  # of dQ, that are summed and rounded together
-LINE_BYTES = 128  # side by side in shared memory, of operands in 16 bits
+PART_CHANNELS = 64  # channels of dQ that are summed and rounded together
+LINE_BYTES = 128  # bytes side by side in shared memory, of 16-bit operands
 THREADS = 384
 PREPARING_THREADS, FINISHING_THREADS = 256, 128
-THREAD_CHANNELS = 8  # of a token, that a thread has which prepares
+THREAD_CHANNELS = 8  # channels of a token per thread of the preparing kernels
 STAGES = {64: 4, 128: 2}
-"""Tiles of queries in shared memory by channels."""
-BUFFERS = 2  # of dS
-PARTS_BYTES = 2**15  # of dQ on its way to memory
-CONTROL_BYTES = 256  # of shared memory, for barriers
-STATISTICS = 4  # of a query: its scale, its LSE, its delta, and what its dQ is multiplied by, unless it is float32
+"""Tiles of queries in shared memory, by channels."""
+BUFFERS = 2  # buffers of dS
+PARTS_BYTES = 2**15  # bytes of the parts of dQ on the way to memory
+CONTROL_BYTES = 256  # shared memory for barriers
+STATISTICS = 4  # per query: scale, LSE, delta, and the factor of its dQ, unless sums are float32
 FLOAT16_KEYS = 2**15
 """Keys up to which dQ may be summed in float16."""
 SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
-"""Names in CUDA C++ of what dQ is summed in."""
+"""Names in CUDA C++ of the dtypes in which dQ is summed."""
 HEADS_TOGETHER = 4
-MOST_PARTS, STEPS_OF_PART = 8, 4  # of a block of keys, whose partial sums are added up; the fewest tiles of one
+MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
 SUMS_BYTES = 24 * 2**20
-"""Bytes of sums of dQ that blocks may add to at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
+"""Bytes of sums of dQ to which blocks may add at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
 
 @dataclass(slots=True)
@@ -96,7 +95,7 @@ class Axis:
 
 @dataclass(slots=True)
 class Gradient:
-    """A gradient, (batch, heads, tokens, channels), which is written; as `Tokens`."""
+    """A gradient to write, (batch, heads, tokens, channels); fields as in `Tokens`."""
 
     first: HalfWords
     batch_stride: Int64
@@ -106,7 +105,7 @@ class Gradient:
 
 @dataclass(slots=True)
 class Restoring:
-    """Inverse of the transforms of codes: the rotation, its signs a bit for each channel, and the equalizer."""
+    """Inverse of the transforms of codes: the rotation, with a sign bit for each channel, and the equalizer."""
 
     equalizer: ConstFloats
     rotated: Int
@@ -121,11 +120,11 @@ class KeyArguments:
     """Arguments of `prepare_keys`.
 
     Attributes:
-        codes, key_scale: K of `operands.Saved`.
+        codes, key_scale: K in `operands.Saved`.
         value: V.
         valid: as in `operands.KeyPadding`, or None.
         key: K in 16 bits (operand batch, kv_heads, rows, channels), written.
-        value_copy: V likewise, written; None: the caller's is read.
+        value_copy: V in the same form, written; None: the caller's V is read.
         bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V among keys that exist, written;
             None if dQ is summed in float32.
     """
@@ -149,16 +148,16 @@ class QueryArguments:
     """Arguments of `prepare_queries`.
 
     Attributes:
-        codes, query_scale, lse: Q of `operands.Saved`.
+        codes, query_scale, lse: Q in `operands.Saved`.
         gradient, output: dO and O.
-        bounds: as in `prepare_keys`, of `key_tiles` tiles, or None.
+        bounds: as in `prepare_keys`, for `key_tiles` tiles; or None.
         query: Q in 16 bits (operand batch, q_heads, rows, channels), written.
-        gradient_copy: dO likewise, written; None: the caller's is read.
-        statistics: (operand batch, q_heads, rows / TILE, `statistics` · TILE), written: of each query its scale, times
-            that of the softmax, and its LSE, both for base 2; then of each delta = rowsum(dO∘O); then, unless dQ is
-            summed in float32, what each one's is multiplied by.
-        sums: dQ, (operand batch, q_heads, rows, channels) in the order of `int8_backward.cu`, written with 0.
-        lse_batch, lse_head: strides.
+        gradient_copy: dO in the same form, written; None: the caller's dO is read.
+        statistics: (operand batch, q_heads, rows / TILE, `statistics` · TILE), written: each query's scale times the
+            softmax scale, and its LSE, both for base 2; then each query's delta = rowsum(dO∘O); then, unless dQ is
+            summed in float32, the factor of each query's dQ.
+        sums: dQ, (operand batch, q_heads, rows, channels) in the order of `int8_backward.cu`, set to 0.
+        lse_batch, lse_head: strides of `lse`.
     """
 
     restoring: Restoring
@@ -187,9 +186,9 @@ class Order:
     """The order in which blocks of the grid take blocks of keys.
 
     Attributes:
-        pairs, kv_heads: heads of K, of all batch elements and of one.
+        pairs, kv_heads: heads of K in all batch elements, and in one.
         heads_together: heads of K whose blocks are taken in turn.
-        whole: blocks of keys of which each is one block's; the others come last and are split.
+        whole: number of blocks of keys that one block of the grid takes whole; the others come last and are split.
     """
 
     pairs: Int
@@ -200,7 +199,7 @@ class Order:
 
 @dataclass(slots=True)
 class FinishingArguments:
-    """Arguments of `finish_query_gradient`: dQ, which is written, its sums, and what `prepare_queries` wrote."""
+    """Arguments of `finish_query_gradient`: dQ, which is written, its sums, and results of `prepare_queries`."""
 
     gradient: Gradient
     queries: Axis
@@ -227,7 +226,7 @@ class KeyFinishingArguments:
 
 @dataclass(slots=True)
 class Maps:
-    """Operands (operand batch, heads, rows, channels) of boxes (1, 1, TILE, channels), in 16 bits 64 channels."""
+    """Operands (operand batch, heads, rows, channels) in boxes (1, 1, TILE, channels); in 16 bits, 64 channels."""
 
     key_codes: Map
     key: Map
@@ -243,13 +242,13 @@ class Arguments:
 
     Attributes:
         key_gradient, value_gradient: dK and dV.
-        key_scale: K's of `operands.Saved`.
+        key_scale: K's scale in `operands.Saved`.
         statistics, sums: as in `prepare_queries`; sums are added to.
         valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
         partials: (blocks of keys that are split, parts, 2, BLOCK, channels), partial sums of dK and of dV, written; or
             None.
-        parts: of a block of keys that is split; each has some of its steps.
-        group: heads of Q that share a head of K.
+        parts: number of parts of a split block of keys; each part has some of the block's steps.
+        group: number of heads of Q that share a head of K.
     """
 
     key_gradient: Gradient
@@ -312,7 +311,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a call, in the order of their launches; `finish_keys` runs only where blocks of keys are split."""
+    """The kernels of a call, in the order of their launches; `finish_keys` runs only if blocks of keys are split."""
 
     prepare_keys: Kernel
     prepare_queries: Kernel
@@ -348,7 +347,7 @@ def kernels(channels: int, dtype: torch.dtype, sums: torch.dtype) -> Kernels:
 
 
 def sums_of(channels: int, dtype: torch.dtype, kv_len: int) -> torch.dtype:
-    """Return in what dQ is summed, a dtype of `SUMS`, for operands of so many channels and so many keys."""
+    """Return the dtype of `SUMS` in which dQ is summed, for operands of so many channels and so many keys."""
     if torch.are_deterministic_algorithms_enabled():
         return torch.int32
     is_short = channels == 128 and dtype == torch.bfloat16 and kv_len <= FLOAT16_KEYS
@@ -369,7 +368,7 @@ def shared_memory(channels: int, sums: torch.dtype) -> int:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels of a request that `registration.HopperFusedBackward` serves cannot be had, or ""."""
+    """Return why the kernels for a request of `registration.HopperFusedBackward` are unavailable; "" if available."""
     channels = power_of_two(request.head_dim)
     found = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
     return found.backward.source.unavailable() or found.finish.source.unavailable()
@@ -378,8 +377,8 @@ def unsupported(request: Request) -> str:
 def heads_together(call: BackwardCall) -> int:
     """Return the number of heads of K whose blocks are taken in turn.
 
-    Blocks of a causal head differ in length: head after head, the longest blocks of the last one would start when all
-    others end. More heads at once add to more sums, which should stay in the cache.
+    Blocks of a causal head differ in length: taken head after head, the longest blocks of the last head would start
+    when all others end. More heads at once add to more sums, which should stay in the cache.
     """
     if not call.is_causal:
         return 1
@@ -390,9 +389,9 @@ def heads_together(call: BackwardCall) -> int:
 
 
 def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
-    """Return in how many parts the blocks of keys are split that are left for a last round of the multiprocessors.
+    """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
 
-    Items of a causal call with more than one round are short, and not split.
+    Items of a causal call with more than one round are short, so they are not split.
     """
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]

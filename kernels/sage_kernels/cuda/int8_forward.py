@@ -1,6 +1,6 @@
 """Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`.
 
-Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then a list's.
+Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then the rows of a list.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, 
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
 
-WARPGROUP_ROWS = 64  # of Q, that a warpgroup attends to
-LINE_BYTES = 128  # side by side in shared memory, of V in float16 and of the output
+WARPGROUP_ROWS = 64  # rows of Q that a warpgroup takes
+LINE_BYTES = 128  # bytes side by side in shared memory, of float16 V and of the output
 LINE_CHANNELS = LINE_BYTES // 2
-STAGES = 2  # of Q, K and V
-SUMMED_KEYS = 1536  # whose products are summed in the matrix units: as accurate as 128 where V keeps a small mean
-CONTROL_BYTES = 3072  # of shared memory, for barriers, scales and factors
+STAGES = 2  # stages of Q, K and V
+SUMMED_KEYS = 1536  # keys whose products the matrix units sum: as accurate as 128 keys if V keeps a small mean
+CONTROL_BYTES = 3072  # shared memory for barriers, scales and factors
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Config:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
-    float16 ("fp16"); `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is
-    without its mean; `quantizes_query`: Q comes in 16 bits, and is rotated and quantised; `lists`: items attend to the
-    tiles of block lists, whose rows belong to two warpgroups.
+    float16 ("fp16"); `padded`: some keys may not exist; `heavy`: some keys are attended to in 16 bits; `centred`: K is
+    without its mean; `quantizes_query`: Q comes in 16 bits, and the kernel rotates and quantises it; `lists`: items
+    attend to the tiles of block lists, whose rows belong to two warpgroups.
 
-    With 128 channels two are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), then three
-    (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but as fast with causality (906, 908); with 64 channels
-    three are (631 against 557; in float16 2×32×8192: 550, 509). 96 keys a tile is as many as a thread's 160 registers
-    hold when there are three, with 128 channels or float16 weights.
+    With 128 channels two warpgroups are faster up to `LONG_KV_LEN` keys (4×32×4096: 899 against 863 TFLOP/s), and three
+    beyond (2×32×16384: 954 against 942; 1×24×119056: 963 against 928), but equal with causality (906, 908). With 64
+    channels three are faster (631 against 557; in float16 2×32×8192: 550, 509). With three warpgroups and 128 channels
+    or float16 weights, 96 keys per tile are as many as a thread's 160 registers hold.
     """
 
     head_dim: int
@@ -74,10 +74,10 @@ class Config:
         quantizes_query: bool = False,
         lists: bool = False,
     ) -> Config:
-        """Return the fastest one.
+        """Return the fastest configuration.
 
-        Three warpgroups have no shared memory for Q in 16 bits with 128 channels; with P in float16 the compiler
-        would wait for each matrix product.
+        Three warpgroups have no shared memory for 16-bit Q with 128 channels; with P in float16 the compiler would wait
+        for each matrix product.
         """
         if lists:
             warpgroups = block_lists.BLOCK_M // WARPGROUP_ROWS
@@ -105,14 +105,14 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block: one warpgroup of it brings tiles to the others."""
+        """Return the threads of a block: one of its warpgroups brings tiles to the others."""
         return 128 * (self.warpgroups + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of the tiles of Q, K and V, of the float32 sums or outputs, of heavy keys, and others.
+        """Return the bytes of the tiles of Q, K and V, of the float32 sums or outputs, of heavy keys, and other bytes.
 
-        Q in 16 bits has one tile, and one in INT8.
+        16-bit Q has one 16-bit tile and one INT8 tile.
         """
         value, sums = (2, 2) if self.pv == "fp16" else (1, 4)
         query = 1 + 2 if self.quantizes_query else STAGES
@@ -123,28 +123,29 @@ class Config:
 
 @dataclass(slots=True)
 class Arguments:
-    """The tensors that the kernel reads by address, and writes, and numbers.
+    """The tensors that the kernel reads by address or writes, and numbers.
 
     Attributes:
         query_scale: (batch, q_heads, q_rows), unless Q comes in 16 bits.
         query_factors: (batch, kv_heads, CHANNELS), the bits of the factors of Q's rotation, if Q comes in 16 bits.
-        key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has the i-th.
+        key_scale: bfloat16 (batch, kv_heads, kv_rows / KEY_BLOCK, 4): thread i of a quad has scale i.
         value_scale, value_mean: (batch, kv_heads, CHANNELS).
-        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, which the LSE gets, and heavy keys' scores
-            lose unless Q comes in 16 bits; or None.
+        mean_score: (batch, q_heads, q_rows): Q's products with K's mean, added to the LSE, and subtracted from heavy
+            keys' scores unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
         late: (batch, kv_heads, LATE_KEYS), as in `operands.HeavyKeys`, or None.
-        valid: (batch or 1, keys): keys that exist; tiles that lack some need a mask. None without padding. This and
-            `spans` count all keys; kv_len and causal_offset are those behind the first keys.
-        spans: (batch or 1, 3): the first key that exists, the next one that does not, the end of all.
-        heads_at_once: whose causal items are taken together, a group of fewer heads first.
-        parts: of each item of the last round, unless the call is causal.
-        valid_stride, spans_stride: from batch element to batch element.
-        query_factors_stride: from one (batch, kv head) to the next.
-        head_dim: of Q.
-        lists, queue: of `block_lists.SortedLists`, the first number of the queue written; or None and that of
+        valid: (batch or 1, keys): keys that exist; tiles that lack keys need a mask. None without padding. `valid` and
+            `spans` count all keys; kv_len and causal_offset count from the key after the first keys.
+        spans: (batch or 1, 3): the first key that exists, the next key that does not exist, the end of all keys that
+            exist.
+        heads_at_once: number of heads whose causal items are taken together; a group of fewer heads comes first.
+        parts: number of parts of each item of the last round, unless the call is causal.
+        valid_stride, spans_stride: strides from batch element to batch element.
+        query_factors_stride: stride from one (batch, kv head) to the next.
+        head_dim: head_dim of Q.
+        lists, queue: fields of `block_lists.SortedLists`, the queue's first number written; or None and the queue of
             `operands.Int8Operands`, written.
-        list_stride: from list to list.
+        list_stride: stride from list to list.
         lists_of_batch, lists_of_head: lists from batch element to batch element, and from head to head.
     """
 
@@ -185,14 +186,15 @@ class Parameters:
     """Parameters of the kernel.
 
     Attributes:
-        query: Q in INT8, of boxes (WARPGROUP_ROWS, CHANNELS), or in 16 bits, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
+        query: Q in INT8, in boxes (WARPGROUP_ROWS, CHANNELS), or in 16 bits, in boxes (1, 1, WARPGROUP_ROWS,
+            LINE_CHANNELS).
         key: boxes (1, BLOCK_N, CHANNELS).
         value: boxes (CHANNELS, VALUE_WIDTH) in e4m3; (1, BLOCK_N, LINE_CHANNELS) in float16.
         output: boxes (1, 1, WARPGROUP_ROWS, LINE_CHANNELS).
-        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP; if Q comes in 16 bits, those of
+        heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP; if Q comes in 16 bits, boxes of
             heavy_key have MEAN_PARTS more rows.
         query_tokens: Q in 16 bits, with heavy keys and Q in INT8, or NO_TOKENS.
-        arguments: the others.
+        arguments: all other arguments.
     """
 
     query: Map
@@ -207,7 +209,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
-    """Return `int8_forward` with outputs of that dtype, which Q in 16 bits has too, for so many late keys."""
+    """Return `int8_forward` with outputs of a dtype, which 16-bit Q has too, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
         **tokens.macros(config.head_dim, dtype),
@@ -242,11 +244,11 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
 
 
 def unsupported(request: Request, quantizes_query: bool) -> str:
-    """Return why the kernel of a request that `registration.HopperForward` serves cannot be had; "" when it can.
+    """Return why the kernel for a request of `registration.HopperForward` is unavailable; "" if available.
 
     Args:
         request: the request.
-        quantizes_query: the operands are made by `quantize`, which may leave Q to the kernel.
+        quantizes_query: whether `quantize` makes the operands, and may leave Q to the kernel.
     """
     recipe, lists = get_recipe(request.recipe), request.mask in ("blocks", "block_keys")
     padded, return_lse = request.mask in ("keys", "block_keys"), request.return_lse or request.grad
@@ -270,12 +272,12 @@ def unsupported(request: Request, quantizes_query: bool) -> str:
 def attend(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (output, lse or None) of a call that `registration.HopperForward` serves.
 
-    Without the LSE, rows of P in e4m3 are divided by the sums of their rounded weights, else by sums in float32.
+    Without the LSE, rows of P in e4m3 are divided by the sums of their rounded weights; with it, by sums in float32.
 
     Args:
         call: the call.
-        quantizer: makes the operands.
-        may_leave_query: it does so by `quantize`, which may leave Q to the kernel.
+        quantizer: the quantiser that makes the operands.
+        may_leave_query: whether it does so by `quantize`, which may leave Q to the kernel.
     """
     output, lse = call.new_outputs()
     if not call.is_empty:
@@ -284,7 +286,7 @@ def attend(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[tor
 
 
 def attend_and_save(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, Saved]:
-    """Return the output, 0 in rows without a key, and what its gradients need; parameters as of `attend`."""
+    """Return the output, 0 in rows without a key, and the tensors for its gradients; parameters as in `attend`."""
     return saving(call, partial(_quantize_and_attend, quantizer=quantizer, may_leave_query=may_leave_query))
 
 
@@ -293,7 +295,7 @@ def _quantize_and_attend(
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
     padded, return_lse = padding is not None, lse is not None
-    # Before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
+    # Allocate before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if may_leave_query:
         leaves_query = _leaves_query(call, padded, return_lse)
@@ -324,7 +326,7 @@ def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
 def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
     """Return whether the kernel rotates and quantises Q by itself.
 
-    The tensor memory accelerator reads no tensor whose heads, or tokens, lie at the same place.
+    The tensor memory accelerator reads no tensor whose heads, or tokens, share an address.
     """
     if return_lse or not (call.heavy_keys and call.recipe.rotate) or 0 in call.query.stride():
         return False
@@ -339,17 +341,17 @@ def forward(
     padding: KeyPadding | None = None,
     lists: SortedLists | None = None,
 ) -> None:
-    """Attend to quantised operands. The kernel starts while the last one of the stream ends, and waits for it.
+    """Attend to quantised operands. The kernel starts while the stream's last kernel ends, and waits for it.
 
     Args:
-        operands: with 64 or 128 channels in Q, K and V; Q may be as `quantize` leaves it, where there is neither an LSE
-            nor padding, and the stream's last kernel has not written it.
+        operands: with 64 or 128 channels in Q, K and V; Q may be as `quantize` leaves it if there is neither an LSE nor
+            padding, and the stream's last kernel has not written Q.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides multiples
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
-        call: one of `Call.for_kernel`.
+        call: a result of `Call.for_kernel`.
         padding: which keys exist; None: all.
-        lists: the call's block lists, whose queue has not been begun; None without them.
+        lists: the call's block lists, with an unused queue; None without lists.
 
     Raises:
         CompileError: see `launch.launch`.

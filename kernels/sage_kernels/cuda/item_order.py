@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..spec.call import Call
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 
-L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for the keys and values that blocks read at the same time
+L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for keys and values that blocks read at the same time
 LONG_KV_LEN = 8192  # keys
-LONG_BYTES = 12 * 2**20  # of the cache, for keys and values of causal calls with so many keys
+LONG_BYTES = 12 * 2**20  # the same for causal calls with so many keys
 
 
 def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
@@ -18,11 +18,11 @@ def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
 
 
 def heads_at_once(call: Call) -> int:
-    """Return the number of heads of Q whose causal items, which blocks take as they get free, are taken together.
+    """Return the number of heads of Q whose causal items are taken together; blocks take items as they get free.
 
-    With few heads at once 1×32×16384×128 takes 1.3 % less time than with as many as `L2_BYTES` hold. With shorter ones
-    the end of a group, where items are short, comes too often: 4×32×4096×128 then takes 0.8 % more. Items of one head
-    alone may be too few to end at about the same time.
+    With few heads at once, 1×32×16384×128 takes 1.3 % less time than with as many heads as `L2_BYTES` hold. With
+    shorter heads the end of a group, where items are short, comes too often: 4×32×4096×128 then takes 0.8 % more time.
+    Items of a single head may be too few to end at about the same time.
     """
     if call.kv_len < LONG_KV_LEN:
         return heads_in_cache(call)
@@ -30,9 +30,9 @@ def heads_at_once(call: Call) -> int:
 
 
 def last_parts(items: int, blocks: int, warpgroups: int) -> int:
-    """Return in how many parts the items are split that up to so many blocks have left for a last round.
+    """Return into how many parts to split the items that remain for a last round of so many blocks.
 
-    Each part has the rows of some of an item's warpgroups; with fewer of them a block takes less time.
+    Each part has the rows of some of an item's warpgroups; with fewer warpgroups a block takes less time.
     """
     left = items % blocks
     return min(warpgroups, blocks // left) if left else 1

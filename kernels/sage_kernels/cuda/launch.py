@@ -1,4 +1,4 @@
-"""Launch CUDA C++ kernels: the one place that does."""
+"""Launch CUDA C++ kernels: no other place does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Source:
     """A source of this folder with its compile-time constants.
 
     Attributes:
-        file: its name; it includes "parameters.cuh".
-        parameters: of each kernel by its name: a dataclass as `parameters` describes them.
+        file: the file's name; it includes "parameters.cuh".
+        parameters: the parameters of each kernel by its name: a dataclass as in `parameters`.
         macros: the compile-time constants by name.
     """
 
@@ -37,7 +37,7 @@ class Source:
         return compiler.compile(self.file, self.macros, arch, self._generated)
 
     def unavailable(self, arch: str = "sm_90a") -> str:
-        """Return why the machine code cannot be had, compiled now or from the cache; "" when it can."""
+        """Return why the machine code is neither compilable now nor in the cache; "" if it is available."""
         return compiler.unavailable(self.file, self.macros, arch, self._generated)
 
     @cached_property
@@ -47,12 +47,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel, and how it is launched.
+    """A kernel, and its launch configuration.
 
     Attributes:
-        source: where it is.
-        name: of the `extern "C"` function.
-        threads: of a block.
+        source: the kernel's source.
+        name: name of the `extern "C"` function.
+        threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
     """
 
@@ -68,21 +68,21 @@ class Kernel:
 def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *, dependent: bool = False) -> None:
     """Run a kernel on the current stream of `device`.
 
-    The first launch on a device compiles and loads it; the others neither wait for the GPU nor allocate. Any thread
-    may launch, and graphs capture it. A call that is traced only notes the launch (`trace.tracing`).
+    The first launch on a device compiles and loads the kernel; later launches neither wait for the GPU nor allocate.
+    Any thread may launch, and graphs capture it. A call that is traced only notes the launch (`trace.tracing`).
 
     Args:
-        kernel: the same object each time, by which it is known as loaded.
-        blocks: of the grid; nothing runs when there are none.
-        parameters: an instance of the dataclass that describes them, with tensors of the device.
-        dependent: it may start before the stream's previous kernel has ended, and waits for it by itself
+        kernel: the kernel; the same object each time, so that it is known to be loaded.
+        blocks: blocks of the grid; nothing runs without blocks.
+        parameters: an instance of the dataclass that describes them, with tensors on the device.
+        dependent: the kernel may start before the stream's previous kernel has ended, and waits for it itself
             (programmatic dependent launch).
 
     Raises:
-        CompileError: as of `compiler.compile`.
-        TypeError: the parameters are another dataclass's, or the kernel's are others than that describes.
-        ValueError: a tensor of another device, a number that its field cannot hold.
-        RuntimeError: the driver refuses.
+        CompileError: as in `compiler.compile`.
+        TypeError: the parameters are of another dataclass, or the kernel's parameters differ from its description.
+        ValueError: a tensor is on another device, or a number does not fit its field.
+        RuntimeError: the driver reports an error.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     traced = trace.current()
@@ -109,7 +109,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
 def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
     """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
 
-    A kernel that does not compile says so when it is launched. Nothing is compiled by a call that is traced.
+    A kernel that does not compile raises its error when it is launched. A traced call compiles nothing.
     """
     if trace.current() is None:
         _compile_together(kernels, device)
@@ -148,7 +148,7 @@ def _load(kernel: Kernel, index: int) -> int:
 def _pack(
     kernel: Kernel, function: int, blocks: int, parameters: Any, index: int, dependent: bool
 ) -> trace.PackedLaunch:
-    """Return a launch as the driver takes it; see `launch`."""
+    """Return a launch in the driver's format; see `launch`."""
     packing = packer(kernel.source.parameters[kernel.name])
     return trace.PackedLaunch(
         function=function,
@@ -164,7 +164,7 @@ def _pack(
 
 
 def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among a kernel's parameters that are no stand-ins."""
+    """Yield the tensors among a kernel's parameters that are not stand-ins."""
     for field in fields(parameters):
         value = getattr(parameters, field.name)
         if is_dataclass(value):
@@ -174,6 +174,6 @@ def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """Return the architecture of GPUs of a capability, with what only their own generation has."""
+    """Return the architecture of GPUs of a capability, with features that only their generation has."""
     major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")

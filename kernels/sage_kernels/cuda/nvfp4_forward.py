@@ -1,6 +1,6 @@
 """Attend in NVFP4 on consumer Blackwell: operands of `quantize_nvfp4`, or of Triton, by `nvfp4_forward.cu`.
 
-With emulated products the same kernel runs on GPUs without FP4, where it is tested.
+With emulated products the same kernel runs on GPUs without FP4, and is tested there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
 
-WARPS = 8  # that attend, to 16 rows each
-THREADS = 32 * (WARPS + 4)  # a warp brings tiles; its warpgroup gives registers to the others
-STAGES = 3  # of tiles of K and V: as many as the 99 KiB of shared memory hold with the heavy keys
-STAGE_ALIGNMENT = 1024  # bytes: of the widest swizzle
-LINE_CHANNELS = 64  # of heavy keys, side by side in shared memory
+WARPS = 8  # warps that attend, to 16 rows each
+THREADS = 32 * (WARPS + 4)  # one warp brings tiles; its warpgroup gives registers to the others
+STAGES = 3  # stages of tiles of K and V: as many as fit in 99 KiB of shared memory with the heavy keys
+STAGE_ALIGNMENT = 1024  # bytes of the widest swizzle
+LINE_CHANNELS = 64  # channels of heavy keys, side by side in shared memory
 LINE_BYTES = 2 * LINE_CHANNELS
 DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share of the bytes of 16-bit Q, K and V
 
@@ -40,9 +40,9 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 class Config:
     """Compile-time choices of the call and of its recipe.
 
-    Operands have `channels`, 64 or 128; `padded`: keys may not exist; `heavy`: some keys are attended to in 16 bits,
-    the last `late_keys` of which are late ones; `recent`: so are the latest ones of causal rows; `native`: products in
-    NVFP4 are instructions, otherwise emulated.
+    Operands have `channels`, 64 or 128; `padded`: some keys may not exist; `heavy`: some keys are attended to in 16
+    bits, the last `late_keys` of them late keys; `recent`: the latest keys of causal rows are too; `native`: products
+    in NVFP4 are instructions, otherwise emulated.
     """
 
     channels: int
@@ -67,7 +67,7 @@ class Config:
 
 @dataclass(slots=True)
 class Arguments:
-    """The tensors that the kernel reads by address, and writes, and numbers.
+    """The tensors that the kernel reads by address or writes, and numbers.
 
     Attributes:
         query to value_mean, mean_score: as in `operands.NVFP4Operands`.
@@ -76,11 +76,11 @@ class Arguments:
         lse: (batch, q_heads, q_len), contiguous, or None.
         late: as in `operands.HeavyKeys`, or None.
         valid, spans: as in `operands.KeyPadding`, or None. They count all keys.
-        valid_stride, spans_stride: from batch element to batch element.
-        first_sequence, sequences: of this launch.
-        kv_len, causal_offset, recent_start: of the keys behind the first ones (`Call.recent_start`).
-        first_block, blocks: of BLOCK rows of each sequence, of this launch.
-        head_dim: of Q.
+        valid_stride, spans_stride: strides from batch element to batch element.
+        first_sequence, sequences: sequences of this launch.
+        kv_len, causal_offset, recent_start: counted from the key after the first keys (`Call.recent_start`).
+        first_block, blocks: blocks of BLOCK rows of each sequence in this launch.
+        head_dim: head_dim of Q.
     """
 
     query: ConstBytes
@@ -132,7 +132,7 @@ class Parameters:
         heavy_key, heavy_value: boxes (HEAVY_KEYS, LINE_CHANNELS), or NO_TENSOR_MAP.
         query_tokens: Q in 16 bits with heavy or recent keys, or NO_TOKENS.
         key_tokens, value_tokens: K and V in 16 bits with recent keys, or NO_TOKENS.
-        arguments: the others.
+        arguments: all other arguments.
     """
 
     key: Map
@@ -147,7 +147,7 @@ class Parameters:
 
 @cache
 def kernel(config: Config, dtype: torch.dtype) -> Kernel:
-    """Return `nvfp4_forward` with outputs of that dtype, which Q in 16 bits has too."""
+    """Return `nvfp4_forward` with outputs of a dtype, which 16-bit Q has too."""
     macros = {
         **tokens.macros(config.channels, dtype),
         "WARPS": WARPS,
@@ -172,7 +172,7 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels of a request that `registration.NVFP4Forward` serves cannot be had; "" when they can."""
+    """Return why the kernels for a request of `registration.NVFP4Forward` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     config = Config(
         channels,
@@ -186,7 +186,7 @@ def unsupported(request: Request) -> str:
         late_keys=late_keys_of(recipe, request.kv_len, request.mask, request.is_causal),
         recent=has_recent_keys(recipe, request.mask, request.is_causal),
     )
-    assert request.capability is not None  # of a GPU
+    assert request.capability is not None  # a GPU has one
     kernels = [kernel(config, request.dtype)]
     if recipe.smooth_q:
         choice = chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
@@ -228,11 +228,11 @@ def forward(
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: the call's, with 64 or 128 channels in Q, K and V.
+        operands: the call's operands, with 64 or 128 channels in Q, K and V.
         output: float16 or bfloat16 (batch, q_heads, q_len, v_head_dim), channels contiguous, other strides and
             v_head_dim even, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
-        call: one of `Call.for_kernel`.
+        call: a result of `Call.for_kernel`.
         native: see `attend`.
         key_padding: which keys exist; None: all.
 

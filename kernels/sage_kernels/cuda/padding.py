@@ -16,7 +16,7 @@ THREADS = 1024
 
 @dataclass(slots=True)
 class Arguments:
-    """Which keys exist, (batch, kv_len), and the spans, (batch, 3), which are written."""
+    """Which keys exist, (batch, kv_len), and the spans to write, (batch, 3)."""
 
     valid: ConstBytes
     spans: Ints
@@ -37,7 +37,7 @@ def kernel() -> Kernel:
 
 
 def key_padding(valid: torch.Tensor) -> KeyPadding:
-    """Find the spans of keys that exist: of bool `valid`, (batch or 1, kv_len), False where one does not.
+    """Find the spans of existing keys; bool `valid`, (batch or 1, kv_len), is False where a key does not exist.
 
     Raises:
         CompileError: see `launch.launch`.

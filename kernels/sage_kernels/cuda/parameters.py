@@ -10,7 +10,7 @@
         output: Floats
         sizes: Sizes
 
-are `struct Sizes { int q_len; int kv_len; };` and the parameters `float* output, Sizes sizes` to a kernel `extern "C"
+are `struct Sizes { int q_len; int kv_len; };` and the parameters `float* output, Sizes sizes` of a kernel `extern "C"
 __global__ void attend(ATTEND_PARAMETERS)` whose source includes "parameters.cuh". That header also asserts that the
 compiler lays structs out as the host packs them.
 """
@@ -49,7 +49,7 @@ class CType:
 
     @property
     def is_pointer(self) -> bool:
-        """Return whether a tensor's address, or a null pointer, is packed."""
+        """Return whether the type is packed as a tensor's address or a null pointer."""
         return self.name.endswith("*")
 
 
@@ -57,7 +57,7 @@ Int = Annotated[int, CType("int", "i", 4)]
 UInt32 = Annotated[int, CType("uint32", "I", 4)]
 Int64 = Annotated[int, CType("int64", "q", 8)]
 Float = Annotated[float, CType("float", "f", 4)]
-# A tensor, of a dtype with elements of that size; None: a null pointer.
+# A tensor of a dtype with elements of this size; None: a null pointer.
 Floats = Annotated[torch.Tensor | None, CType("float*", "Q", 8)]
 ConstFloats = Annotated[torch.Tensor | None, CType("const float*", "Q", 8)]
 Ints = Annotated[torch.Tensor | None, CType("int*", "Q", 8)]
@@ -92,12 +92,12 @@ class Packer:
 
     Attributes:
         sizes: bytes of each parameter.
-        starts: first byte of each parameter in what `pack` returns.
-        addresses: first bytes of the tensors' addresses there, and of those in tensor maps.
+        starts: first byte of each parameter in the result of `pack`.
+        addresses: first bytes of the tensors' addresses in that result, including addresses in tensor maps.
     """
 
     def __init__(self, parameters: type) -> None:
-        """Lay them out; TypeError: a field has a type that is none of this module's, nor such a dataclass."""
+        """Lay the parameters out; raise TypeError if a field's type is neither of this module nor such a dataclass."""
         self.parameters = parameters
         layouts = {name: layout(member) for name, member in members(parameters).items()}
         self.sizes = [one.size for one in layouts.values()]
@@ -110,11 +110,11 @@ class Packer:
             for field in one.fields:
                 format += f"{start + field.offset - end}x{field.type.format}"
                 end = start + field.offset + field.type.size
-                if field.type.is_pointer or field.type.name == "TensorMap":  # which begins with the address
+                if field.type.is_pointer or field.type.name == "TensorMap":  # a map begins with the address
                     self.addresses.append(start + field.offset)
                 self._fields.append(replace(field, path=f"{name}.{field.path}".rstrip(".")))
         self._struct = struct.Struct(format + f"{ends[-1] - end}x")
-        # The values behind the class: of one name alone, attrgetter would return no tuple.
+        # Get the class too: with a single name, attrgetter would return no tuple.
         self._values = attrgetter("__class__", *(field.path for field in self._fields))
         self._pointers = [(place, field) for place, field in enumerate(self._fields) if field.type.is_pointer]
 
@@ -122,8 +122,8 @@ class Packer:
         """Return the parameters for a kernel that runs on device `index`.
 
         Raises:
-            TypeError: the parameters are another dataclass's.
-            ValueError: a tensor of another device, a number that its field cannot hold.
+            TypeError: the parameters are of another dataclass.
+            ValueError: a tensor is on another device, or a number does not fit its field.
         """
         if parameters.__class__ is not self.parameters:
             raise TypeError(f"{self.parameters} is needed, was given {parameters.__class__}")
@@ -158,7 +158,7 @@ def packer(parameters: type) -> Packer:
     return Packer(parameters)
 
 
-# Older compilers (NVRTC 12.8 and 13.0) cannot tell where a field lies; its size, and the struct's, they check as well.
+# Older compilers (NVRTC 12.8 and 13.0) cannot tell where a field lies, but they check its size and the struct's.
 _LIES_AT = """\
 #define LIES_AT(STRUCT, FIELD, BYTE) true
 #if __has_builtin(__builtin_offsetof)
@@ -169,10 +169,10 @@ _LIES_AT = """\
 
 
 def header(parameters: Mapping[str, type]) -> str:
-    """Return the text of "parameters.cuh": structs, a proof that they lie as they are packed, and parameters.
+    """Return the text of "parameters.cuh": structs, assertions that their layout is as packed, and parameters.
 
     Args:
-        parameters: of each kernel of a source, by its name.
+        parameters: the parameters of each kernel of a source, by its name.
     """
     structs: dict[type, str] = {}
     macros = ""
@@ -189,7 +189,7 @@ def members(structure: type) -> dict[str, CType | type]:
     """Return the C++ type, or the dataclass, of each field by name.
 
     Raises:
-        TypeError: it is no dataclass, or a field has another type.
+        TypeError: the class is no dataclass, or a field has another type.
     """
     if not is_dataclass(structure):
         raise TypeError(f"{structure} is no dataclass")
@@ -219,7 +219,7 @@ def layout(member: CType | type) -> Layout:
 
 
 def _declare(member: CType | type, structs: dict[type, str]) -> None:
-    """Add the text of a struct, behind the texts of structs inside it."""
+    """Add the text of a struct after the texts of structs inside it."""
     if isinstance(member, CType) or member in structs:
         return
     for inside in members(member).values():

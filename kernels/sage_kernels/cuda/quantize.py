@@ -1,4 +1,4 @@
-"""Make the INT8 recipes' operands on Hopper, by `quantize.cu`: the Triton quantisers', bit for bit."""
+"""Make the INT8 recipes' operands on Hopper, by `quantize.cu`, bit for bit as the Triton quantisers do."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from .launch import Kernel, Source, launch
 from .parameters import Bytes, ConstBytes, Float, Floats, HalfWords, Int, Ints, UInt32
 from .tokens import Tokens
 
-HALF_BLOCK = BLOCK // 2  # tokens of Q, K, or V in float16, that a block of the grid quantises
-VALUE_CHANNELS = 64  # of BLOCK tokens of V in e4m3, that a block of the grid quantises
+HALF_BLOCK = BLOCK // 2  # tokens of Q, K or float16 V that a block of the grid quantises
+VALUE_CHANNELS = 64  # channels of BLOCK tokens of e4m3 V that a block of the grid quantises
 THREADS = 128
-SHARERS = 8  # blocks of the grid that take statistics of K, or V, of a pair
-# Blocks of Q that a launch begins with: work for the GPU until the last statistics are there.
+SHARERS = 8  # blocks of the grid that compute statistics of K, or V, of a pair
+# Blocks of Q with which a launch begins: work for the GPU until the last statistics are ready.
 LEADING_QUERY_BLOCKS = 512
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Buffers that `statistics` writes and `quantize` reads, and their sizes. K and V have pairs of (batch, kv head).
+    """Buffers that `statistics` writes and `quantize` reads, and their sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sums, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        chosen: (batch, kv_heads, PLACES), of `operands.Statistics`; None where heavy keys are the first ones.
-        blocks: of BLOCK tokens of K and V behind the first keys.
-        sums: of BLOCK tokens of all of K and V.
-        kv_len: keys behind the first ones.
-        valid: (batch or 1, keys), heavy ones included, 0 where a key does not exist; None without padding.
-        valid_stride: from batch element to batch element.
+        chosen: (batch, kv_heads, PLACES), as in `operands.Statistics`; None if the heavy keys are the first keys.
+        blocks: blocks of BLOCK tokens of K and V after the first keys.
+        sums: blocks of BLOCK tokens of all of K and V.
+        kv_len: number of keys after the first keys.
+        valid: (batch or 1, keys), including heavy keys, 0 where a key does not exist; None without padding.
+        valid_stride: stride from batch element to batch element.
     """
 
     lines: Floats
@@ -79,16 +79,16 @@ class Operands:
         key: (batch, kv_heads, blocks · BLOCK, CHANNELS).
         key_scale: bfloat16 (batch, kv_heads, blocks · BLOCK / KEY_BLOCK, 4).
         value: e4m3 (batch, kv_heads, CHANNELS, blocks · BLOCK); or float16 (batch, kv_heads, blocks · BLOCK, CHANNELS).
-        mean_score: as query_scale, for heavy keys and the LSE.
-        pairs: batch · kv_heads.
-        leading_query_blocks: blocks of the grid that quantise Q before others do K and V.
-        heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, where there are any; the first ones
-            lie before the tokens of `QuantizeParameters.key` and `value`.
-        heavy_key_with_mean: whether MEAN_PARTS rows follow heavy_key's, whose channels then lie in their own
+        mean_score: shaped as query_scale, for heavy keys and the LSE.
+        pairs: the number batch · kv_heads.
+        leading_query_blocks: blocks of the grid that quantise Q before other blocks quantise K and V.
+        heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, if any; the first keys lie before
+            the tokens of `QuantizeParameters.key` and `value`.
+        heavy_key_with_mean: whether MEAN_PARTS rows follow heavy_key's rows; then its channels are in their original
             order, not in `layout.heavy_order`.
-        spans: (paddings, 3), of `operands.KeyPadding`; None without padding.
+        spans: (paddings, 3), as in `operands.KeyPadding`; None without padding.
         paddings: batch elements of `Statistics.valid`.
-        queue: of `operands.Int8Operands`, or None.
+        queue: the queue of `operands.Int8Operands`, or None.
     """
 
     query: Bytes
@@ -117,8 +117,8 @@ class Equalizer:
     Attributes:
         factors: (batch, kv_heads, CHANNELS); None without equalizing.
         samples: rows of a head, at equal distances from the first one on.
-        distance: of two of them.
-        softmax_scale: factor of the scores, by which heavy keys are chosen.
+        distance: distance between two of these rows.
+        softmax_scale: factor of the scores, for the choice of heavy keys.
     """
 
     factors: Floats
@@ -131,7 +131,7 @@ class Equalizer:
 
 @dataclass(slots=True)
 class StatisticsParameters:
-    """Parameters of the kernel `statistics`, whose K and V are all."""
+    """Parameters of the kernel `statistics`, which reads all of K and V."""
 
     key: Tokens
     value: Tokens
@@ -142,7 +142,7 @@ class StatisticsParameters:
 
 @dataclass(slots=True)
 class QuantizeParameters:
-    """Parameters of the kernel `quantize`, whose K and V begin behind the first keys."""
+    """Parameters of the kernel `quantize`; its K and V begin after the first keys."""
 
     query: Tokens
     key: Tokens
@@ -156,10 +156,10 @@ class Features:
     """Transforms in addition to each recipe's, with fields as in `Recipe`.
 
     Attributes:
-        padded: keys may not exist.
-        choice: heavy keys are not just the first ones (`Call.chooses_heavy_keys`).
-        causal: rows attend to keys up to their own, and to all tiles of these: the forward kernel takes items from a
-            queue, and keys that are chosen are late ones.
+        padded: some keys may not exist.
+        choice: heavy keys are not just the first keys (`Call.chooses_heavy_keys`).
+        causal: rows attend to keys up to their own position, and to all tiles of these keys: the forward kernel takes
+            items from a queue, and chosen keys are late keys.
     """
 
     rotate: bool = False
@@ -179,22 +179,22 @@ class Features:
 
     @property
     def late(self) -> bool:
-        """Return whether some heavy keys are late ones."""
+        """Return whether some heavy keys are late keys."""
         return self.choice and self.causal
 
     @property
     def places(self) -> int:
-        """Return the number of first keys that may give way to chosen ones, where keys are chosen."""
+        """Return the number of first keys that may give way to chosen keys, if keys are chosen."""
         return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
     def statistic_rows(self, channels: int) -> int:
-        """Return the rows of a pair's statistics without the two for each block of tokens."""
+        """Return the number of rows of a pair's statistics, without the two rows per block of tokens."""
         candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
         return self.factors_row + self.rotate + 2 * SHARERS * self.equalize + self.padded + candidates
 
     @property
     def factors_row(self) -> int:
-        """Return the row of a pair's statistics that holds the rotation's factors, if there is one."""
+        """Return the row of a pair's statistics that holds the rotation's factors, if there is such a row."""
         return 2 + 3 * SHARERS + self.rotate
 
 
@@ -249,14 +249,14 @@ def kernels(
 
 
 def signs(channels: int) -> dict[str, int]:
-    """Return the rotation's signs by the names of their constants: 32 bits each, ones where a channel is negated."""
+    """Return the rotation's signs by the names of their constants: 32 bits each, 1 where a channel is negated."""
     negated = (rotation_signs(channels) < 0).tolist()
     words = [sum(bit << place for place, bit in enumerate(negated[start : start + 32])) for start in range(0, 128, 32)]
     return {f"SIGNS_{number}": word for number, word in enumerate(words)}
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels of a request that `registration.HopperQuantizer` serves cannot be had, or ""."""
+    """Return why the kernels for a request of `registration.HopperQuantizer` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
     if request.mask in ("blocks", "block_keys"):
@@ -278,15 +278,15 @@ def _features(call: Call, padded: bool) -> Features:
 def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_query: bool = False) -> Int8Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
-    The kernel that writes the operands lets the stream's next one start early.
+    The kernel that writes the operands lets the stream's next kernel start early.
 
     Args:
-        call: one that `registration.HopperQuantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
+        call: a call that `registration.HopperQuantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        padding: which keys exist, with spans that this writes; None: all do.
-        leaves_query: Q is among the operands as it is, with an empty scale and the factors of its rotation, and
-            `int8_forward` quantises it; not where the LSE is wanted.
+        padding: which keys exist, with spans that this function writes; None: all exist.
+        leaves_query: the operands hold Q unchanged, with an empty scale and the factors of its rotation, and
+            `int8_forward` quantises Q; not if the LSE is wanted.
 
     Raises:
         CompileError: see `launch.launch`.

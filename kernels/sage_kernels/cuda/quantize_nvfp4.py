@@ -1,4 +1,4 @@
-"""Make the NVFP4 recipes' operands by `quantize_nvfp4.cu`: the Triton quantisers', bit for bit."""
+"""Make the NVFP4 recipes' operands by `quantize_nvfp4.cu`, bit for bit as the Triton quantisers do."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ from .quantize import signs
 from .tokens import Tokens
 
 REDUCE_THREADS = 256
-EARLY_CAPABILITY = (9, 0)  # from which on a kernel may start before the one that it waits for has ended
-RESIDENT_THREADS = 1024  # of a multiprocessor, at least, that run `quantize`
-THREAD_ELEMENTS = 32  # of Q, K or V, that a thread of `quantize` has
-KEY_LINES, VALUE_LINES = 2, 4  # of statistics of a block of K or of a head's sample of Q, and of a block of V
+EARLY_CAPABILITY = (9, 0)  # from which on a kernel may start before the kernel that it waits for has ended
+RESIDENT_THREADS = 1024  # least threads of a multiprocessor that run `quantize`
+THREAD_ELEMENTS = 32  # elements of Q, K or V per thread of `quantize`
+KEY_LINES, VALUE_LINES = 2, 4  # lines of statistics of a block of K or a head's sample of Q, and of a block of V
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Buffers that `reduce` and `means` write, and sizes. K and V have pairs of (batch, kv head).
+    """Buffers that `reduce` and `means` write, and sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
         lines: (operand batch, kv_heads, sums, 6, CHANNELS).
         query_lines: (batch, q_heads, 2, CHANNELS).
-        factors: (batch, kv_heads, 4, CHANNELS): what Q and K are multiplied by, what is added to K then, and zeros.
+        factors: (batch, kv_heads, 4, CHANNELS): the factors of Q and K, the numbers added to K then, and zeros.
         key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
-        scores: (operand batch, kv_heads, sums · BLOCK), products of K with a mean query; None where heavy keys are the
-            first.
-        q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without those in the places of heavy
-            keys, and of all of K and V; None unless packed.
+        scores: (operand batch, kv_heads, sums · BLOCK), products of K with a mean query; None if the heavy keys are the
+            first keys.
+        q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without the places of heavy keys,
+            and of all of K and V; None unless packed.
         chosen: as in `operands.Statistics`, or None.
-        pairs: batch · kv_heads.
-        blocks: of BLOCK tokens of K and V of the longest sequence, behind the first keys.
-        sums: of BLOCK tokens of all of K and V of an (operand batch, kv head).
-        sum_run: blocks that a block of the grid reduces at most.
-        sum_runs: blocks of the grid for K, or V, of a pair.
+        pairs: the number batch · kv_heads.
+        blocks: blocks of BLOCK tokens of K and V of the longest sequence, after the first keys.
+        sums: blocks of BLOCK tokens of all of K and V of an (operand batch, kv head).
+        sum_run: most blocks of tokens that a block of the grid reduces.
+        sum_runs: number of blocks of the grid for K, or V, of a pair.
         q_len: queries of the longest sequence.
-        kv_len: its keys behind the first ones.
-        keys: all.
-        valid: (batch or 1, keys), 0 for keys that do not count; None: all do.
-        valid_stride: from batch element to batch element.
-        softmax_scale: factor of the scores, by which heavy keys are chosen.
+        kv_len: keys of the longest sequence after the first keys.
+        keys: all keys of the longest sequence.
+        valid: (batch or 1, keys), 0 for keys that do not count; None: all count.
+        valid_stride: stride from batch element to batch element.
+        softmax_scale: factor of the scores, for the choice of heavy keys.
     """
 
     lines: Floats
@@ -103,10 +103,10 @@ class Operands:
 
     Attributes:
         search, key_search: `nvfp4.search_table` for Q and V, and for K.
-        q_blocks: of BLOCK tokens of Q of the longest sequence.
+        q_blocks: blocks of BLOCK tokens of Q of the longest sequence.
         q_rows, kv_rows: rows of an (operand batch, head).
-        run: blocks of tokens that a block of the grid quantises at most.
-        q_runs, kv_runs: blocks of the grid for a (batch, head) of Q, and for K, or V, of a pair.
+        run: most blocks of tokens that a block of the grid quantises.
+        q_runs, kv_runs: numbers of blocks of the grid for a (batch, head) of Q, and for K, or V, of a pair.
     """
 
     query: Bytes
@@ -175,15 +175,15 @@ def kernels(
     """Return `reduce`, `means` and `quantize`.
 
     Args:
-        channels: of the operands, 64 or 128.
-        rotation: channels that are rotated together, 1 for none.
-        dtype: of Q, K and V.
+        channels: channels of the operands, 64 or 128.
+        rotation: number of channels that are rotated together; 1: no rotation.
+        dtype: the dtype of Q, K and V.
         recipe: it decides the transforms and the search.
-        heavy_keys: of the call.
+        heavy_keys: the call's number of heavy keys.
         places: `Call.choice_places`.
-        late: keys that are chosen are late ones.
-        padded: keys may be left out.
-        packed: sequences lie one after the other.
+        late: whether chosen keys are late keys.
+        padded: whether keys may be left out.
+        packed: whether sequences lie one after the other.
         mean_score: whether Q's products with K's mean are written.
     """
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
@@ -242,16 +242,17 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 
 @cache
 def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
-    """Return the number of blocks of tokens, of so many, that a block of the grid takes one after the other.
+    """Return how many blocks of tokens, of so many, a block of the grid takes one after the other.
 
-    Of few, each has its own: all multiprocessors should have some. Of many, the next one is on its way meanwhile, and
-    what they share is found once. More than four are no faster, as measured on an H200.
+    If there are few, each block of the grid takes one, so that all multiprocessors have work. If there are many, the
+    next block of tokens is loaded in advance, and shared factors are found once. More than four are no faster, as
+    measured on an H200.
     """
     return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels of a request that `registration.NVFP4Quantizer` serves cannot be had, or ""."""
+    """Return why the kernels for a request of `registration.NVFP4Quantizer` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
@@ -263,7 +264,7 @@ def unsupported(request: Request) -> str:
         *(channels, rotation, request.dtype, recipe, heavy_keys, places, late_keys > 0, padded, request.packed),
         mean_score,
     )
-    assert request.capability is not None  # of a GPU
+    assert request.capability is not None  # a GPU has one
     return reduce.source.unavailable(architecture(request.capability))
 
 
@@ -271,7 +272,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
-        call: one that `registration.NVFP4Quantizer` serves: of one dtype, float16 or bfloat16, with head_dim and
+        call: a call that `registration.NVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
         valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.

@@ -1,4 +1,4 @@
-"""Register the CUDA C++ kernels, and say what they can do. The first call that runs one compiles it."""
+"""Register the CUDA C++ kernels, and declare what they support. The first call that runs a kernel compiles it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .layout import CHANNELS
 HOPPER = (9, 0)
 CONSUMER_BLACKWELL = ((12, 0), (12, 1))
 NARROW_HEAD_DIM = 64  # up to it, over lists, Triton's P·V in e4m3 is faster: 24×32768, 75 % skipped, 561 to 499 TFLOP/s
-MAX_COORDINATE = 2**31  # of the tensor memory accelerator
+MAX_COORDINATE = 2**31  # limit of the tensor memory accelerator
 NOT_FASTER = "not measured to be faster than the other kernel here: `sage-hf tune` measures both"
 
 _enforced: dict[str, bool] = {}
-"""Kernels that are chosen by costs -> whether calls take them wherever they serve, or nowhere, to measure them."""
+"""Kernels that are chosen by costs -> whether, to measure them, calls take them wherever they serve, or nowhere."""
 
 
 class CudaKernel(Declared):
@@ -67,7 +67,7 @@ class HopperQuantizer(CudaKernel):
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
-        """Tell whether the kernel computes every format and transform: it takes K's mean always, V's with e4m3."""
+        """Tell whether the kernel computes every format and transform: it always takes K's mean off, V's with e4m3."""
         values = recipe.smooth_v == (recipe.pv == "fp8")
         return super().serves(recipe) and values and recipe.smooth_k and (recipe.rotate or not recipe.equalize)
 
@@ -144,11 +144,11 @@ class HopperForward(CudaKernel):
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `int8_forward.attend`."""
-        assert quantizer is not None  # there are none of its operands otherwise
+        assert quantizer is not None  # nothing else makes its operands
         return int8_forward.attend(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
+        """Attend and save tensors for gradients; see `int8_forward.attend_and_save`."""
         assert quantizer is not None
         return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
@@ -156,8 +156,8 @@ class HopperForward(CudaKernel):
 class NVFP4Forward(CudaKernel):
     """The forward kernel of `cuda.nvfp4_forward`.
 
-    It has run with emulated products only, so that nobody knows when it is faster than Triton's: it serves calls for
-    which the GPU's own table of costs, which `sage-hf tune` measures, says so.
+    It has run with emulated products only, so nobody knows when it is faster than Triton's kernel: it serves calls for
+    which the GPU's own table of costs, measured by `sage-hf tune`, says that it is.
     """
 
     name = "nvfp4_forward_cuda"
@@ -185,10 +185,10 @@ class NVFP4Forward(CudaKernel):
 
 
 class HopperFusedBackward(CudaKernel):
-    """The backward kernel of `cuda.int8_backward`, of P and dS in 16 bit, which multiplies each tile of scores once.
+    """The backward kernel of `cuda.int8_backward`, for P and dS in 16 bits, which computes each tile of scores once.
 
-    It serves calls for which the table of costs, the one that ships for Hopper included, says that it is as fast as the
-    kernel that would run otherwise: Gluon's, or Triton's where Triton's version has no Gluon that we know.
+    It serves calls for which the table of costs, including the table that ships for Hopper, says that it is as fast as
+    the kernel that would run otherwise: Gluon's, or Triton's if Triton's version has no Gluon that we know.
     """
 
     name = "int8_backward_fused"
@@ -213,12 +213,12 @@ class HopperFusedBackward(CudaKernel):
 
 
 def _choice(name: str, is_faster: Callable[[], bool]) -> str:
-    """Return why calls do not take a kernel that is chosen by costs, or ""."""
+    """Return why calls do not take a kernel that is chosen by costs; "" if they do."""
     return "" if (_enforced[name] if name in _enforced else is_faster()) else NOT_FASTER
 
 
 def _next_backward(request: Request) -> str:
-    """Return the name of the first native backward kernel behind the fused one that serves a request."""
+    """Return the name of the first native backward kernel after the fused kernel that serves a request."""
     others = (one for one in registry.backwards.values() if one.native and one.name != HopperFusedBackward.name)
     recipe = get_recipe(request.recipe)
     return next((one.name for one in others if one.serves(recipe) and not registry.unsupported(one, request)), "")
@@ -248,7 +248,7 @@ def _enforcing(name: str, chosen: bool) -> Iterator[None]:
 
 
 def register_kernels() -> None:
-    """Register the kernels; they are preferred to those registered later."""
+    """Register the kernels; they are preferred to kernels registered later."""
     register_quantizer(HopperQuantizer())
     register_quantizer(NVFP4Quantizer())
     register_forward(HopperForward())

@@ -20,16 +20,16 @@ THREADS = 128
 
 @dataclass(slots=True)
 class Arguments:
-    """Tensors that the kernel reads (K apart) and writes, and sizes.
+    """Tensors, except K, that the kernel reads and writes, and sizes.
 
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
         key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
-        chosen: (batch, kv_heads, places), as in `operands.Statistics`, like `first_keys`; None where heavy keys are the
-            first ones.
+        chosen: (batch, kv_heads, places), as in `operands.Statistics`, like `first_keys`; None if the heavy keys are
+            the first keys.
         delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
-        first_sequence, first_block: whose scores are the first ones of `delta`.
-        q_blocks: of BLOCK tokens of Q, in the operands.
+        first_sequence, first_block: the sequence and block of `delta`'s first scores.
+        q_blocks: blocks of BLOCK tokens of Q in the operands.
     """
 
     query_mean: ConstFloats
@@ -63,9 +63,9 @@ class Parameters:
 
 @cache
 def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> Kernel:
-    """Return `smooth_q_scores` for operands of so many channels, 64 or 128, and K of that dtype.
+    """Return `smooth_q_scores` for operands of so many channels, 64 or 128, and K of a dtype.
 
-    With `choice` heavy keys are not just the first ones.
+    With `choice`, heavy keys are not just the first keys.
     """
     macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS, "CHOICE": choice}
     return Kernel(Source("smooth_q_scores.cu", {"smooth_q_scores": Parameters}, macros), "smooth_q_scores", THREADS)
@@ -77,9 +77,9 @@ def smooth_q_scores(
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        operands: the call's; they have a query_mean.
-        call: without heavy keys (`Call.tail`), a mask or packed sequences; K's channels are contiguous, its address and
-            other strides multiples of 16 bytes.
+        operands: the call's operands, with a query_mean.
+        call: a call without heavy keys (`Call.tail`), a mask or packed sequences; K's channels are contiguous, its
+            address and other strides multiples of 16 bytes.
         first_sequence, sequences, first_block: where the ranges begin, and how many sequences there are.
         delta: float32 (sequences or more, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided
             by the tensor scales of Q and K. Keys are in the order of the operand.

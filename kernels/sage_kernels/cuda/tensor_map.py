@@ -14,17 +14,17 @@ from .parameters import TensorMap
 def tensor_map(x: torch.Tensor, box: tuple[int, ...], swizzle: int) -> TensorMap:
     """Return the map by which the tensor memory accelerator finds a tensor's boxes.
 
-    Elements beyond the tensor's ends read as 0. A box begins a multiple of 16 bytes behind the start of the last axis,
-    or the kernel fails.
+    Elements beyond the tensor's ends read as 0. A box must begin at a multiple of 16 bytes after the start of the last
+    axis, or the kernel fails.
 
     Args:
-        x: of 2 to 5 axes, the last one contiguous; address and other strides are multiples of 16 bytes. int8, uint8
-            and float8 are bytes to the accelerator; bfloat16, float16 and float32 are what they are.
+        x: a tensor of 2 to 5 axes, the last axis contiguous; address and other strides are multiples of 16 bytes. The
+            accelerator treats int8, uint8 and float8 as bytes; bfloat16, float16 and float32 as such.
         box: elements along each axis of x.
-        swizzle: 0, 32, 64 or 128 bytes; no more than that many bytes along the box's last axis, unless 0.
+        swizzle: 0, 32, 64 or 128 bytes; unless 0, no fewer bytes than the box's last axis has.
 
     Raises:
-        ValueError: x, box or swizzle is none of those, or x is not on a GPU.
+        ValueError: x, box or swizzle is not as described, or x is not on a GPU.
     """
     locate = partial(_tensor_map, x.get_device(), x.shape, x.stride(), x.dtype, box, swizzle)
     return TensorMap(relocatable(locate, x.data_ptr()))
@@ -45,7 +45,7 @@ def _tensor_map(
     )
     if dtype not in driver.MAP_DTYPES or swizzle not in driver.SWIZZLES:
         supported = f"{', '.join(map(str, driver.MAP_DTYPES))}; swizzles {', '.join(map(str, driver.SWIZZLES))}"
-        raise ValueError(f"{what}: dtype or swizzle is none of {supported}")
+        raise ValueError(f"{what}: dtype or swizzle is not one of {supported}")
     if not 2 <= len(shape) == len(box) <= 5:
         raise ValueError(f"{what}: needs 2 to 5 axes, and as many of the box")
     if strides[-1] != 1 and shape[-1] != 1:

@@ -22,7 +22,7 @@ class Tokens:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Tokens:
-        """Describe a tensor; all addresses and strides but the channels' are multiples of 16 bytes."""
+        """Describe a tensor; all addresses and strides except the channels' stride are multiples of 16 bytes."""
         batch, head, token, _ = x.stride()
         return cls(x, batch, head, token)
 

@@ -30,51 +30,51 @@ logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parents[1] / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
-"""PyTorch's exact backends, as tables name them; the first is none for lengths that grow."""
+"""PyTorch's exact backends, as tables name them; the first is not for growing lengths."""
 
 SHARING = "splitkv_forward"
-"""Exact kernel whose programs share the keys, and read them at the speed of memory: best for few queries."""
+"""Exact kernel whose programs divide the keys, and read them at the speed of memory: best for few queries."""
 KEYS_OF_FEW = 4
-"""Keys for each query from which queries are few, without a table."""
+"""Keys per query from which queries count as few, without a table."""
 TRAINING = ", forward and backward"
-"""End of the name of a runner whose calls compute gradients."""
+"""Suffix of the name of a runner whose calls compute gradients."""
 
-# Host time of a call, which hides behind the GPU's work only where that takes longer.
+# Host time of a call: it is hidden behind the GPU's work only if that work takes longer.
 LOW_BIT_HOST_US = 45.0
 EXACT_HOST_US = 20.0
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
-"""Share of one runner's time below which another one runs in its place."""
+"""A runner takes another's place if its time is below this share of the other's time."""
 LOW_BIT_MARGIN = 0.92
-"""Share of exact attention's time from which low bits are not worth their error: two curves err by about as much."""
+"""Share of exact attention's time from which low bits are not worth their error: about the error of two curves."""
 LONG_US, LONG_MARGIN = 500.0, 1.02
-"""Exact attention's time from which calls are long, and that share for them: low bits need less of the power that a
-model's matrix products share. CogVideoX-2B's calls take 1 % longer than by FlashAttention 3, and its step 8 % less."""
+"""Exact attention's time from which calls are long, and the same share for long calls: low bits leave more of the power
+to a model's matrix products. CogVideoX-2B's calls take 1 % longer than by FlashAttention 3, and its step 8 % less."""
 
 OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.0, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
-"""Share of PyTorch's time below which another exact kernel runs, by mask."""
+"""Share of PyTorch's time below which another exact kernel runs, by kind of mask."""
 
-# Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, they gain from about
-# half as many keys on.
+# Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, low bits gain from
+# about half as many keys.
 UNMEASURED_Q_LEN = 1024
 UNMEASURED_KV_LEN = 4096
 UNMEASURED_SCORES = 2**28
 UNMEASURED_HEAD_DIMS = (33, 128)
 
 TIE = 1.05
-"""Ratio of two predicted times of training up to which the kernel that is preferred runs."""
+"""Ratio of two predicted times of training up to which the preferred kernel runs."""
 DECODED_QUERIES = 16
-"""Queries below which a call is a step of decoding: the next one has another number of keys."""
+"""Queries below which a call is a step of decoding: the next step has another number of keys."""
 FA3 = "fa3"
 FA3_HOST_US = 45.0
 """Host time of a call by FlashAttention 3, whose operator takes 27 to 45 µs more than PyTorch's."""
 NEW_LENGTH_US = 22.0
-"""Time that the host needs, in each layer, to prepare a kernel of ours for the next length behind a cache that grows:
-0.7 ms for 32 layers. It hides behind the GPU's work where that takes longer. Operators of others, FlashAttention 3 too,
-take any length."""
+"""Host time, in each layer, to prepare one of our kernels for the next length behind a growing cache: 0.7 ms for 32
+layers. The GPU's work hides it if that work takes longer. Operators of other packages, such as FlashAttention 3, take
+any length."""
 GROWING_CACHE_BYTES = 2**28
-"""Bytes of a layer's K and V from which it does, without a table."""
+"""Bytes of a layer's K and V from which the GPU's work hides that time, without a table."""
 
 NOMINAL_HEADS = 32
 _LENGTHS = tuple(round(2 ** (exponent / 4)) for exponent in range(32, 61))
@@ -114,7 +114,7 @@ class Table:
         return kinds
 
     def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | None:
-        """Find the curve of a runner's calls that is for the fewest head_dims; None if such calls were not measured."""
+        """Find a runner's curve for such calls, for the fewest head_dims; None if such calls were not measured."""
         curves = self._by_kind.get((runner, mask, causal), ())
         return next((curve for curve in curves if curve.head_dims[0] <= head_dim <= curve.head_dims[1]), None)
 
@@ -143,11 +143,11 @@ def _read_curve(facts: Mapping[str, Any]) -> Curve:
 
 
 def read_table(path: Path) -> Table:
-    """Read what `Table.write` wrote.
+    """Read a file of `Table.write`.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such table.
+        OSError: the file cannot be read.
+        ValueError: the file holds no such table.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -159,12 +159,12 @@ def read_table(path: Path) -> Table:
 
 
 def shipped_path(capability: tuple[int, int]) -> Path:
-    """Return the file of the table that ships for a compute capability, which need not exist."""
+    """Return the path of the table that ships for a compute capability; the file need not exist."""
     return SHIPPED / f"{capability[0]}.{capability[1]}.json"
 
 
 def tuned_path(gpu: str) -> Path:
-    """Return the file in the user's cache folder of the table that `sage-hf tune` makes for a GPU with this PyTorch."""
+    """Return the path of `sage-hf tune`'s table for a GPU and this PyTorch, in the user's cache folder."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     version = re.sub(r"[^0-9.]+.*", "", torch.__version__)
     return cache_folder() / "costs" / f"{name}-torch{version}.json"
@@ -172,9 +172,9 @@ def tuned_path(gpu: str) -> Path:
 
 @lru_cache(maxsize=16)
 def table_of(capability: tuple[int, int] | None) -> Table | None:
-    """Return the table for GPUs of that compute capability: the tuned one of the first such GPU here, else the shipped.
+    """Return the table for GPUs of a compute capability: tuned on the first such GPU here, else the shipped table.
 
-    None if there is neither. `select.select` remembers its choices: clear its cache along with this one's.
+    Return None if there is neither. `select.select` remembers its choices: clear its cache together with this cache.
     """
     if capability is None:
         return None
@@ -194,7 +194,7 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
 
 
 def description(capability: tuple[int, int] | None) -> str:
-    """Return a line that says by which table calls on such a GPU choose between low bits and exact attention."""
+    """Return a line that names the table by which calls on such a GPU choose between low bits and exact attention."""
     table = table_of(capability)
     if table is None:
         return "costs: none measured, so low bits run in long calls only; `sage-hf tune` measures this GPU"
@@ -220,15 +220,15 @@ def sizes_of(request: Request) -> Sizes:
 
 
 def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
-    """Return why low bits by `runner` would not be faster than exact attention; "" if they are.
+    """Return why low bits by `runner` would not be faster than exact attention; "" if they would.
 
-    Low bits always are for packed sequences, which exact attention runs one by one, and where the LSE is wanted, which
-    exact attention computes apart.
+    Low bits are always faster for packed sequences, which exact attention runs one by one, and if the LSE is wanted,
+    which exact attention computes separately.
 
     Args:
         request: the facts of the call.
         runner: the low-bit runner, see `low_bit_runner`.
-        own: the names of the kernels of exact attention, PyTorch's apart, that serve the call.
+        own: the names of the exact kernels, except PyTorch's, that serve the call.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
@@ -242,21 +242,21 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
 
 
 def is_measured_faster(request: Request, runner: str, other: str) -> bool:
-    """Return whether the table has two runners for such a call, and the first is faster."""
+    """Return whether the table has both runners for such a call, and the first is faster."""
     us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other))]
     return len(us) == 2 and us[0] < us[1]
 
 
 def measured_us(request: Request, providers: Sequence[str]) -> float | None:
-    """Return the time in µs of a call by the fastest of the providers; None if the table has it of none of them."""
+    """Return the time in µs of a call by the fastest of the providers; None if the table has none of them."""
     return min((curve.us(sizes_of(request)) for curve in _curves(request, providers)), default=None)
 
 
 def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
     """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
 
-    Steps of decoding are kinds of their own, because they wait for memory, and so are causal calls behind a cache, some
-    of whose kernels divide the keys.
+    Steps of decoding are separate kinds, because they wait for memory. Causal calls behind a cache are separate kinds
+    too, because some of their kernels divide the keys.
     """
     if sizes.q_len < DECODED_QUERIES:
         return f"{mask}, few queries"
@@ -271,12 +271,12 @@ def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> 
 def why_slower_training(
     request: Request, recipe: str, kernel: str, quantizer: str, backward: str, checkpointed: bool = False
 ) -> str:
-    """Return why these kernels would not train faster than exact attention; "" if they do.
+    """Return why these kernels would not train faster than exact attention; "" if they would.
 
     Args:
         request: the facts of the call.
-        recipe, kernel, quantizer, backward: those that would run.
-        checkpointed: the forward pass runs again before the backward pass; left out of account if not measured.
+        recipe, kernel, quantizer, backward: the recipe and kernels that would run.
+        checkpointed: the forward pass runs again before the backward pass; ignored if not measured.
     """
     if request.packed or request.return_lse:
         return ""
@@ -295,7 +295,7 @@ def why_slower_training(
 
 
 def trains_as_fast(request: Request, runner: str, other: str) -> bool:
-    """Return whether the table has times of training by the first runner (`training_runner`), and none much longer.
+    """Return whether the table has training times of the first runner (`training_runner`), and none is much longer.
 
     Curves are fitted to within a few percent: up to TIE times as long counts as fast.
     """
@@ -307,7 +307,7 @@ def trains_as_fast(request: Request, runner: str, other: str) -> bool:
 
 
 def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
-    """Return the time of a call with gradients by a runner, whose names are given; infinity if it was not measured."""
+    """Return the time of a call with gradients by the runner of these names; infinity if it was not measured."""
     sizes = sizes_of(request)
     runners = [both, forward] if checkpointed else [both]
     curves = [table.curve(runner, request.mask, request.is_causal, sizes.head_dim) for runner in runners]
@@ -337,7 +337,7 @@ def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
 
 
 def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
-    """Return which limit for kinds of calls that were not measured this one is below; "" if none."""
+    """Return the limit, for kinds of calls that were not measured, that this call is below; "" if it is below none."""
     advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
     if request.mask in ("bool", "additive"):
         return f"an attention bias; {advice}"
@@ -354,7 +354,7 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
 
 
 def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
-    """Find the curves of those runners that were measured for such calls."""
+    """Find the curves of these runners that were measured for such calls."""
     table, sizes = table_of(request.capability), sizes_of(request)
     if table is None:
         return []
@@ -364,20 +364,20 @@ def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
 
 def _pytorch_curves(request: Request) -> list[Curve]:
     """Find the curves of the backends that PyTorch would choose for a call."""
-    if request.lower_right or request.shifted:  # which no other backend serves without a mask as large as the scores
+    if request.lower_right or request.shifted:  # other backends need a mask as large as the scores
         return _curves(request, ["flash"])
     curves = _curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
-    if any(curve.runner == "flash" for curve in curves):  # which PyTorch prefers
+    if any(curve.runner == "flash" for curve in curves):  # PyTorch prefers flash
         return [curve for curve in curves if curve.runner != "efficient"]
     return curves
 
 
 def fastest_exact(request: Request, own: Sequence[str]) -> str:
-    """Return the name of the kernel by which a call is exact in the least time, as `plan.Plan` has it.
+    """Return the name, as in `plan.Plan`, of the fastest exact kernel for a call.
 
     Args:
         request: the facts of the call.
-        own: the names of the kernels, PyTorch's apart, that serve it.
+        own: the names of the exact kernels, except PyTorch's, that serve the call.
     """
     sizes, grows = sizes_of(request), is_growing_step(request)
     us = {curve.runner: curve.us(sizes) for curve in _curves(request, own)}
@@ -395,14 +395,14 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
 
 
 def is_growing_step(request: Request) -> bool:
-    """Return whether a call may be a step behind a cache that grows, so that the next one has another length."""
+    """Return whether a call may be a step behind a growing cache, so that the next call has another length."""
     return request.q_len < DECODED_QUERIES and request.mask == "none"
 
 
 def is_slower_by_cudnn(request: Request) -> bool:
-    """Return whether an exact call is faster by another of PyTorch's backends than cuDNN's, and one can serve it.
+    """Return whether a PyTorch backend other than cuDNN's can serve an exact call, and is faster.
 
-    cuDNN makes a plan for every new length, so for steps of decoding it never pays.
+    cuDNN makes a plan for every new length, so cuDNN never pays for steps of decoding.
     """
     ungrouped = request.q_heads == request.kv_heads or request.mask != "none"
     served = ungrouped or request.head_dim == request.v_head_dim
@@ -412,6 +412,6 @@ def is_slower_by_cudnn(request: Request) -> bool:
         return True
     sizes = sizes_of(request)
     us = {curve.runner: curve.us(sizes) for curve in _curves(request, BACKENDS)}
-    # Without cuDNN, PyTorch takes flash where it can, else the memory-efficient kernel.
+    # Without cuDNN, PyTorch takes flash if flash serves the call, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

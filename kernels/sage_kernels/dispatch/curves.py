@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 Order = Literal["waves", "queue", "split"]
 NOMINAL_WIDTH = 128
 RAGGED_KEYS = 8
-"""Keys that 16 bytes of a row of scores hold: kernels take longer over a number of keys that is no multiple."""
+"""Keys whose scores fill 16 bytes of a row: kernels take longer for a number of keys that is no multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Sizes:
 class Schedule:
     """Division of a call among the GPU's multiprocessors.
 
-    A call is items of `rows` queries of one head, each over tiles of `keys` keys; `slots` items run at once.
+    A call consists of items of `rows` queries of one head; each item reads tiles of `keys` keys; `slots` items run at
+    once.
 
     Attributes:
-        order: "waves", items begin when all before them have ended; "queue", when one has ended; "split", items also
-            share the keys of the same queries.
-        packs: the queries of all heads that share keys fill an item's rows together.
+        order: "waves": items begin when all items before them have ended; "queue": an item begins when any has ended;
+            "split": items also share the keys of the same queries.
+        packs: queries of all heads that share keys fill an item's rows together.
         widths: head_dims to which the kernel pads, in ascending order.
     """
 
@@ -49,12 +50,12 @@ class Weights(NamedTuple):
     """Microseconds for each unit of work. Weights per width are for a head_dim of NOMINAL_WIDTH once it is padded.
 
     Attributes:
-        launch: of the call.
-        queries, keys: of a thousand tokens over heads and batch, per width.
-        item, wide_item: of a round of items; the latter per width.
-        tile, wide_tile: of a round of tiles; the latter per width.
-        ragged: of a round of tiles with a ragged number of keys, per width.
-        score: of reading a mask of a million scores.
+        launch: the call.
+        queries, keys: a thousand tokens over heads and batch, per width.
+        item, wide_item: a round of items; the latter per width.
+        tile, wide_tile: a round of tiles; the latter per width.
+        ragged: a round of tiles with a ragged number of keys, per width.
+        score: reading a mask of a million scores.
     """
 
     launch: float = 0.0
@@ -70,7 +71,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Time of one runner's calls with one kind of mask: the work of a call times its weights.
+    """Time of one runner's calls with one kind of mask: the work of a call times the weights.
 
     Attributes:
         head_dims: smallest and largest head_dim of the calls.
@@ -97,7 +98,7 @@ def work(sizes: Sizes, causal: bool, schedule: Schedule) -> Weights:
     load, tiles, seen = items / schedule.slots, float(-(-sizes.kv_len // schedule.keys)), 1.0
     rounds = float(math.ceil(load)) if schedule.order == "waves" else max(1.0, load)
     if causal:
-        # A row sees half of the last q_len keys and all before them; the longest rows are worked through first.
+        # On average, a row sees half of the last q_len keys and all keys before them; the longest rows run first.
         unseen = (min(sizes.q_len, sizes.kv_len) - min(schedule.rows / group, sizes.q_len)) / 2.0
         seen -= unseen / max(sizes.kv_len, 1)
     if schedule.order == "split":

@@ -1,6 +1,6 @@
 """Decide that a call runs exactly: by its dropout and derivatives, or by the kernels for it.
 
-Each function decides by the call alone, never by what ran before. The plan keeps the reason, which is logged and shown
+Each function decides by the call alone, never by earlier calls. The plan keeps the reason, which is logged and shown
 by `explain`.
 """
 
@@ -31,13 +31,13 @@ def decide(
     """Decide whether exact attention runs in place of the recipe; with gradients, choose the kernels of both passes.
 
     Args:
-        query, key, value, mask: the call's tensors; with gradients, a mask that is none, of keys, or a block list.
-        options: its options.
+        query, key, value, mask: the call's tensors; with gradients, the mask is none, key padding or a block list.
+        options: the call's options.
         wants_gradient: whether a derivative is wanted of one of the tensors.
 
     Returns:
-        (plan, reason): as of `choose_training`. Without gradients there is no plan yet, and the reason is "" where
-        kernels decide (`select.select`).
+        (plan, reason): as in `choose_training`. Without gradients there is no plan yet, and the reason is "" if kernels
+        decide (`select.select`).
 
     Raises:
         KernelUnavailableError: exact attention would run, and fallback is "error".
@@ -54,7 +54,7 @@ def decide(
 def _why_exact(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
 ) -> str:
-    """Return why exact attention runs in place of the recipe, whatever kernels there are; "" if kernels decide."""
+    """Return why exact attention runs in place of the recipe, whichever kernels exist; "" if kernels decide."""
     recipe = options.recipe
     if recipe == "exact":
         return ""
@@ -83,11 +83,11 @@ def choose_training(
 
     Args:
         query, key, value, options: the call's tensors and options.
-        mask: none, one of keys, or a block list.
+        mask: none, key padding, or a block list.
 
     Returns:
-        (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs in its place,
-        because no kernel serves the call, or because with fallback "native" the kernels would be slower; or "".
+        (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs instead, or "".
+        It runs if no kernel serves the call, or with fallback "native" if the kernels would be slower.
 
     Raises:
         KernelUnavailableError: no native kernel serves the call, and fallback is "error".
@@ -95,7 +95,7 @@ def choose_training(
     recipe, fallback = options.recipe, options.fallback
     if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
         if fallback == "error":
-            return None, ""  # the operator raises, and says why
+            return None, ""  # the operator raises and gives the reason
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
         facts = str(query.device), str(query.dtype), mask.kind, *head_dims
         return None, _why_exact_at_any_size(recipe, fallback, *facts)
@@ -122,7 +122,7 @@ def why_training_slower(plan: Plan) -> str:
 def _why_exact_at_any_size(
     recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
 ) -> str:
-    """Return why no kernel serves a small call; it takes names, because the compiler's constants are plain data."""
+    """Return why no kernel serves a small call. Arguments are names, as the compiler's constants are plain data."""
     options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
     query, value = torch.empty(1, 1, 1, head_dim, **options), torch.empty(1, 1, 1, v_head_dim, **options)
     request = Request.of(query, query, value, recipe=recipe, grad=True)

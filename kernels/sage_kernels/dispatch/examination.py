@@ -1,6 +1,6 @@
 """Examination of kernels: small drawn calls, compared with the reference and with exact attention in float64.
 
-Where a kernel is right, it and the reference are two roundings of one result, √2 of the reference's own error apart.
+A correct kernel and the reference are two roundings of one result: they differ by √2 times the reference's error.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Q_LEN, KV_LEN = 200, 333  # they fill no tile; more than one of heads, and more 
 STEP = 3
 """Tokens of a step of decoding from a KV cache."""
 RAISED = float("inf")
-"""Distance, in units of what is allowed, of a kernel that raises or gives numbers that are not finite."""
+"""Distance, in units of the tolerance, of a kernel that raises or returns non-finite numbers."""
 
-# The largest share of an element by which rounding to a format moves it; of INT8, of one a third of the largest.
+# The largest relative error of rounding an element to a format; for INT8, of an element a third of the largest.
 ROUNDING = {"nvfp4": 2**-2, "fp8": 2**-4, "int8": 2**-6, "fp16": 2**-11}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small call that is drawn; fields as in `Request`."""
+    """A small call with random tensors; fields as in `Request`."""
 
     recipe: str
     dtype: torch.dtype = torch.bfloat16
@@ -80,7 +80,7 @@ class Case:
         )
 
     def draw(self, device: torch.device) -> Call:
-        """Draw a call with two sequences, always the same one."""
+        """Draw a call with two sequences; the call is the same each time."""
         generator = torch.Generator("cpu").manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Case:
             self.causal_offset,
             softmax_scale(None, self.head_dim),
             lengths,
-            self.return_lse and not self.grad,  # what gradients need is saved
+            self.return_lse and not self.grad,  # gradients get a saved LSE
         )
 
     def _mask(self, normal: Callable[..., torch.Tensor]) -> Mask:
@@ -132,8 +132,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         kernel: its name.
-        distance: how far it is from the reference, in units of what is allowed; RAISED if it fails.
-        reason: why it must not run; "" if it is right.
+        distance: its distance from the reference, in units of the tolerance; RAISED if it fails.
+        reason: why it must not run; "" if it is correct.
     """
 
     kernel: str
@@ -142,12 +142,13 @@ class Verdict(NamedTuple):
 
 
 def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
-    """Run the kernels of a plan on a case; return a verdict on each, but on none that another one kept from its work.
+    """Run the kernels of a plan on a case; return a verdict on each, unless another kernel's failure blocked it.
 
-    If the forward pass is wrong, the quantiser is at fault where another one makes it right, else the forward kernel.
+    If the forward pass is wrong, the quantiser is at fault if another quantiser makes it correct; otherwise the forward
+    kernel is.
 
     Raises:
-        OutOfMemoryError: the case, of some megabytes, has no room on the device.
+        OutOfMemoryError: the device has no room for the case, which takes some megabytes.
     """
     found = _try(plan.kernel, case, device, plan.kernel, plan.quantizer)
     if found.reason:
@@ -220,7 +221,7 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
 
 
 def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
-    """Run the kernel of a KV cache: store a text, and decode behind it; compare bits and outputs with the reference."""
+    """Run the kernel of a KV cache: store a prompt, then decode; compare bits and outputs with the reference."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -256,13 +257,13 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
 
 @contextmanager
 def _plainly(device: torch.device) -> Iterator[None]:
-    """Run without what callers may have switched on: gradients, inference mode, autocast."""
+    """Run without the modes that callers may have switched on: gradients, inference mode, autocast."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], float], device: torch.device) -> Verdict:
-    """Return the verdict on a kernel: what it gives is measured; it may raise in any way."""
+    """Return the verdict on a kernel by its results; the kernel may raise any exception."""
     try:
         found = run()
         if device.type == "cuda":
@@ -280,7 +281,7 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
 
 
 def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:
-    """Return the verdict on the kernel of that name, which is one of those that run."""
+    """Return the verdict on the kernel of this name, which must be among the kernels that run."""
     with _plainly(device):
         call = case.draw(device)
         if backward:
@@ -307,7 +308,7 @@ def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: s
 def _is_right(forward: str, quantizer: str, case: Case, device: torch.device) -> bool:
     try:
         return not _try(forward, case, device, forward, quantizer).reason
-    except RuntimeError:  # the kernel that failed before has left no working GPU behind
+    except RuntimeError:  # an earlier kernel's failure left the GPU unusable
         return False
 
 
@@ -328,7 +329,7 @@ def _try_gradients(name: str, call: Call, device: torch.device, forward: str, qu
 
 
 def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """Return the mask of a call, its block list included, and the options of exact attention."""
+    """Return the mask of a call, including its block list, and the options of exact attention."""
     mask = call.mask.tensor
     if call.mask.blocks is not None:
         listed = call.mask.blocks.mask(call.kv_len, 0, call.q_len)
@@ -337,11 +338,11 @@ def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
 
 
 def _of_head(found: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float) -> float:
-    """Return the largest quotient of a head's distance and what is allowed.
+    """Return the largest quotient of a head's distance and its tolerance.
 
     Args:
-        noise: what float32 leaves uncertain of a head's sum.
-        rounding: share of itself by which the reference may miss the truth, where that is asked; else 0.
+        noise: the float32 uncertainty of a head's sum.
+        rounding: relative error that the reference may have against float64, if that is tested; else 0.
     """
     if found.shape != truth.shape or not found.isfinite().all():
         return RAISED
@@ -365,7 +366,7 @@ def _of_lse(call: Call, found: torch.Tensor | None, expected: torch.Tensor | Non
 
 
 def _attend(call: Call, grad: bool, forward: str, quantizer: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return output and LSE of a kernel, by the pass that keeps what gradients need if `grad`."""
+    """Return output and LSE of a kernel; with `grad`, by the pass that saves tensors for gradients."""
     kernel = get_forward(forward)
     if grad:
         return cast(Any, kernel).attend_and_save(call, get_quantizer(quantizer))[0], None
@@ -385,7 +386,7 @@ def _gradients(
 def _by_sequence(
     call: Call, attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return output and LSE of each packed sequence, one behind another; of an ordinary batch at once."""
+    """Return output and LSE: of packed sequences one after another, of an ordinary batch at once."""
     if call.lengths is None:
         return attend(call)
     parts = [
@@ -397,7 +398,7 @@ def _by_sequence(
 
 
 def rounding_of(recipe: Recipe, operands: int) -> float:
-    """Return by which share of itself a result of so many rounded operands may be off: they round independently."""
+    """Return the relative error of a result of so many rounded operands, which round independently."""
     coarsest = max(ROUNDING.get(recipe.qk, 0.0), ROUNDING.get(recipe.pv, 0.0))
     return float(operands**0.5 * coarsest)
 
@@ -415,7 +416,7 @@ def lse_tolerance(
 
 
 def one_code(query: torch.Tensor, key: torch.Tensor, recipe: Recipe, scale: float | None) -> torch.Tensor | float:
-    """Bound what a score loses if a rotated element rounds to the next INT8 code: sums of a rotation have an order."""
+    """Bound a score's change if a rotated element rounds to the next INT8 code, as another order of sums may cause."""
     if recipe.qk != "int8" or not recipe.rotate:
         return 0.0
     scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
@@ -424,9 +425,9 @@ def one_code(query: torch.Tensor, key: torch.Tensor, recipe: Recipe, scale: floa
 
 
 def uncertainty(call: Call, output_gradient: torch.Tensor | None, rounding: float) -> tuple[float, float, float, float]:
-    """Bound what float32, and an output rounded so far, leave uncertain in a head's Σ|O|, Σ|dQ|, Σ|dK|, Σ|dV|.
+    """Bound the uncertainty that float32, and the output's rounding, leave in a head's Σ|O|, Σ|dQ|, Σ|dK|, Σ|dV|.
 
-    Rows of P sum to 1, and rows of |dS| to at most 2·|dO_i|·max|V_j|; P is as uncertain as its scores are.
+    Rows of P sum to 1, and rows of |dS| to at most 2·|dO_i|·max|V_j|; P is as uncertain as its scores.
     """
     if 0 in (*call.query.shape, *call.key.shape):
         return 0.0, 0.0, 0.0, 0.0

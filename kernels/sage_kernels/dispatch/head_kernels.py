@@ -1,4 +1,4 @@
-"""Registry of the kernels of norm and rotation (`spec.heads`), and the choice of the one that serves a call."""
+"""Registry of the kernels of norm and rotation (`spec.heads`), and the choice of a call's kernel."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .kernels import Named
 class HeadKernel(Named, Protocol):
     """Implementation of norm and rotation.
 
-    All tensors but the parameters are (batch, tokens, heads, head_dim).
+    All tensors except the parameters are (batch, tokens, heads, head_dim).
     """
 
     def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
-        """Return why it cannot serve a call, whose gradients are wanted if `grad`; "" if it can."""
+        """Return why it cannot serve a call, with gradients if `grad`; "" if it can."""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
         """Return the heads, contiguous, in the dtype of x."""
@@ -27,9 +27,9 @@ class HeadKernel(Named, Protocol):
     def backward(
         self, gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
+        """Return the gradients of x, contiguous, and of the norm's weight and bias; None where the norm has none.
 
-        The channels of the output's gradient lie one behind another.
+        The channels of the output's gradient are contiguous.
         """
 
 
@@ -37,12 +37,12 @@ _kernels: dict[str, HeadKernel] = {}
 
 
 def register_head_kernel(kernel: HeadKernel) -> None:
-    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a kernel available; kernels registered first are preferred. Raise ValueError if its name is taken."""
     registry.add(_kernels, kernel)
 
 
 def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
-    """Return the kernel that serves a call: the reference, which is registered last, serves all."""
+    """Return the kernel that serves a call; the reference, which is registered last, serves all calls."""
     capability = capability_of(x.device)
     return next(
         kernel

@@ -34,7 +34,7 @@ class Kernel(Named, Protocol):
     def unsupported(self, request: Request) -> str:
         """Return why it cannot serve a request of a recipe that it serves; "" if it can.
 
-        A reason names the kernel's limits, not the request's sizes, so that reasons of the same kind compare equal.
+        A reason names the kernel's limits, not the request's sizes, so that reasons of one kind compare equal.
         """
 
 
@@ -43,15 +43,16 @@ class Quantizer(Kernel, Protocol):
 
     @property
     def makes(self) -> type:
-        """Return the class of the operands it makes, one in `operands`."""
+        """Return the class of the operands it makes, a class of `operands`."""
 
     def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does.
 
         Args:
             call: a call that is not empty.
-            valid: uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: none.
-            spans: of a `KeyPadding` with this `valid`, written; None: the forward kernel does not read them.
+            valid: uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: ignore none.
+            spans: the spans of a `KeyPadding` with this `valid`, to be written; None: the forward kernel does not read
+                them.
         """
 
 
@@ -72,17 +73,17 @@ class Forward(Kernel, Protocol):
 
 @runtime_checkable
 class TrainingForward(Forward, Protocol):
-    """Kernel that computes attention and keeps what its gradients need."""
+    """Kernel that computes attention and saves tensors for its gradients."""
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Return the output, and what `Backward.backward` needs from the forward pass."""
+        """Return the output, and the tensors that `Backward.backward` needs from the forward pass."""
 
 
 class Backward(Kernel, Protocol):
     """Kernel that computes gradients."""
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dQ, dK and dV, laid out as by `BackwardCall.new_gradients`.
+        """Return dQ, dK and dV, laid out as `BackwardCall.new_gradients` lays them out.
 
         A row that attends to nothing has dQ 0 and contributes nothing to dK and dV; a key that does not exist has dK
         and dV 0.
@@ -104,16 +105,17 @@ class Exact(Named, Protocol):
 
 
 class ExactOperator(Exact, Protocol):
-    """Exact kernel of others, without masks, whose host code cannot be traced."""
+    """Exact kernel of another package, without masks, whose host code cannot be traced."""
 
     def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
         """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
 
 
 AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
-"""(call, q_lengths, kv_lengths, plan, output) -> None: write the output of some batch elements over their first keys.
+"""(call, q_lengths, kv_lengths, plan, output) -> None: write some batch elements' output over their first keys.
 
-`kv_lengths`, int32 (batch,), has the number of keys of those elements, and 0 for the others, whose output must not be
-written. Which they are is also said by `q_lengths`, int32 (batch,), q_len or 0, or by `plan`; the other one is None. A
-plan is int32, three parts of as many numbers as there are elements, rounded up to a multiple of 4, and a counter: into
-how many the keys of each are divided (1); how many blocks of rows it has, or 0; its number; and 0."""
+`kv_lengths`, int32 (batch,), has the number of keys of these elements, and 0 for all others, whose output must not be
+written. Either `q_lengths`, int32 (batch,), q_len or 0, or `plan` tells the elements too; the other argument is None. A
+plan is int32: three arrays with a number for each element, rounded up to a multiple of 4 numbers, and a counter. They
+hold the parts into which the element's keys are divided (1); its blocks of rows, or 0; and its index. The counter is
+0."""

@@ -1,4 +1,4 @@
-"""Registry of the kernels of a low-bit KV cache (`spec.kv_cache`), and the choice of the one that serves a step."""
+"""Registry of the kernels of a low-bit KV cache (`spec.kv_cache`), and the choice of a step's kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVKernel(Named, Protocol):
 
     @property
     def native(self) -> bool:
-        """Return whether it attends to codes as they are, and dequantises nothing to memory."""
+        """Return whether it attends to the codes directly, and writes no dequantised tensor to memory."""
 
     def unsupported(self, cache: KVCache, query: torch.Tensor | None) -> str:
         """Return why it cannot append (query None), or append and attend; "" if it can."""
@@ -36,8 +36,8 @@ class KVKernel(Named, Protocol):
     ) -> torch.Tensor:
         """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`.
 
-        With a cache that is ahead, a native kernel counts on the device and does not wait for it: without room it
-        stores nothing and returns NaN. `valid` then has `capacity` columns.
+        With a cache that `is_ahead`, a native kernel counts on the device without waiting for it. If the cache is full,
+        it stores nothing and returns NaN. `valid` then has `capacity` columns.
         """
 
 
@@ -45,12 +45,12 @@ _kernels: dict[str, KVKernel] = {}
 
 
 def register_kv_kernel(kernel: KVKernel) -> None:
-    """Make a kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a kernel available; kernels registered first are preferred. Raise ValueError if its name is taken."""
     registry.add(_kernels, kernel)
 
 
 def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
-    """Return the kernel that serves a call, and why those before it do not: the reference serves all."""
+    """Return the kernel that serves a call, and why preferred kernels do not; the reference serves all calls."""
     reasons: list[str] = []
     about = verdicts.KV + cache.format.name, cache.head_dim, capability_of(cache.device)
     for kernel in _kernels.values():

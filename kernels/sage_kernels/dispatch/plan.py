@@ -1,4 +1,4 @@
-"""Plan: the kernels chosen for a request, and why others were not."""
+"""Plan: the kernels chosen for a request, and why other kernels were not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .request import Request
 
 
 class KernelUnavailableError(RuntimeError):
-    """Error for a request that no kernel may serve: none is native, and the caller asked for `fallback="error"`."""
+    """Error for a request that no kernel may serve: none is native, and the caller set `fallback="error"`."""
 
 
 class Outcome(NamedTuple):
-    """Plan without its call's sizes, with fields as in `Plan`. Few differ, so they can be counted in little memory."""
+    """Plan without its call's sizes, with fields as in `Plan`. Few differ, so counting them takes little memory."""
 
     asked: str
     recipe: str
@@ -28,12 +28,12 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a call: the kernels chosen for its request, and why others were not.
+    """Plan of a call: the kernels chosen for its request, and why other kernels were not.
 
     Attributes:
         request: the request that the plan serves.
         kernel: name of the forward kernel, or of an `Exact` one; "sdpa" is PyTorch's exact attention, and
-            "sdpa_without_cudnn" the same but for its cuDNN backend.
+            "sdpa_without_cudnn" the same without its cuDNN backend.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".
         passed_over: (recipe or "recipe by kernel", reason) for each that could not serve, in the order tried.
@@ -53,12 +53,12 @@ class Plan:
 
     @cached_property
     def is_fallback(self) -> bool:
-        """Return whether the recipe that runs is not the one asked for."""
+        """Return whether another recipe runs than the caller asked for."""
         return self.recipe != self.request.recipe
 
     @cached_property
     def reason(self) -> str:
-        """Return why the recipe asked for does not run, in one line; if it does, which kernels failed here, or ""."""
+        """Return in one line why the requested recipe does not run; if it runs, which kernels failed here, or ""."""
         others = self.passed_over
         if not self.is_fallback:
             others = tuple(one for one in (*others, *self.other_phases) if one[1].startswith(verdicts.FAILED))
@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def brief_reason(self) -> str:
-        """Return the part of `reason` that decided, short enough for a log; "" if the recipe asked for runs."""
+        """Return the decisive part of `reason`, short enough for a log; "" if the requested recipe runs."""
         if not self.is_fallback:
             return ""
         if self.recipe != "exact":
@@ -85,5 +85,5 @@ class Plan:
 
 
 def exact_plan(request: Request, *passed_over: tuple[str, str], kernel: str = "sdpa") -> Plan:
-    """Return a plan of PyTorch's exact attention, with what was passed over for it."""
+    """Return a plan of PyTorch's exact attention, with the kernels that were passed over."""
     return Plan(request, kernel, "exact", "exact", passed_over)

@@ -1,4 +1,4 @@
-"""Compilation in threads: all kernels of a call at the same time, and meanwhile the kernels of its backward pass."""
+"""Compilation in threads: all kernels of a call at the same time, together with the kernels of its backward pass."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _running: list[threading.Thread] = []
 
 
 def compile_backward(call: Call, plan: Plan) -> None:
-    """Begin to compile the kernels of a call's backward pass, each in a thread of its own, and return at once.
+    """Begin to compile the kernels of a call's backward pass, each in a separate thread, and return at once.
 
-    They are compiled for an output's gradient that is laid out as the output. Nothing is begun twice for one kind of
-    call, nor while a graph is captured, nor for calls with packed sequences or block lists, empty ones, and those off
-    the GPU. A kernel that does not compile raises no error before it is launched.
+    They are compiled for an output's gradient that is laid out like the output. Compilation begins once per kind of
+    call. It does not begin while a graph is captured, nor for calls that are empty, off the GPU, or have packed
+    sequences or block lists. A kernel that does not compile raises its error at its launch.
 
     Args:
-        call: of the forward pass.
-        plan: whose backward kernel will run.
+        call: the call of the forward pass.
+        plan: the plan whose backward kernel will run.
     """
     if not _is_served(call):
         return
@@ -46,7 +46,7 @@ def compile_backward(call: Call, plan: Plan) -> None:
     backward, device = get_backward(plan.backward), call.query.device
     alike = replace(call.without_memory(), recipe=get_recipe(plan.recipe))
 
-    def compile_all() -> None:  # it outlives the forward pass, and keeps none of the call's memory
+    def compile_all() -> None:  # outlives the forward pass, and keeps none of the call's memory
         with torch.cuda.device(device), tracing(compiles_only=True) as traced:
             stand_in = partial(traced.stand_in, device=device)
             output, lse = alike.new_outputs(saves_lse=True)
@@ -73,14 +73,14 @@ def compile_backward(call: Call, plan: Plan) -> None:
 
 
 def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> None:
-    """Compile the kernels that `run(call)` will launch, each in a thread of its own, and wait for them.
+    """Compile the kernels that `run(call)` will launch, each in a separate thread, and wait for them.
 
-    Nothing is compiled twice for one kind of call, nor while a graph is captured, nor for calls with packed sequences
-    or block lists, empty ones, and those off the GPU: these compile what they launch one by one.
+    Kernels are compiled once per kind of call. This function does nothing while a graph is captured, nor for calls that
+    are empty, off the GPU, or have packed sequences or block lists: these compile their kernels one by one, at launch.
 
     Args:
-        call: that will run.
-        plan: of the call.
+        call: the call that will run.
+        plan: the call's plan.
         run: launches the kernels.
     """
     if not _is_served(call):
@@ -101,7 +101,7 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
         mask = Mask.of(masks[0], call.kv_len) if masks else call.mask
         try:
             run(replace(call, query=query, key=key, value=value, mask=mask))
-        except Exception as error:  # the call itself runs next: its failure shows
+        except Exception as error:  # the call itself runs next, and shows its failure
             logger.info("kernels of %s are compiled one by one: %s: %s", plan.kernel, type(error).__name__, error)
     # The attention kernel comes last and takes longest.
     threads = [_begin(partial(_compile_on, device, one)) for one in reversed(traced.compilations or ())]
@@ -110,10 +110,10 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
 
 
 def finish() -> None:
-    """Wait until all that was begun is compiled: to launch a kernel before that would compile it a second time."""
+    """Wait until every compilation that began has ended: launching a kernel earlier would compile it a second time."""
     for thread in tuple(_running):
         thread.join()
-        with contextlib.suppress(ValueError):  # another thread waited for it too
+        with contextlib.suppress(ValueError):  # another thread has removed it already
             _running.remove(thread)
 
 
@@ -123,7 +123,7 @@ def _is_served(call: Call) -> bool:
 
 
 def _begins(kind: tuple[object, ...]) -> bool:
-    """Return whether kernels for calls of this kind are to be compiled now; they count as begun then."""
+    """Return whether kernels for calls of this kind must be compiled now, and note that their compilation begins."""
     if kind in _begun or torch.cuda.is_current_stream_capturing():
         return False
     _begun.add(kind)

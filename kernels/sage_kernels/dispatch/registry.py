@@ -20,23 +20,23 @@ exacts: dict[str, Exact] = {}
 """Kernels of exact attention other than PyTorch's."""
 
 forgetters: list[Callable[[], None]] = [cache.forget]
-"""Functions by which choices are forgotten that were made among the kernels, and what follows from them."""
+"""Functions that forget choices among the kernels, and anything derived from these choices."""
 
 AnyKernel = TypeVar("AnyKernel", bound=Named)
 
 
 def register_quantizer(kernel: Quantizer) -> None:
-    """Make a quantiser available; those registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a quantiser available; quantisers registered first are preferred. Raise ValueError if its name is taken."""
     add(quantizers, kernel)
 
 
 def register_forward(kernel: Forward) -> None:
-    """Make a forward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a forward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(forwards, kernel)
 
 
 def register_backward(kernel: Backward) -> None:
-    """Make a backward kernel available; those registered first are preferred. Raise ValueError if its name is taken."""
+    """Make a backward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(backwards, kernel)
 
 
@@ -46,7 +46,7 @@ def register_exact(kernel: Exact) -> None:
 
 
 def add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
-    """Add a kernel to the others of its kind, and forget choices; raise ValueError if its name is taken."""
+    """Add a kernel to the kernels of its kind, and forget choices; raise ValueError if its name is taken."""
     if kernel.name in kernels:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     kernels[kernel.name] = kernel
@@ -54,28 +54,28 @@ def add(kernels: dict[str, AnyKernel], kernel: AnyKernel) -> None:
 
 
 def forget_choices() -> None:
-    """Forget all choices of kernels and all replays: other kernels may be chosen from now on."""
+    """Forget all choices of kernels and all replays: from now on, other kernels may be chosen."""
     for forget in forgetters:
         forget()
 
 
 def get_quantizer(name: str) -> Quantizer | None:
-    """Return the quantiser registered by that name, or None for ""; raise KeyError if there is none."""
+    """Return the quantiser of this name, None for ""; raise KeyError for an unknown name."""
     return quantizers[name] if name else None
 
 
 def get_forward(name: str) -> Forward:
-    """Return the forward kernel registered by that name; raise KeyError if there is none."""
+    """Return the forward kernel of this name; raise KeyError for an unknown name."""
     return forwards[name]
 
 
 def get_backward(name: str) -> Backward:
-    """Return the backward kernel registered by that name; raise KeyError if there is none."""
+    """Return the backward kernel of this name; raise KeyError for an unknown name."""
     return backwards[name]
 
 
 def get_exact(name: str) -> Exact | None:
-    """Return the kernel of exact attention registered by that name; None for PyTorch's."""
+    """Return the exact kernel of this name; None for PyTorch's kernels."""
     return exacts.get(name)
 
 
@@ -92,7 +92,7 @@ def fitting_quantizers(forward: str, request: Request) -> list[str]:
 
 
 def unsupported(kernel: Kernel | Exact, request: Request) -> str:
-    """Return why a kernel does not serve a request: for its limits, or since it is wrong on this machine; or ""."""
+    """Return why a kernel does not serve a request: its limits, or a failed self-check on this machine; or ""."""
     recipe = "exact" if kernel.name in exacts else request.recipe
     failure = verdicts.failure(kernel.name, recipe, request.head_dim, request.capability)
     return failure or kernel.unsupported(request)
@@ -100,7 +100,7 @@ def unsupported(kernel: Kernel | Exact, request: Request) -> str:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Leave out the forward and exact kernels of these names while the block runs: to measure what they gain."""
+    """Leave out the forward and exact kernels of these names while the block runs, to measure their gain."""
     registered: tuple[dict[str, Any], ...] = (forwards, exacts)
     before = [dict(kernels) for kernels in registered]
     for kernels, name in itertools.product(registered, names):

@@ -1,4 +1,4 @@
-"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and its planning."""
+"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and planning."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -> Replay | None:
     """Make the replay of a call without gradients: (query, key, value, mask, counts, tiles) -> (output, lse).
 
-    Counts and tiles are the block list's; for calls without a list they may be left out.
+    Counts and tiles are fields of the block list; calls without a list may leave them out.
 
     Args:
         call: the call.
-        plan: what ran.
+        plan: the plan that ran.
         mask: the caller's mask, 4-D; a call whose mask is derived from it is not replayed.
-        result: what `run.compute` returned.
+        result: the result of `run.compute`.
 
     Returns:
-        The replay; None if more than launches depends on addresses and values, or nothing is gained.
+        The replay; None if anything but launches depends on addresses and values, or a replay would gain nothing.
     """
     if call.is_empty or call.lengths is not None or call.mask.tensor is not mask:
         return None
@@ -64,7 +64,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
 
 
 def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | None:
-    """Return a function of (query, key, value) that alone computes calls like this one; None if there is none."""
+    """Return a function of (query, key, value) that computes a whole call like this; None if there is none."""
     if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `run.compute` turns it off
         return None
     if (own := get_exact(plan.kernel)) is not None:
@@ -76,9 +76,9 @@ def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | Non
 
 
 def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
-    """Return a function of (query, key, value, mask, counts, tiles) to a call with the options of this one.
+    """Return a function of (query, key, value, mask, counts, tiles) that returns a `Call` with this call's options.
 
-    It keeps none of the call's tensors. The recipe is the one that the plan runs.
+    It keeps none of the call's tensors. The recipe is the plan's.
     """
     recipe, scale, return_lse = get_recipe(plan.recipe), call.scale, call.return_lse
     is_causal, causal_offset, (block_m, block_n) = call.is_causal, call.causal_offset, call.mask.list_sizes
@@ -119,14 +119,14 @@ def _without_lse(outputs: list[torch.Tensor]) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class _Training:
-    """Both passes of calls with gradients that agree in all but addresses and values.
+    """Both passes of calls with gradients that differ only in addresses and values.
 
     Attributes:
         forward: (query, key, value, mask) -> the output and the parts of `Saved`.
         head_dim: head_dim of Q and K.
         kernel: name of the backward kernel.
-        options: the caller's.
-        recurs: the forward pass is replayed, so the backward pass is worth it too.
+        options: the caller's options.
+        recurs: the forward pass is replayed, so a replay of the backward pass is worthwhile too.
     """
 
     forward: Callable[..., Sequence[torch.Tensor]]
@@ -156,7 +156,7 @@ class _Training:
         return gradients
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Launch the kernels of the backward pass; arguments and results as of `backward`."""
+        """Launch the kernels of the backward pass; arguments and results as in `backward`."""
         gradient, value, output, *saved, valid = tensors
         options, scale = self.options, softmax_scale(self.options.scale, self.head_dim)
         call = BackwardCall(
@@ -167,7 +167,7 @@ class _Training:
 
 
 def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
-    """Run a call with gradients by its plan, and return the output; `of_training` says which calls."""
+    """Run a call with gradients by its plan, and return the output; `of_training` says for which calls."""
     alike = calls_like(call, plan)
 
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -179,22 +179,22 @@ def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
 
 
 def _with_own_memory(output: torch.Tensor, saved: Saved) -> list[torch.Tensor]:
-    """Return the output and the parts of `saved`, each with memory of its own."""
+    """Return the output and the parts of `saved`, none sharing memory."""
     return [with_tokens_first(output), *(part.contiguous() for part in saved)]
 
 
 def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     """Make the replay of a call with gradients: (query, key, value, mask) -> (output, None), the output with gradients.
 
-    The kernels' backward pass is replayed too, from its second time on.
+    The backward pass is replayed too, from its second run on.
 
     Args:
-        call: the call, without a block list and of no packed sequences, whose mask, if any, is one of keys.
+        call: the call, without a block list or packed sequences; its mask, if any, is a key-padding mask.
         plan: the kernels of both passes.
-        options: the caller's.
+        options: the caller's options.
 
     Returns:
-        The replay; None off the GPU, and for results that are too large to be compared.
+        The replay; None off the GPU, and for results too large to compare.
     """
     if not call.query.is_cuda or call.is_empty:
         return None
@@ -220,7 +220,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
 
 
 class _Attention(torch.autograd.Function):
-    """A call as autograd sees it, which saves what `training` saves for the operator, in the same order."""
+    """A call as autograd sees it; it saves the same tensors as `training` does for the operator, in the same order."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Request: the facts of one call by which kernels are chosen."""
+"""Request: the facts of a call by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..spec.call import Mask, MaskKind
 
 @dataclass(frozen=True)
 class Request:
-    """Facts of one call by which kernels are chosen.
+    """Facts of a call by which kernels are chosen.
 
     Attributes:
         grad: whether gradients are wanted.
         packed: whether sequences are packed one after another; then batch is their number, and q_len and kv_len are
             the largest lengths.
         aligned: whether 128-bit loads can read Q, K and V in place (`layout.is_aligned`).
-        lower_right: whether causality is aligned lower right, as for queries behind a cache, and not upper left too.
-        shifted: whether causality is aligned neither way.
-        list_sizes: rows of a block, and keys of a tile, of its block list; (0, 0) without one.
+        lower_right: whether causality is aligned lower right, as for queries behind a cache, and not also upper left.
+        shifted: whether causality is aligned neither lower right nor upper left.
+        list_sizes: rows of a block and keys of a tile of the block list; (0, 0) without a list.
     """
 
     recipe: str

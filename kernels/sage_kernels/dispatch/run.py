@@ -29,13 +29,13 @@ from .request import Request
 from .select import select
 
 plan_listeners: list[Callable[[Plan], None]] = []
-"""Functions called with the plan of every forward call; for calls inside a compiled graph, when the graph runs."""
+"""Functions called with the plan of every forward call; for calls in a compiled graph, whenever the graph runs."""
 fallback_listeners: list[Callable[[str, str], None]] = []
-"""Functions called with (recipe, reason) while a graph is traced in which exact attention takes a recipe's place."""
+"""Functions called with (recipe, reason) while a graph is traced, if exact attention takes a recipe's place in it."""
 
 
 def request_of(call: Call, grad: bool = False) -> Request:
-    """Gather those facts of a call that decide which kernels are chosen."""
+    """Gather the facts of a call that decide which kernels are chosen."""
     query, key, value = call.query, call.key, call.value
     request = Request.of(query, key, value, None, call.is_causal, call.recipe.name, call.return_lse, grad)
     on_gpu, lower_right = query.device.type == "cuda", call.kv_len - call.q_len
@@ -54,7 +54,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
 
 
 def choose(request: Request, fallback: Fallback) -> Plan:
-    """Return the plan of `select.select`; kernels that never ran on such a GPU are checked first (`self_check`)."""
+    """Return the plan of `select.select`; kernels untested on such a GPU are checked first (`self_check`)."""
     plan = select(request, fallback)
     while self_check.is_due(plan) and not self_check.passes(plan):
         plan = select(request, fallback)
@@ -66,7 +66,7 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32,
-        may be None if it is not wanted.
+        possibly None if it is not wanted.
     """
     if call.recipe.name != plan.recipe:
         call = replace(call, recipe=get_recipe(plan.recipe))
@@ -88,18 +88,18 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would round the float32 products of scales and means."""
+    """Return a context without autocast: autocast would round the float32 products of scales and means."""
     return torch.autocast(device.type, enabled=False) if torch_private.autocast_is_active() else nullcontext()
 
 
 def attend_by_plan(call: Call, plan: Plan) -> torch.Tensor:
-    """Return the output of a call's recipe by the kernels of a plan for the same tensors, without announcing it.
+    """Return the output of a call's recipe by the kernels of a plan for the same tensors; announce nothing.
 
-    Variants of a recipe, which have no name to plan by, are compared by this.
+    It serves to compare variants of a recipe, which have no name to plan by.
 
     Args:
         call: a call that is neither empty nor packed; its recipe may be any low-bit one.
-        plan: whose kernels run; the reference runs if they do not serve the recipe.
+        plan: the plan whose kernels run; the reference runs if they do not serve the recipe.
     """
     kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
     if not all(phase.serves(call.recipe) for phase in (kernel, quantizer) if phase is not None):
@@ -112,7 +112,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     """Run the forward pass of a call with gradients by the kernel of its plan (`plan_training`).
 
     Returns:
-        The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and what the backward pass needs.
+        The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and the tensors that the backward pass needs.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the call.
@@ -125,7 +125,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
 def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass of a call with gradients by the kernels of its plan; see `attend_and_save`."""
     precompile.compile_backward(call, plan)
-    # `select` found that it is one, which takes longer to ask of a protocol than to launch a kernel.
+    # `select` checked the type already; an isinstance check against a protocol takes longer than a launch.
     attend = partial(
         cast(TrainingForward, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
     )
@@ -153,7 +153,7 @@ def plan_training(request: Request, fallback: Fallback) -> Plan:
 
 
 def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute dQ, dK and dV by the backward kernel of that name, which the plan of the forward pass contains."""
+    """Compute dQ, dK and dV by the backward kernel that the plan of the forward pass names."""
     check_memory(call.output_gradient, call.value, call.output, *call.saved)
     precompile.finish()
     gradient, value = at_aligned_address(call.output_gradient), at_aligned_address(call.value)
@@ -162,7 +162,7 @@ def backward(call: BackwardCall, kernel: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def announce(plan: Plan) -> None:
-    """Tell the listeners what runs."""
+    """Tell the listeners which plan runs."""
     for listener in plan_listeners:
         listener(plan)
 
@@ -176,15 +176,15 @@ def announce_exact(
     options: Options,
     reason: str,
 ) -> Plan | None:
-    """Announce that exact attention runs, because it was asked for or in place of a recipe.
+    """Announce that exact attention runs, because the caller asked for it, or in place of a recipe.
 
     Args:
-        query, key, value, mask, blocks, options: the call's.
-        reason: why the recipe does not run: a limit, without this call's sizes, so that it is logged once; "" if exact
-            attention was asked for.
+        query, key, value, mask, blocks, options: the call's arguments.
+        reason: why the recipe does not run: a limit, without this call's sizes, so that it is logged once; "" if the
+            caller asked for exact attention.
 
     Returns:
-        The plan, or None inside torch.compile, where only `fallback_listeners` hear of it.
+        The plan, or None inside torch.compile, where only `fallback_listeners` are called.
 
     Raises:
         KernelUnavailableError: a recipe does not run, and the fallback is "error".
@@ -213,7 +213,7 @@ def _announce_while_compiling(recipe: str, reason: str) -> None:
 
 
 def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend by PyTorch's attention, through any of its backends ("sdpa") or another than cuDNN's."""
+    """Attend by PyTorch's attention, through any of its backends ("sdpa"), or any except cuDNN's."""
     query, key, value = call.query, call.key, call.value
     shape, by = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
     groups_are_rows = by is not None and call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
@@ -232,7 +232,7 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
 def _attend_one_by_one(
     attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a kernel without support for packed sequences once for each; this reads the lengths back to the host."""
+    """Run a kernel without support for packed sequences once per sequence; this reads the lengths back to the host."""
     assert call.lengths is not None
     output, lse = call.new_outputs()
     for index, (queries, keys) in enumerate(sequence_slices(call.lengths)):

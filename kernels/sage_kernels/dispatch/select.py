@@ -16,7 +16,7 @@ from .kernels import Forward, Kernel, TrainingForward
 from .plan import KernelUnavailableError, Plan, exact_plan
 from .request import Request
 
-# Recipes tried, in this order, if the one asked for has no native kernel: those for the next older hardware.
+# Recipes tried, in this order, if the requested recipe has no native kernel: the recipes for older hardware.
 SUBSTITUTES: dict[str, tuple[str, ...]] = {
     "sage3": ("sage2", "sage1"),
     "sage3_paper": ("sage2", "sage1"),
@@ -28,18 +28,19 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
-# With fewer keys, a GPU gains nothing from low bits where there is an attention bias: exact attention reads it once, a
+# With fewer keys and an attention bias, a GPU gains nothing from low bits: exact attention reads the bias once, a
 # low-bit kernel twice, and its first call waits for a compiler.
 MIN_MASKED_KV_LEN = 1024
 
-# Recipes are defined and tested for these head dimensions; for others attention is exact.
+# Recipes are defined and tested for these head dimensions; for all others attention is exact.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 def set_routing(enabled: bool) -> None:
-    """Set whether costs decide between low bits and exact attention; SAGE_KERNELS_ROUTING=0 starts without.
+    """Set whether costs decide between low bits and exact attention; SAGE_KERNELS_ROUTING=0 turns routing off at start.
 
-    Without routing a kernel runs at any cost, to be measured; calls that `_why_no_gain` names still run exactly.
+    Without routing, a kernel runs at any cost, so that it can be measured; calls that `_why_no_gain` names still run
+    exactly.
     """
     global _routing
     _routing = enabled
@@ -55,7 +56,7 @@ _routing = os.environ.get("SAGE_KERNELS_ROUTING") != "0"
 
 
 def _why_no_gain(request: Request) -> str:
-    """Return why a call gains nothing from low bits, by its sizes; "" if it may, or if gradients are wanted."""
+    """Return why a call of these sizes gains nothing from low bits; "" if it may gain, or if gradients are wanted."""
     if request.grad:
         return ""
     if request.q_len < MIN_QUERY_LEN or request.kv_len < MIN_KV_LEN:
@@ -156,7 +157,7 @@ select.cache_clear = registry.forget_choices  # type: ignore[method-assign]
 
 @dataclass(frozen=True)
 class _Phases:
-    """Kernels of the other phases that a forward kernel needs, or the reason why it cannot run."""
+    """Kernels of the other phases that a forward kernel needs, or why it cannot run."""
 
     quantizer: str = ""
     backward: str = ""
@@ -187,7 +188,7 @@ def _choose_phases(kernel: Forward, request: Request) -> _Phases:
 
 
 def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name of the first kernel that serves the request, or "", and those passed over before it."""
+    """Return the name of the first kernel that serves the request, or "", and the kernels passed over before it."""
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)
     for kernel in kernels:

@@ -1,7 +1,7 @@
-"""The self-check: kernels that are wrong on this machine are found, remembered (`verdicts`), and passed over.
+"""The self-check: find kernels that are wrong on this machine, remember them (`verdicts`), and pass them over.
 
 `sage-hf check` runs a GPU's kernels of attention, of norms and rotations, and of the KV cache. On GPUs that nobody has
-tested, those in few bits, of norms and of the cache are checked before a process first runs them.
+tested, low-bit kernels and the kernels of norms and of the cache are checked before a process first runs them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .select import select
 logger = logging.getLogger(__name__)
 
 TESTED = ((9, 0),)
-"""Capabilities of the GPUs that the test suite has run on. Kernels for others were compiled, and run by interpreters
-and in emulation only, so that their first call is checked on the machine that makes it."""
+"""Capabilities of the GPUs that the test suite has run on. Kernels for other GPUs were only compiled,
+interpreted and emulated, so their first call on such a GPU is checked."""
 
 
 def keep(plan: Plan, found: list[Verdict]) -> bool:
-    """Keep verdicts on a plan's kernels; return whether all are right. Wrong kernels are passed over from now on."""
+    """Keep verdicts on a plan's kernels; return whether all are right. From now on, wrong kernels are passed over."""
     capability, size = plan.request.capability, plan.request.head_dim
     failed = [one for one in found if one.reason]
     for one in failed:
@@ -47,7 +47,7 @@ def keep_one(found: Verdict, what: str, head_dim: int, capability: Capability | 
 
 
 def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: Capability | None) -> None:
-    """Keep that a kernel is wrong, and say so."""
+    """Remember that a kernel is wrong, and warn."""
     verdicts.record(verdicts.subject(found.kernel, recipe, head_dim), found.reason, capability)
     logger.warning(
         "%s is wrong on this machine for %s and is passed over: %s (`sage-hf check` tells more)",
@@ -59,19 +59,19 @@ def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: Capabil
 def is_due(plan: Plan) -> bool:
     """Return whether the kernels of a plan must be checked before they run: on a GPU that nobody has tested.
 
-    They wait for a later call if this one is captured, traced, transformed or seen by a mode.
+    The check waits for a later call if this call is captured, traced, transformed or seen by a mode.
     """
     native = plan.numerics == "native" and plan.request.device_type == "cuda"
     return native and _is_due(_subject(plan), plan.request.capability)
 
 
 def check_heads(head_dim: int, device: torch.device) -> None:
-    """Check the kernel of norms and rotations if that is due, as `is_due` says; it is passed over if it is wrong."""
+    """Check the kernel of norms and rotations if `is_due` says so; pass it over if it is wrong."""
     _check_one(verdicts.HEADS, head_dim, device, lambda: examine_heads(head_dim, device))
 
 
 def check_kv(format: str, head_dim: int, device: torch.device) -> None:
-    """Check the kernel of a KV cache of a format, likewise."""
+    """Check the kernel of a KV cache of a format in the same way."""
     _check_one(verdicts.KV + format, head_dim, device, lambda: examine_kv(format, head_dim, device))
 
 
@@ -97,7 +97,7 @@ def _is_due(about: str, capability: Capability | None) -> bool:
 
 
 def passes(plan: Plan) -> bool:
-    """Return whether the kernels of a plan are right, by a verdict that was kept or by running them now."""
+    """Return whether the kernels of a plan are right, by a stored verdict, or by running them now."""
     about, capability = _subject(plan), plan.request.capability
 
     def check() -> bool:
@@ -107,14 +107,14 @@ def passes(plan: Plan) -> bool:
 
 
 def _check_once(about: str, capability: Capability | None, check: Callable[[], bool]) -> bool:
-    """Run a check and return its result; it is not due again after True."""
+    """Run a check and return its result; after True, the check is not due again."""
     _thread.checking = True
     try:
         if not check():
             return False
-    except torch.OutOfMemoryError:  # it is checked at a call that leaves room
+    except torch.OutOfMemoryError:  # a later call that leaves room repeats the check
         return True
-    except Exception as error:  # of the reference: it says nothing about the kernel, and must not end a caller's work
+    except Exception as error:  # the reference's error: no fact about the kernel, and no reason to end a caller's work
         logger.warning("%s: the self-check did not run: %s: %s", about, type(error).__name__, error)
     finally:
         _thread.checking = False
@@ -126,7 +126,7 @@ class _Thread(threading.local):
     """State of a thread.
 
     Attributes:
-        checking: it runs the self-check, whose calls are not checked.
+        checking: the thread runs the self-check, whose calls are not checked.
     """
 
     checking = False
@@ -134,11 +134,11 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _checked: set[tuple[object, str]] = set()
-"""Capability and subject of the kernels that need no more checks in this process."""
+"""Capability and subject of kernels that need no further check in this process."""
 
 
 def forget() -> None:
-    """Forget what this process has found; verdicts that were kept stay on disk."""
+    """Forget the results of this process; verdicts on disk stay."""
     _checked.clear()
     verdicts.forget()
     select.cache_clear()

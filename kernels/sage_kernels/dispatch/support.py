@@ -18,7 +18,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 NVIDIA_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 """Compute capabilities for which CI compiles kernels."""
 HEAVY_KEYS = 64
-"""Heavy keys of the recipes that have any."""
+"""Number of heavy keys in recipes with heavy keys."""
 
 KEY_MASKS: tuple[MaskKind, ...] = ("none", "keys")
 LIST_MASKS: tuple[MaskKind, ...] = ("blocks", "block_keys")
@@ -43,8 +43,8 @@ class Recipes:
 
     Attributes:
         qk, pv: formats of Q·Kᵀ and of P·V.
-        honours: fields of `Recipe` that may have any value; the others must have their defaults.
-        heavy_keys: numbers of heavy keys, which recipes with gradients have none of; None: any.
+        honours: fields of `Recipe` that may have any value; all other fields must have their defaults.
+        heavy_keys: allowed numbers of heavy keys (recipes with gradients have no heavy keys); None: any.
         gradients: formats of the backward pass that a backward kernel computes; None: the kernel computes none.
     """
 
@@ -78,7 +78,7 @@ class Requests:
 
     Attributes:
         capabilities: compute capabilities.
-        dtypes: of Q, K and V.
+        dtypes: dtypes of Q, K and V.
         masks: kinds of masks.
         packed: packed sequences, one after another.
         aligned: only tensors that 128-bit loads can read in place.
@@ -127,8 +127,8 @@ class Declared:
     """Base of kernels whose recipes and requests are declared.
 
     Attributes:
-        recipes: what the kernel computes.
-        requests: what the kernel takes; a kernel with further limits extends `unsupported`.
+        recipes: the recipes that the kernel computes.
+        requests: the requests that the kernel takes; a kernel with further limits extends `unsupported`.
     """
 
     recipes: Recipes

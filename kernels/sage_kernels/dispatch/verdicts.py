@@ -1,4 +1,4 @@
-"""Verdicts of the self-check: which kernels passed on this machine, and which computed something wrong or failed."""
+"""Verdicts of the self-check: which kernels passed on this machine, and which gave wrong results or failed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
 HEADS = "qk_norm_rope"
-"""Name in the place of a recipe where a kernel normalises and rotates heads."""
+"""Name in place of a recipe for a kernel that normalises and rotates heads."""
 KV = "kv_cache, "
-"""Beginning of that name where a kernel serves a KV cache; its format follows."""
+"""Prefix of the name in place of a recipe for a kernel of a KV cache; the cache's format follows."""
 
 
 def enabled() -> bool:
-    """Return whether kernels are checked and verdicts count; the environment variable SAGE_HF_SELF_CHECK=0 says no."""
+    """Return whether kernels are checked and verdicts apply; the environment variable SAGE_HF_SELF_CHECK=0 says no."""
     return os.environ.get(SWITCH) != "0"
 
 
@@ -41,7 +41,7 @@ def subject(kernel: str, recipe: str, head_dim: int) -> str:
 
 
 def failure(kernel: str, recipe: str, head_dim: int, capability: Capability | None) -> str:
-    """Return why a kernel failed its self-check on the GPU of this capability; "" if it did not."""
+    """Return why a kernel failed its self-check on the GPU of this capability; "" if it did not fail."""
     verdicts = _verdicts(capability)
     if not verdicts or not enabled():
         return ""
@@ -60,7 +60,7 @@ def is_known(about: str, capability: Capability | None) -> bool:
 
 
 def record(about: str, reason: str, capability: Capability | None) -> None:
-    """Keep a verdict, on disk too where that can be written: why a kernel failed, or "" where it passed."""
+    """Store a verdict, on disk too if it is writable: why a kernel failed, or "" if it passed."""
     verdicts = _verdicts(capability)
     verdicts[about] = reason
     path, machine = _path(capability), machine_of(capability)
@@ -75,7 +75,7 @@ def record(about: str, reason: str, capability: Capability | None) -> None:
 
 @lru_cache(maxsize=16)
 def _verdicts(capability: Capability | None) -> dict[str, str]:
-    """Return the verdicts that were kept for this machine; none where the file is not as `record` writes it."""
+    """Return the stored verdicts for this machine; none if the file's format is not the format of `record`."""
     if not _folder().is_dir():
         return {}
     try:
@@ -95,7 +95,7 @@ def drop(capability: Capability | None) -> None:
 
 
 def forget() -> None:
-    """Forget what was read or recorded in this process; files stay."""
+    """Forget all verdicts read or recorded in this process; files stay."""
     _verdicts.cache_clear()
     machine_of.cache_clear()
 
@@ -127,6 +127,6 @@ def _folder() -> Path:
 
 
 def _path(capability: Capability | None) -> Path:
-    """Return the file for this machine, whose name changes with whatever a verdict depends on."""
+    """Return the file for this machine, whose name changes with every fact that a verdict depends on."""
     name = hashlib.sha256(json.dumps(machine_of(capability)).encode()).hexdigest()[:16]
     return _folder() / f"{name}.json"

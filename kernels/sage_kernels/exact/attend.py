@@ -27,21 +27,21 @@ def attend_exactly(
     """Run PyTorch's attention with its gradients.
 
     Args:
-        query, key, value, mask: as in `exact.sdpa`; with a block list the mask may only say which keys exist.
-        blocks: the tiles of keys that each block of rows attends to; None: all.
-        options: all else; its recipe, fallback and layout do not count.
-        zero_rows: rows that may attend to no key are 0; with a block list they always are. Otherwise they are what
-            PyTorch makes of them.
+        query, key, value, mask: as in `exact.sdpa`; with a block list, the mask may only say which keys exist.
+        blocks: the tiles of keys that each block of rows attends to; None: all tiles.
+        options: all other arguments; recipe, fallback and layout are ignored.
+        zero_rows: rows that may attend to no key are 0; with a block list they always are. Otherwise PyTorch decides
+            their values.
         by: as in `exact.sdpa`; not with a block list.
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32
-        of all weights, without a gradient; None if it is not wanted.
+        of all weights, before dropout, without a gradient; None if it is not wanted.
     """
     is_causal, offset, scale = bool(options.is_causal), options.causal_offset, options.scale
     if blocks is not None:
         return block_lists.attend_to_list(query, key, value, blocks, mask=mask, options=options)
-    if is_causal and (mask is not None or offset):  # PyTorch supports one causal alignment, and no mask with it
+    if is_causal and (mask is not None or offset):  # PyTorch supports one causal alignment, without a mask
         mask, is_causal = with_causality(mask, query, key, offset), False
     attend_to = masked_rows.attend_with_zero_rows if zero_rows else sdpa.sdpa
     gqa, dropout_p = options.enable_gqa, options.dropout_p

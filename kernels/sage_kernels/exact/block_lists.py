@@ -21,12 +21,12 @@ def attend_to_list(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend exactly to the tiles of a list by PyTorch's scaled_dot_product_attention, some rows at a time.
 
-    It computes all tiles and masks those not listed, so it is no faster than dense attention. Without gradients its
+    It computes all tiles and masks unlisted tiles, so it is no faster than dense attention. Without gradients its
     memory is linear in length.
 
     Args:
         query, key, value: as in `exact.sdpa.attention`.
-        mask: bool (batch or 1, 1, 1, kv_len), False where a key does not exist; None: all do.
+        mask: bool (batch or 1, 1, 1, kv_len), False where a key does not exist; None: all exist.
         options: causality, scale, and whether the log-sum-exp of each row's scores, without a gradient, is wanted.
 
     Returns:

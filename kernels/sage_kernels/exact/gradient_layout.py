@@ -1,7 +1,7 @@
 """One memory layout for the output's gradient: the layout of the output.
 
-PyTorch 2.11 keeps cuDNN's backward plan of a call by the layouts of Q, K and V, and runs it for output gradients of
-every layout: the second layout of a process gets wrong dQ, dK and dV.
+PyTorch 2.11 caches cuDNN's backward plan of a call by the layouts of Q, K and V, and runs it for output gradients of
+every layout: a process's second layout of output gradients gets wrong dQ, dK and dV.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..runtime import torch_private
 
 
 def with_gradient_like_output(output: torch.Tensor) -> torch.Tensor:
-    """Return the output of a differentiable call, whose gradient will reach the call in the output's own layout.
+    """Return the output of a differentiable call, whose gradient will reach the call in the output's layout.
 
-    A hook lays the gradient out. Transforms of torch.func differentiate below the tensors that they show, where no hook
-    can be placed; they follow an `autograd.Function`, which takes the host several times as long.
+    A hook lays the gradient out. Transforms of torch.func differentiate tensors inside their wrappers, where no hook
+    can be placed. For them an `autograd.Function` serves, which takes the host several times as long.
     """
     if torch_private.transforms_are_active():
         laid_out: torch.Tensor = _GradientLikeOutput.apply(output)
@@ -29,7 +29,7 @@ def with_gradient_like_output(output: torch.Tensor) -> torch.Tensor:
 
 
 def _in_layout(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
-    """Return a gradient whose dimensions lie in memory in the order that these strides tell; None where none came."""
+    """Return a gradient with its dimensions in memory in the order of these strides; None for None."""
     if gradient is None or gradient.stride() == strides:
         return gradient
     order = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
@@ -38,7 +38,7 @@ def _in_layout(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch
 
 
 class _GradientLikeOutput(torch.autograd.Function):
-    """Identity whose gradient is laid out as its output."""
+    """Identity whose gradient is laid out like its output."""
 
     generate_vmap_rule = True
 

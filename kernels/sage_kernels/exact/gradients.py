@@ -1,4 +1,4 @@
-"""Gradients of exact attention in float64, computed a few rows at a time; the truth for a kernel's gradients."""
+"""Gradients of exact attention in float64, computed a few rows at a time; the ground truth for kernels' gradients."""
 
 from __future__ import annotations
 

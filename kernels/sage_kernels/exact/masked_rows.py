@@ -1,12 +1,12 @@
-"""Exact attention whose rows without a key are 0, whatever the backend gives.
+"""Exact attention whose rows without a key are 0, whatever the backend returns.
 
-With gradients, such rows attend to every key, and zeros take the place of their output: kernels divide by nothing, and
-cuDNN's gives NaN where -inf is added throughout (PyTorch 2.11, one query).
+With gradients, such rows attend to every key, and zeros replace their output: kernels would divide by 0, and cuDNN's
+kernel returns NaN if -inf is added throughout (PyTorch 2.11, one query).
 
-Without gradients, PyTorch's GPU kernels give zeros where an additive mask is -inf throughout. A bool mask is made
-additive by PyTorch in three launches, for cuDNN with a finite number in place of -inf, so that such rows are not 0.
-Here that takes one launch, with -inf. The kernels of a head_dim are tried once; where they give something
-else, zeros are chosen afterwards.
+Without gradients, PyTorch's GPU kernels return zeros in rows whose additive mask is -inf throughout. PyTorch makes a
+bool mask additive in three launches; for cuDNN it uses a finite number in place of -inf, so such rows are not 0. Here
+the conversion takes one launch, with -inf. The kernels of a head_dim are tried once; if they return other values, zeros
+are filled in afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..spec.masks import additive, attended_rows
 from . import sdpa
 
 ROWS, NEAR = 128, 0.02
-"""Queries and keys of a trial, and the largest error of an output of about 1: more than rounding."""
+"""Queries and keys of a trial, and the largest error of an output of about 1: more than rounding causes."""
 _found: dict[tuple[object, ...], bool] = {}
 
 
@@ -40,7 +40,7 @@ def attend_with_zero_rows(
     dropout_p: float = 0.0,
     by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Call `exact.sdpa`; rows that may attend to no key are 0, and contribute to no gradient.
+    """Call `exact.sdpa`; rows that may attend to no key are 0 and contribute to no gradient.
 
     Args:
         query, key, value, mask, is_causal, scale, enable_gqa, dropout_p, by: as in `exact.sdpa`.
@@ -60,7 +60,7 @@ def attend_with_zero_rows(
 
 
 def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Return whether `exact.sdpa` gives zeros where an additive mask is -inf throughout."""
+    """Return whether `exact.sdpa` returns zeros in rows whose additive mask is -inf throughout."""
     if not query.is_cuda or torch.version.hip is not None or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.compiler.is_compiling() or torch_private.tangents_are_active():
@@ -82,8 +82,8 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
 def _gives_zeros_by(
     by: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> bool:
-    """Return whether a backend gives zeros in rows that are hidden, as far as it serves."""
-    # One row of the first batch element has no key, and none of the second one has.
+    """Return whether a backend returns zeros in hidden rows, for the calls that it serves."""
+    # One row of the first batch element has no key, and no row of the second element has a key.
     allowed = torch.ones(2, 1, ROWS, ROWS, dtype=torch.bool, device=device)
     allowed[0, :, 5] = allowed[1] = False
     mask, kept = additive(allowed, dtype), torch.ones(ROWS, 1, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Exact attention: PyTorch's scaled_dot_product_attention, and a plain implementation in any precision to judge by."""
+"""Exact attention: PyTorch's scaled_dot_product_attention, and a plain implementation in any precision as the truth."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .gradient_layout import with_gradient_like_output
 
 ELEMENTS_PER_CHUNK = 2**22
 ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
-LARGEST_BIAS = 2.0**127  # whose product with log2 e is finite in float32, where PyTorch's GPU kernels take it
+LARGEST_BIAS = 2.0**127  # its product with log2 e, as PyTorch's GPU kernels compute it, is finite in float32
 
 pytorch_sdpa = torch_private.scaled_dot_product_attention
 _LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
-"""Backends other than cuDNN's, in PyTorch's own order; where it puts cuDNN, it finds out at the first call."""
+"""Backends other than cuDNN's, in PyTorch's own order; PyTorch decides at the first call where cuDNN comes."""
 
 
 def rows_per_chunk(batch_heads: int, columns: int, multiple: int = 1) -> int:
@@ -177,20 +177,20 @@ def sdpa(
     lower_right: bool = False,
     by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Call PyTorch's scaled_dot_product_attention with what its kernels compute right, in memory linear in length.
+    """Call PyTorch's scaled_dot_product_attention with tensors that its kernels read correctly, in linear memory.
 
-    Grouped queries with a mask have their keys and values repeated first, as transformers does: PyTorch's kernels of
-    linear memory take the one or the other, on most devices. On a GPU `_aligned` copies what those kernels would
-    misread; elsewhere tensors are handed on as they are.
+    With grouped queries and a mask, keys and values are repeated first, as transformers does: on most devices,
+    PyTorch's kernels of linear memory take either grouped queries or a mask. On a GPU `_aligned` copies tensors that
+    these kernels would misread; elsewhere tensors are passed on unchanged.
 
     Args:
         query, key, value, is_causal, scale: as in `attention`; is_causal not with a mask.
         mask: bool or additive of any floating dtype, broadcastable to (batch, q_heads, q_len, kv_len). In query's dtype
-            it is read as it is: PyTorch's GPU kernels take finite numbers beyond ±2¹²⁷ for infinite.
+            it is used unchanged: PyTorch's GPU kernels treat finite numbers beyond ±2¹²⁷ as infinite.
         enable_gqa: q_heads may be a multiple of kv_heads.
-        dropout_p: probability, of the attention weights.
-        lower_right: causal, with the last query at the last key; only without a mask, and where `has_lower_right`.
-        by: what attends in place of PyTorch's function, with its arguments, such as `without_cudnn`.
+        dropout_p: dropout probability of the attention weights.
+        lower_right: causal, with the last query at the last key; only without a mask, and if `has_lower_right`.
+        by: a function with the same arguments that attends in place of PyTorch's, such as `without_cudnn`.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
@@ -206,7 +206,7 @@ def sdpa(
     if scale is not None and scale <= 0:
         # PyTorch's kernels mask scores, or take a row's maximum, before they scale them.
         query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
-    if 0 in (*query.shape[:3], key.shape[-2]):  # PyTorch 2.8 divides by them on a CPU, and the process ends
+    if 0 in (*query.shape[:3], key.shape[-2]):  # on a CPU, PyTorch 2.8 divides by these sizes and crashes
         return nothing_attended(query, key, value)
     if _on_gpu(query):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -234,10 +234,10 @@ def repeated(
     scale: float,
     by: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[..., torch.Tensor] | None:
-    """Return a function of (query, key, value), laid out as these, that does as `sdpa` without mask and gradients.
+    """Return a function of (query, key, value) in these layouts that computes `sdpa` without mask and gradients.
 
-    It is PyTorch's function, or `by`, with options; None where `sdpa` hands on other tensors than it is given. The
-    arguments are as in `sdpa`.
+    It is PyTorch's function, or `by`, with options bound; None if `sdpa` would pass on other tensors than its
+    arguments. The arguments are as in `sdpa`.
     """
     if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
         return None
@@ -260,11 +260,11 @@ def without_cudnn(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the operator that PyTorch's function would choose if there were no cuDNN, and touch no switch of PyTorch.
+    """Call the operator that PyTorch's function would choose without cuDNN, and change no switch of PyTorch.
 
-    PyTorch's function runs off the GPU, with dropout or gradients, where the caller has set another order of them,
-    and where the backends that the caller allows do not serve the call. Arguments are as in PyTorch's function, with
-    16-bit rows aligned as `sdpa` aligns them.
+    PyTorch's function runs instead off the GPU, with dropout or gradients, if the caller has set another order of
+    backends, and if the backends that the caller allows do not serve the call. Arguments are as in PyTorch's function,
+    with 16-bit rows aligned as `sdpa` aligns them.
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
@@ -304,7 +304,7 @@ def has_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def nothing_attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the output of a call with a size of 0, which is differentiable: empty, or zeros where there are no keys.
+    """Return the output of a call with a size of 0, which is differentiable: empty, or zeros if there are no keys.
 
     Args:
         query, key, value: as in `attention`.
@@ -318,12 +318,12 @@ def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-@dynamo.allow_in_graph  # the compiler cannot follow what asks for a storage's offset; autograd can
+@dynamo.allow_in_graph  # the compiler cannot follow code that reads a storage's offset; autograd can
 def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """Return the mask in a dtype that PyTorch takes with query, and on a GPU as its kernels read it.
+    """Return the mask in a dtype that PyTorch takes with query; on a GPU, in the layout that its kernels read.
 
-    There it has four dimensions, of size 1 where it is broadcast (PyTorch turns a bool mask into an additive one as
-    large as the mask it is given) but for the last one, whose elements lie one after the other.
+    On a GPU it has four dimensions. Broadcast dimensions have size 1 (PyTorch turns a bool mask into an additive mask
+    of the size that it is given), except the last dimension, which is contiguous.
     """
     if not _on_gpu(query):
         kept = mask.dtype == torch.float32 and query.dtype != torch.float64 and autocast_dtype(query) is None
@@ -341,9 +341,9 @@ def _mask_for_sdpa(mask: torch.Tensor, query: torch.Tensor, kv_len: int) -> torc
 def _is_read_in_place(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, dropout_p: float
 ) -> bool:
-    """Return whether an additive mask is read as it is: aligned, or by cuDNN's kernel, which takes rows at any address.
+    """Return whether an additive mask is read unchanged: it is aligned, or cuDNN's kernel takes rows at any address.
 
-    What PyTorch chooses is not asked where a compiler or a transform would have to follow, or for gradients.
+    PyTorch's choice of kernel is not queried under a compiler or a transform, or for gradients.
     """
     if type(mask) is not torch.Tensor or torch.compiler.is_compiling() or torch_private.transforms_are_active():
         return False
@@ -362,7 +362,7 @@ def _with_aligned_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def stored_part(x: torch.Tensor) -> torch.Tensor:
-    """Return `unexpanded`, or x as it is where each repetition has a gradient of its own."""
+    """Return `unexpanded`, or x unchanged if each repetition has a separate gradient."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
     return x if differentiated or torch_private.transforms_are_active() else unexpanded(x)
 
@@ -376,7 +376,7 @@ def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
         multiple: zeros are appended until the number of elements is a multiple of it.
 
     Returns:
-        (…, elements or more); dimensions of stride 0, but for the last, keep it.
+        (…, elements or more); dimensions of stride 0, except the last, keep it.
     """
     padding = -x.shape[-1] % multiple
     if not padding and _is_aligned(x):
@@ -391,7 +391,7 @@ def _aligned(x: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _may_be_cudnn(*tensors: torch.Tensor | None) -> bool:
-    """Return whether gradients of a call may be computed by PyTorch's cuDNN attention, outside of compiled graphs."""
+    """Return whether PyTorch's cuDNN attention may compute gradients of a call, outside of compiled graphs."""
     query = tensors[0]
     if query is None or not _on_gpu(query) or query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -410,10 +410,10 @@ def _misleads_cudnn(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Return whether all rows of x begin at multiples of 16 bytes and their elements lie one after the other.
+    """Return whether all rows of x are contiguous and begin at multiples of 16 bytes.
 
-    The memory-efficient kernel reads 16 bytes at once and checks neither pointers nor, of a dimension of size 1, what
-    it does not read. A storage begins where its allocator aligned it; the pointer itself is not known while tracing.
+    The memory-efficient kernel reads 16 bytes at once and checks neither pointers nor the strides of dimensions of size
+    1. A storage begins where its allocator aligned it; the pointer itself is not known while tracing.
     """
     *strides, last = x.stride()
     elements = ALIGNMENT // x.element_size()

@@ -1,4 +1,4 @@
-"""FlashAttention 3 as a kernel of exact attention, where a package is installed that brings its operator."""
+"""FlashAttention 3 as a kernel of exact attention, if an installed package provides its operator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 """Packages whose module `_C` defines the operator `fwd`, under the package's name."""
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
-"""Queries times heads that share keys of a program, and programs below which the operator divides keys among them."""
+"""Queries times heads that share keys in one program, and programs below which the operator divides keys."""
 PLANNER = "get_scheduler_metadata"
-"""Operator that divides a call's work beforehand, for at most PLANNED_AT_ONCE batch elements in one block."""
+"""Operator that divides a call's work beforehand, of at most PLANNED_AT_ONCE batch elements in one block."""
 PLANNED_AT_ONCE = 992
-MOST_SIZES = 1024  # of calls whose plans are remembered
+MOST_SIZES = 1024  # sizes of calls whose plans are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -40,7 +40,7 @@ class FlashAttention3:
     repeats = False
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
+        """Return why it does not serve the request; "" if it does."""
         if reason := _unsupported(request):
             return reason
         if request.mask != "none":
@@ -71,19 +71,19 @@ class FlashAttention3:
 
 
 def _ensure_context(x: torch.Tensor) -> None:
-    """Give a thread that has not used the GPU a context, without which the operator's tensor maps fail, and the GPU."""
+    """Give a thread that has not used the GPU a context, and the GPU: else the operator's tensor maps fail."""
     if x.is_cuda:
         driver.ensure_context(x.get_device())
 
 
 def _splits(call: Call) -> int:
-    """Return into how many parts the operator divides keys: 0, as it finds best, or 1."""
+    """Return into how many parts the operator divides keys: 0 (the operator decides) or 1."""
     blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
 class Others(Exact, Protocol):
-    """Kernel of exact attention that leaves some batch elements to another."""
+    """Kernel of exact attention that leaves some batch elements to another kernel."""
 
     def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
         """Attend; see `triton.nonprefix_forward.attend_nonprefix`."""
@@ -92,8 +92,8 @@ class Others(Exact, Protocol):
 class PaddedFlashAttention3:
     """FlashAttention 3's forward pass with a key-padding mask, for the batch elements whose keys come first.
 
-    It takes their number from the GPU's memory, and no mask. Which elements those are is found out on the GPU, and
-    another kernel computes the others: no host waits for a mask's values, and none can make the output wrong.
+    It reads the number of keys from the GPU's memory, and takes no mask. The GPU finds these elements, and another
+    kernel computes all others: the host never waits for a mask's values, and no mask can make the output wrong.
     """
 
     name = "fa3_padded"
@@ -104,7 +104,7 @@ class PaddedFlashAttention3:
         self._others = others
 
     def unsupported(self, request: Request) -> str:
-        """Return why it does not serve the request, or ""."""
+        """Return why it does not serve the request; "" if it does."""
         if request.mask != "keys" or request.is_causal:
             return "needs a key-padding mask, without causality"
         return _unsupported(request) or self._others.unsupported(request)
@@ -143,9 +143,9 @@ def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
 
     Args:
         tensors: query, key, value and output, each (batch, heads, tokens, channels); a plan or the number of queries,
-            and the number of keys.
+            and the numbers of keys.
         scale: as in `Call`.
-        planned: the first of the latter two is a plan.
+        planned: whether a plan is given.
     """
     query, key, value, output = (x.transpose(1, 2) for x in tensors[:4])
     of_rows, kv_lengths = tensors[4:]
@@ -160,10 +160,10 @@ _row_blocks_found: dict[tuple[Any, ...], int] = {}
 
 
 def _row_blocks(call: Call) -> int:
-    """Return the number of blocks of rows that the operator has in one batch element; 0 where it makes its plan itself.
+    """Return the number of blocks of rows that the operator has in one batch element; 0 if it makes its plan itself.
 
-    Its own plan takes one more launch, which waits for the lengths, and differs only in the order of the elements,
-    where no keys are divided. The number of blocks is read from the GPU's memory once for calls of a size, so never
+    The operator's own plan takes one more launch, which waits for the lengths. If no keys are divided, it differs only
+    in the order of the elements. The number of blocks is read from the GPU's memory once for calls of a size, so never
     while a graph is captured.
     """
     if call.batch > PLANNED_AT_ONCE:
@@ -183,12 +183,12 @@ def _row_blocks(call: Call) -> int:
 
 @lru_cache(maxsize=16)
 def _takes_plans(device: torch.device) -> bool:
-    """Return whether there is an operator with the plans of `kernels.AttendToFirst`, and one that follows them."""
+    """Return whether an operator makes plans of `kernels.AttendToFirst`, and an operator follows them."""
     if not hasattr(_operators(), PLANNER):
         return False
     try:
         return _follows_plans(device)
-    except (RuntimeError, TypeError) as error:  # another version's takes other arguments
+    except (RuntimeError, TypeError) as error:  # another version's operator takes other arguments
         logger.info("FlashAttention 3 plans its own calls, because sage-hf cannot: %s: %s", type(error).__name__, error)
         return False
 
@@ -200,7 +200,7 @@ def _follows_plans(device: torch.device) -> bool:
     alike = full[:8] == short[:8] == [*ones, *[blocks] * 4] and sorted(full[8:12]) == sorted(short[8:12]) == numbers
     if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
         return False
-    # The second element is left as it is, by a plan as by lengths.
+    # The second element must stay unchanged, with a plan and with lengths.
     drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     inputs = [torch.randn(*size, 64, **drawn).bfloat16() for size in ((4, 4, 640), (4, 2, 1024), (4, 2, 1024))]
     kv_lengths, q_lengths, plan = (
@@ -214,7 +214,7 @@ def _follows_plans(device: torch.device) -> bool:
 
 
 def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, device: torch.device) -> torch.Tensor:
-    """Return the operator's plan for elements of these lengths, of calls of (batch, q_len, …, kv_heads, head_dim)."""
+    """Return the operator's plan for elements of these lengths, in calls of (batch, q_len, …, kv_heads, head_dim)."""
 
     def all_of(length: int) -> torch.Tensor:
         return torch.full((sizes[0],), length, dtype=torch.int32, device=device)
@@ -228,7 +228,7 @@ def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, devic
 
 
 def _unsupported(request: Request) -> str:
-    """Return which limit that all calls of the operator share the request exceeds, or ""."""
+    """Return the limit, shared by all calls of the operator, that the request exceeds; "" if there is none."""
     if request.device_type != "cuda" or request.capability != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
     if request.dtype not in (torch.float16, torch.bfloat16) or not request.aligned:
@@ -243,13 +243,13 @@ def _unsupported(request: Request) -> str:
 
 
 def is_installed() -> bool:
-    """Return whether a package that can be loaded brings the operator."""
+    """Return whether a loadable package provides the operator."""
     return _operator() is not None
 
 
 @lru_cache(maxsize=1)
 def _operators() -> Any:
-    """Return the operators of the first package that can be loaded; None without any."""
+    """Return the operators of the first loadable package; None without a package."""
     for package in PACKAGES:
         if find_spec(package) is None:
             continue
@@ -264,14 +264,14 @@ def _operators() -> Any:
 
 
 def _operator() -> Callable[..., Any] | None:
-    """Return the operator that attends; None without any package."""
+    """Return the operator that attends; None without a package."""
     operators = _operators()
     return None if operators is None else getattr(operators.fwd, "default", operators.fwd)
 
 
 @lru_cache(maxsize=1)
 def _takes_float16() -> bool:
-    """Return whether the packages that are installed were built with kernels for float16, as far as they say."""
+    """Return whether the installed packages were built with kernels for float16, as far as they tell."""
     for module in ("flash_attn_config", *(f"{package}_config" for package in PACKAGES)):
         if find_spec(module) is not None:
             flags = getattr(import_module(module), "CONFIG", {}).get("build_flags", {})

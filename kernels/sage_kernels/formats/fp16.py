@@ -17,7 +17,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         (values, scale): float16 of x's shape; float32 (..., 1, 1). A non-finite element stays non-finite and does not
-        change the scale of the others.
+        change the scale of other elements.
     """
     scale = least_power_of_two(x, FP16_HEADROOM)
     return (x / scale).to(torch.float16), scale

@@ -21,7 +21,7 @@ def quantize(
 
     Returns:
         (codes, scale): int8 (..., tokens, channels) in [-127, 127], ties to even; (..., tokens, 1) in scale_dtype,
-        amax/127, 0 where a group is all zero, NaN where it holds a non-finite value.
+        amax/127, 0 if a group is all zero, NaN if it holds a non-finite value.
     """
     groups = x.unflatten(-2, (-1, tokens_per_scale))
     scale = groups.abs().amax((-2, -1), keepdim=True) * (1 / INT8_MAX)

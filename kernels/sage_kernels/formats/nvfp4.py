@@ -1,11 +1,11 @@
 """NVFP4: e2m1 elements in groups of 16 with one e4m3 scale each, and one float32 scale per tensor slice.
 
 The group scale maps the group's amax to 6, the largest e2m1 value (arXiv 2505.11594, section 3.1). A neighbouring e4m3
-scale often fits the other 15 elements better; trying several and keeping the one of least squared error costs time only
-in the quantiser (arXiv 2512.02010 tries two, amax to 6 and to 4).
+scale often fits the other 15 elements better; trying several scales and keeping the scale of least squared error costs
+time only in the quantiser (arXiv 2512.02010 tries two, amax to 6 and to 4).
 
 The search works in float16, which GPUs compute two at a time (`search_groups`): with the same scales its choice is as
-good as by errors in float32.
+good as a choice by errors in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NVFP4Tensor:
     """A tensor in NVFP4, grouped along its last axis.
 
     Attributes:
-        codes: uint8 (..., n/2); two e2m1 codes a byte, the first element in the low nibble; bit 3 of a code is the
+        codes: uint8 (..., n/2); two e2m1 codes per byte, the first element in the low nibble; bit 3 of a code is the
             sign.
         scale: float8_e4m3fn (..., n/16); positive.
         tensor_scale: float32 (..., 1, 1); a power of two.
@@ -53,7 +53,7 @@ class NVFP4Tensor:
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest e2m1 value, ties to the even code, saturating at ±6; float32 in and out. NaN stays NaN."""
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
-    # The spacing of values at x: half the power of two below |x|, but no finer than 0.5.
+    # The spacing of values at x is half the power of two below |x|, but no finer than 0.5.
     power = (x.view(torch.int32) & FLOAT32_EXPONENT).view(torch.float32)
     step = power.clamp_(min=1.0).mul_(0.5)
     return x.div_(step).round_().mul_(step)
@@ -78,11 +78,11 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, ...] = ()) -> tuple[to
 
     Args:
         x: float32 (..., n), n a multiple of 16, already divided by the tensor scale.
-        scale_steps: next to e4m3(amax/6), the e4m3 scales that lie so many codes above it are tried (`search_groups`).
+        scale_steps: in addition to e4m3(amax/6), e4m3 scales so many codes above it are tried (`search_groups`).
 
     Returns:
-        (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN where the
-        group holds a non-finite value. The element is x divided by the *rounded* scale.
+        (elements, scale): float32 (..., n/16, 16) of e2m1 values; float32 (..., n/16, 1) of e4m3 values, NaN if the
+        group holds a non-finite value. An element is x divided by the *rounded* scale.
     """
     groups = x.unflatten(-1, (-1, GROUP))
     if scale_steps:
@@ -90,15 +90,15 @@ def round_groups(x: torch.Tensor, scale_steps: tuple[int, ...] = ()) -> tuple[to
     amax = groups.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
     scale = round_to_e4m3(amax * (1 / E2M1_MAX)).float()
-    # A scale rounds to 0 only where all elements are below 1/4, which rounds to 0 unscaled.
+    # A scale rounds to 0 only if all elements are below 1/4, and these round to 0 unscaled.
     inverse = 1 / torch.where(scale == 0, 1.0, scale)
     return round_to_e2m1(groups * inverse) + 0.0, scale  # 0 has no sign
 
 
 def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise groups with the scale of the least squared error, of the nearest and those `scale_steps` codes above.
+    """Quantise groups with the scale of least squared error: the nearest, or one `scale_steps` codes above it.
 
-    All is computed in float16, each operation rounding to nearest even, to float16's subnormals too:
+    Everything is computed in float16; each operation rounds to nearest even, also to float16's subnormals:
 
         h_i = float16(x_i)
         v   = max |h_i| · (1/6) in float32              its e4m3 number, ties away from 0, is the nearest scale s
@@ -109,9 +109,9 @@ def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[t
         e   = fma(d_i, d_i, e), from 0 on               over i with i & 2 = 0, and over the others; the two are added
 
     The least e wins; among equals the nearest scale, then the first of the steps. The winner's q_i are the elements. A
-    candidate is left out where it is subnormal or exceeds 448, and where max |x_i| / c could be 7, which rounds to 8:
-    judged by v rounded up to its leading five bits. Where v is below 2⁻⁶, s is the next subnormal above and no other is
-    tried. Where v is 464 or more, the group counts as one that holds a non-finite value.
+    candidate is left out if it is subnormal or exceeds 448, and if max |x_i| / c could be 7, which rounds to 8: judged
+    by v rounded up to its leading five bits. If v is below 2⁻⁶, s is the next subnormal above and no other scale is
+    tried. If v is 464 or more, the group is treated as if it held a non-finite value.
 
     Args:
         groups: float32 (..., 16).
@@ -120,7 +120,7 @@ def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[t
     Returns:
         as `round_groups`.
     """
-    groups = (groups + 0.0).half()  # no -0 but where elements round to it
+    groups = (groups + 0.0).half()  # no -0, except where elements round to it
     amax = groups.abs().amax(-1, keepdim=True).float()
     finite = amax < SEARCH_LIMIT
     sixth = torch.where(finite, amax, 0.0) * (1 / E2M1_MAX)
@@ -133,7 +133,7 @@ def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[t
     for number, step in enumerate(scale_steps):
         ratio = ratios[..., number, :]
         error = _squared_error(y, *ratio.unbind(-1))
-        better = error < least  # not where the ratio is NaN
+        better = error < least  # false where the ratio is NaN
         best, least = torch.where(better, codes + step, best), torch.where(better, error, least)
         up = torch.where(better, ratio[..., 0], up)
     elements = _round_magnitudes(y * up).float() * 2.0**14
@@ -141,11 +141,11 @@ def search_groups(groups: torch.Tensor, scale_steps: tuple[int, ...]) -> tuple[t
 
 
 BIN_SHIFT = 19
-"""Bits of a float32 number behind the four that follow its leading one."""
+"""Number of bits of a float32 number after the four bits that follow its leading 1."""
 FIRST_BIN = ((127 - 9) << 4) - 1
-"""The leading bits of what is just below 2⁻⁹, e4m3's least number."""
+"""The leading bits of numbers just below 2⁻⁹, e4m3's least number."""
 BINS = ((127 + 8) << 4) + 13 - FIRST_BIN
-"""Leading bits of v in `search_groups`: all below 2⁻⁹ together, and up to 464."""
+"""Number of leading-bit patterns of v in `search_groups`: one for all v below 2⁻⁹, then up to 464."""
 SEARCH_LIMIT = 464 * E2M1_MAX
 
 
@@ -161,8 +161,8 @@ def _nearest_codes() -> torch.Tensor:
 def search_ratios(scale_steps: tuple[int, ...]) -> torch.Tensor:
     """Return the factors of `search_groups`: float16 (BINS, steps, 2) of s/c · 2⁻¹¹ and c/s · 2¹¹.
 
-    The first index is by the leading bits of v. A quotient is rounded to float32, then to float16. Candidates that
-    are left out have NaN.
+    The first index is by the leading bits of v. A quotient is rounded to float32, then to float16. Left-out candidates
+    have NaN.
     """
     leading = torch.arange(BINS, device="cpu")[:, None] + FIRST_BIN
     codes, steps = _nearest_codes()[:, None], torch.tensor(scale_steps, dtype=torch.int32, device="cpu")
@@ -185,8 +185,8 @@ STEPS_ROW = BINS
 def search_table(scale_steps: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the table of kernels that search: int32 (BINS + 1, 8), a row for each first index of `search_ratios`.
 
-    The first word of a row has float16(1/s · 1/8) in the lower half and the code of s in the upper one; then come for
-    each step the ratios of `search_ratios` as the lower and upper half of a word. The last row has the steps, from the
+    The first word of a row has float16(1/s · 1/8) in the lower half and the code of s in the upper half; then, for each
+    step, the ratios of `search_ratios` are the lower and upper half of a word. The last row has the steps, from the
     second word on.
 
     Raises:
@@ -214,7 +214,7 @@ def _round_magnitudes(q: torch.Tensor) -> torch.Tensor:
 
 def _squared_error(y: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """Return the error e of `search_groups`, float16 (..., 1), given y and the ratios, (..., 1)."""
-    # A float32 product of two float16 numbers is exact, and so is this difference: see the ranges in `search_groups`.
+    # A float32 product of two float16 numbers is exact, and so is this difference, by the ranges in `search_groups`.
     d = (_round_magnitudes(y * up).float() * down.float() - y.float()).half()
     first, second = d.unflatten(-1, (-1, 2, 2)).unbind(-2)
     sums = []
@@ -229,7 +229,7 @@ def _squared_error(y: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> tor
 def _fused(d: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     """Return d² + error ≥ 0 in float16, rounded once."""
     exact = d.double().square() + error.double()
-    # To float32 by cutting off, with a one in the last place for what is cut: then rounding again rounds the exact sum.
+    # Truncate to float32, with a 1 in the last place if bits were cut: then rounding again rounds the exact sum.
     bits = exact.view(torch.int64)
     cut = bits & 0x1FFFFFFF
     return ((bits - cut) | (cut != 0).long() << 29).view(torch.float64).float().half()
@@ -243,8 +243,8 @@ def quantize(
     Args:
         x: float32 (..., tokens, n), n a multiple of 16.
         scale_steps: see `round_groups`.
-        tensor_scale: float32 broadcastable to (..., 1, 1), powers of two; default `power_of_two_scale(x)`. Ones give
-            the published SageAttention3, whose groups saturate above 2688.
+        tensor_scale: float32 broadcastable to (..., 1, 1), powers of two; default `power_of_two_scale(x)`. Scales of 1
+            give the published SageAttention3, whose groups saturate above 2688.
 
     Raises:
         ValueError: n is not a multiple of 16.

@@ -1,8 +1,8 @@
 """The kernel of dK and dV on Hopper: the work of `triton.bwd_dkdv` in specialised warps.
 
-One warp loads tiles of queries. Two or three warpgroups, each with 64 of the program's keys, walk over them out of
-step, so that one computes weights while another multiplies. The arithmetic of a tile is as in `triton.bwd_dkdv`
-in 16 bit.
+One warp loads tiles of queries. Two or three warpgroups, each with 64 of the program's keys, walk over these tiles out
+of step, so that one computes weights while another multiplies. The arithmetic of a tile is as in `triton.bwd_dkdv` in
+16 bits.
 """
 
 from triton.experimental import gluon
@@ -102,7 +102,7 @@ def add_queries(
 ):
     """Return (s, dk, dv) after adding a step's tile of queries; `column` are the keys' indices.
 
-    With AHEAD, `s` are the scores of this step, and returned are those of the next; else any numbers.
+    With AHEAD, `s` are the scores of this step, and the returned s are the scores of the next; else both are undefined.
     """
     S: gl.constexpr = product_layout(BLOCK_M, 32)
     P: gl.constexpr = product_layout(BLOCK_M, 16)
@@ -129,7 +129,7 @@ def add_queries(
         p = mask_causal(p, column, tile * BLOCK_M + causal_offset)
     dv = warpgroup_mma(gl.convert_layout(p.to(do.dtype), LEFT), do, warpgroup_mma_init(dv), is_async=True)
     delta = vector_stages.index(3 * stage + 2).load(gl.SliceLayout(0, P))
-    if AHEAD:  # behind the last tile they are computed of stale data and never used
+    if AHEAD:  # after the last tile they are computed from stale data and never used
         wait_until_full(full, step + 1, STAGES, pred=step + 1 < count)
         q = query_stages.index((step + 1) % STAGES).permute((1, 0))
         s = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
@@ -141,7 +141,7 @@ def add_queries(
         ds = mask_causal(ds, column, tile * BLOCK_M + causal_offset)
     left = gl.convert_layout(ds.to(do.dtype), LEFT)
     dk = warpgroup_mma(left, operand_stages.index(stage), warpgroup_mma_init(dk), is_async=True)
-    # With a sum in flight over the loop's back edge, ptxas would serialise all matrix instructions.
+    # If a sum were in flight over the loop's back edge, ptxas would serialise all matrix instructions.
     s, dk, dv = warpgroup_mma_wait(0, deps=(s, dk, dv))
     mbarrier.arrive(empty.index(stage), count=1)
     return s, dk, dv
@@ -175,7 +175,7 @@ def walk_over_queries(
     k_scale *= softmax_scale * LOG2E
     column = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(BLOCK_M, 16)))
     dk, dv = gl.zeros((ROWS, CHANNELS), gl.float32, SUM), gl.zeros((ROWS, CHANNELS), gl.float32, SUM)
-    # Queries from tile `full_begin` on see all of the keys.
+    # Queries from tile `full_begin` on see all keys.
     full_begin = begin
     if CAUSAL:
         full_begin = gl.maximum(gl.cdiv(gl.maximum(first_key + ROWS - 1 - causal_offset, 0), BLOCK_M), begin)

@@ -1,8 +1,8 @@
 """The kernel of dQ on Hopper: the work of `triton.bwd_dq` in specialised warps.
 
-One warp loads tiles of keys. Two or three warpgroups, each with 64 of the program's rows, walk over them out of step;
-each starts the scores of its next tile before it finishes this one. The arithmetic of a tile is as in
-`triton.bwd_dq` in 16 bit.
+One warp loads tiles of keys. Two or three warpgroups, each with 64 of the program's rows, walk over these tiles out of
+step; each starts the scores of its next tile before it finishes the current tile. The arithmetic of a tile is as in
+`triton.bwd_dq` in 16 bits.
 """
 
 from triton.experimental import gluon
@@ -36,8 +36,8 @@ from .stages import (
 def item_of_program(together):
     """Return (block, head, batch) of a program in a grid (blocks, heads, batch).
 
-    The heads of all batch elements follow one another in groups of `together`. Of a group every head's first block
-    comes before any second one.
+    The heads of all batch elements follow one another in groups of `together`. In a group, every head's first block
+    comes before any second block.
     """
     blocks, heads, batches = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     item = gl.program_id(0) + blocks * (gl.program_id(1) + heads * gl.program_id(2))
@@ -50,7 +50,7 @@ def item_of_program(together):
 
 @gluon.jit
 def tile_at(step, tiles, PADDED: gl.constexpr):
-    """Return the tile of a step: first come those that need no mask, then those before and behind them."""
+    """Return the tile of a step: first the tiles that need no mask, then the tiles before and after these."""
     if PADDED:
         begin, full_begin, unmasked, _count = tiles
         masked, before = step - unmasked, full_begin - begin
@@ -90,7 +90,7 @@ def load_keys(loads, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl
 
 @gluon.jit
 def load_key_scale(key_scale, step, tiles, LAYOUT: gl.constexpr, PADDED: gl.constexpr):
-    """Return the scales of a step's tile by thread, float32 (1, 4); 0 behind the last step."""
+    """Return the scales of a step's tile by thread, float32 (1, 4); 0 after the last step."""
     _begin, _full_begin, _unmasked, count = tiles
     at = tile_at(step, tiles, PADDED) * 4 + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
     return gl.load(key_scale + at, mask=step < count, other=0.0).to(gl.float32)[None, :]
@@ -134,8 +134,8 @@ def add_keys(
     dp = gl.zeros((ROWS, BLOCK_N), gl.float32, P)
     dp = warpgroup_mma(do, value_stages.index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
     p = gl.convert_layout(weights_of_queries(s, q_scale, k_scale, row_lse), P)
-    # Start the next scores only now, in the registers that held this tile's: before the weights, with registers for
-    # both, it is 7 % slower. Behind the last tile they are computed of stale data and never used.
+    # Start the next scores only now, in the registers that held this tile's: starting before the weights, with
+    # registers for both, is 7 % slower. After the last tile the scores are computed from stale data and never used.
     wait_until_full(full, step + 1, STAGES, pred=step + 1 < count)
     k = key_stages.index((step + 1) % STAGES).permute((1, 0))
     next_s = warpgroup_mma(q, k, gl.zeros((ROWS, BLOCK_N), gl.int32, S), use_acc=False, is_async=True)
@@ -258,7 +258,7 @@ def hopper_bwd_dq(
     """Compute dQ of BLOCK_M rows of one (batch, q head), 64 for each of two or three warpgroups."""
     gl.static_assert(BLOCK_N == 64)  # one block of K's scales
     WARPGROUPS: gl.constexpr = BLOCK_M // ROWS
-    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
+    # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block, head, batch = item_of_program(heads_together)
     block = gl.num_programs(0) - 1 - block if CAUSAL else block
     q_heads = gl.num_programs(1)

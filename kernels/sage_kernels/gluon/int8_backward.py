@@ -1,4 +1,4 @@
-"""Backward pass of `triton.int8_backward` with P and dS in 16 bit, in kernels written for Hopper.
+"""Backward pass of `triton.int8_backward` with P and dS in 16 bits, in kernels written for Hopper.
 
 A program fills a multiprocessor, so the last wave of programs may be nearly empty (2 % of the time at 64 heads × 8,192
 tokens × 64 channels). Therefore the second kernel starts while the first one ends, and the operands of both exist at
@@ -23,8 +23,9 @@ from .bwd_dq import hopper_bwd_dq
 from .stages import ROWS, stage_tiles
 
 # By channels. A program holds 64 keys or rows for each of two warpgroups, or of three where registers allow: with 64
-# channels keys take 3.50 ms then instead of 3.86, queries 2.31 instead of 2.63 (H200, 64 heads × 8,192 tokens). That
-# leaves registers for tiles of 32 queries, whose scores are started a tile ahead (docs/tuning-notes.md).
+# channels, the kernel that holds keys then takes 3.50 ms instead of 3.86, the kernel that holds queries 2.31 instead of
+# 2.63 (H200, 64 heads × 8,192 tokens). Three leave registers for tiles of 32 queries, whose scores are started a tile
+# ahead (docs/tuning-notes.md).
 KEY_TILES: dict[int, dict[str, Any]] = {
     64: {"BLOCK_M": 32, "BLOCK_N": 192, "STAGES": 6, "AHEAD": True, "REGISTERS": 160},
     128: {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2, "AHEAD": False, "REGISTERS": 240},
@@ -36,14 +37,14 @@ QUERY_TILES: dict[int, dict[str, Any]] = {
 
 
 HEADS_TOGETHER = 4, 8
-"""Heads of Q whose programs of dQ are taken together: at least, and where their keys stay in the cache."""
+"""Heads of Q whose programs of dQ are taken together: the minimum, and the number if keys stay in the cache."""
 L2_BYTES = 24 * 2**20
 OPERAND_BYTES = 5
-"""Bytes that are read for a channel of a key: its code, and 16 bits each of the operand and of V."""
+"""Bytes that are read for a channel of a key: its code, and 16 bits each for the operand and V."""
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of Q, K and V of a call whose P and dS are in 16 bit."""
+    """Return the gradients of Q, K and V of a call whose P and dS are in 16 bits."""
     gradients = call.new_gradients()
     if not call.is_empty:
         # Kernels assume contiguous operands.
@@ -53,10 +54,10 @@ def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def heads_together(call: BackwardCall) -> int:
-    """Return the number of heads of Q whose programs of dQ are taken together, the longest ones first.
+    """Return the number of heads of Q whose programs of dQ are taken together, the longest programs first.
 
-    Head after head, the longest programs of the last one would start when all others end: 2 to 5 % of a causal call's
-    time. Heads that share keys stay together. Without causality all programs are equally long.
+    Taken head after head, the longest programs of the last head would start when all others end: 2 to 5 % of a causal
+    call's time. Heads that share keys stay together. Without causality all programs are equally long.
     """
     if not call.is_causal:
         return 1
@@ -74,7 +75,7 @@ def _run(run: BackwardLaunch) -> None:
     own_value = own_gradient = None
     if not q_sequences.packed and call.value.shape[3] == channels:
         own_value = TokenRows.of(call.value)
-        # dO of a row without a key must count as 0: the caller's serves where each row of each tile has one.
+        # dO of a row without a key must count as 0: the caller's dO serves if each row of each tile has a key.
         has_key = run.padding is None and not (call.is_causal and call.kernel_offset < 0)
         if has_key and q_sequences.tokens % key_tile["BLOCK_M"] == 0:
             own_gradient = TokenRows.of(call.output_gradient)
@@ -86,7 +87,7 @@ def _run(run: BackwardLaunch) -> None:
     def operand_rows(
         own: TokenRows | None, copy: torch.Tensor | None, name: str
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the caller's tensor, or else its copy, and the arguments that locate a head's rows."""
+        """Return the caller's tensor, or its copy if there is one, and the arguments that locate a head's rows."""
         if own is not None:
             rows, first = own.rows, (own.rows_of_batch, own.rows_of_head, own.columns_of_head)
         else:

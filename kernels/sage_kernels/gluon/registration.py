@@ -21,7 +21,7 @@ CHANNELS = (64, 128)
 
 
 class HopperBackward(Declared):
-    """The Hopper backward kernels of `gluon.int8_backward`, of P and dS in 16 bit."""
+    """The Hopper backward kernels of `gluon.int8_backward`, for P and dS in 16 bits."""
 
     name = "int8_backward_hopper"
     native = True
@@ -49,5 +49,5 @@ class HopperBackward(Declared):
 
 
 def register_kernels() -> None:
-    """Register the kernels; they are preferred to those registered later."""
+    """Register the kernels; they are preferred to kernels registered later."""
     register_backward(HopperBackward())

@@ -16,14 +16,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name up to Triton 3.6
 
 ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix instructions
-LOADING_REGISTERS = gl.constexpr(24)  # of a thread of the loading warp
+LOADING_REGISTERS = gl.constexpr(24)  # registers of a thread of the loading warp
 
 
 def stage_tiles(x: torch.Tensor, block: int, channels: int) -> TensorDescriptor:
     """Describe tiles of `block` rows to TMA.
 
     Args:
-        x: an operand (batch, heads, rows, channels), a matrix (rows, columns) that holds one, or one number per row
+        x: an operand (batch, heads, rows, channels), a matrix (rows, columns) that holds an operand, or numbers per row
             (batch, heads, rows).
     """
     if x.dim() == 3:
@@ -50,8 +50,8 @@ def memory_layout(channels, channel_bytes):
 def store_gradient(x, through, gradient, start, first, length, stride_token, channels, CHANNELS: gl.constexpr):
     """Store float32 sums (64, CHANNELS) as the gradient of tokens start + first… of a sequence of `length` tokens.
 
-    They go by way of `through`, shared memory (64, CHANNELS) in the gradient's dtype that is no longer needed, so that
-    whole rows are stored together.
+    They pass through `through`, unused shared memory (64, CHANNELS) in the gradient's dtype, so that whole rows are
+    stored together.
     """
     through.store(x.to(through.dtype))
     index = first + gl.arange(0, ROWS, gl.SliceLayout(1, memory_layout(CHANNELS, 2)))

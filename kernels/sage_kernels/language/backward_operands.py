@@ -30,16 +30,16 @@ BLOCK_ROWS = tl.constexpr(KEY_BLOCK)
 class QueryOperands:
     """Operands of the kernel that walks over queries; rows are as in `Saved`, channels powers of two.
 
-    "16 bit" is the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with the
-    tokens of each 16 in the order of `tiles.operand_token`. Beyond a sequence everything is 0.
+    "16 bits" means the dtype of the caller's tensors. "Transposed" is int8 (operand batch, heads, channels, rows) with
+    the tokens of each 16 in the order of `tiles.operand_token`. Beyond a sequence everything is 0.
 
     Attributes:
-        gradient: dO in 16 bit (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None where kernels
-            read the caller's.
-        query: the values of the saved codes in 16 bit (operand batch, q_heads, rows, channels), rotation and equalizing
-            undone; or, where dS is INT8, the codes transposed.
-        gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None
-            where P is not INT8.
+        gradient: dO in 16 bits (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None if kernels
+            read the caller's dO.
+        query: the values of the saved codes in 16 bits (operand batch, q_heads, rows, channels), rotation and
+            equalizing undone; or, if dS is INT8, the codes transposed.
+        gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None if
+            P is not INT8.
         lse: float32 (operand batch, q_heads, rows), of scores in base 2; +inf in rows without a key, so that their P
             is 0.
         delta: float32, the same shape: rowsum(dO∘O).
@@ -70,7 +70,7 @@ def query_operands(
         saved: the result of the forward pass.
         batch, sequences: the number of sequences and the token axis.
         recipe: says whether P and dS are multiplied in INT8, and how Q and K were transformed.
-        copy_gradient: make `QueryOperands.gradient`.
+        copy_gradient: whether to make `QueryOperands.gradient`.
     """
     operand_batch, q_heads, rows, channels = saved.query.shape
     int8 = multiplies_int8(recipe)
@@ -132,14 +132,14 @@ def key_operands(
     """Make the operands of the kernel that walks over keys.
 
     Args:
-        value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed likewise.
+        value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed in the same way.
         saved, batch, sequences, recipe: as above.
         padding: the keys that exist; None: all.
-        copy_value: make the first result.
+        copy_value: whether to make the first result.
 
     Returns:
-        (value, key): V in 16 bit (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist, or None
-        where kernels read the caller's; and K in the form of `QueryOperands.query`.
+        (value, key): V in 16 bits (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist, or None if
+        kernels read the caller's V; and K in the form of `QueryOperands.query`.
     """
     operand_batch, kv_heads, rows, channels = saved.key.shape
     int8 = multiplies_int8(recipe)
@@ -345,7 +345,7 @@ def prepare_keys(
 
 @triton.jit
 def restored(codes, matrix, equalizer, kv_pair, channel, DIVIDE: tl.constexpr):
-    """Return codes (tokens, channels) in float32 as they were before rotation and equalizing, but for the scales."""
+    """Return codes (tokens, channels) in float32 as they were before rotation and equalizing, without their scales."""
     CHANNELS: tl.constexpr = codes.shape[1]
     if matrix is None:
         x = codes.to(tl.float32)

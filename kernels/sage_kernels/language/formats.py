@@ -1,6 +1,6 @@
 """Device functions for e4m3 and e2m1, with the bits of `sage_kernels.formats`.
 
-Functions named `native_…` use instructions of GPUs with FP4; the others run on any GPU and in the interpreter. Both
+Functions named `native_…` use instructions of GPUs with FP4; all others run on any GPU and in the interpreter. Both
 give the same bits.
 """
 
@@ -26,7 +26,7 @@ def encode_e4m3(x):
     """Encode float32 ≥ 0 as uint8 e4m3, rounding to nearest even, saturating at 448; NaN stays NaN."""
     bits = tl.minimum(x, E4M3_MAX).to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # float32 numbers around 2²³ are integers, so the sum rounds x / 2⁻⁹ to the code of a subnormal.
+    # float32 numbers around 2²³ are integers, so adding 2²³ rounds x / 2⁻⁹ to the code of a subnormal.
     subnormal = (x * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(x < E4M3_MIN_NORMAL, subnormal, normal)
     return tl.where(x == x, code, E4M3_NAN).to(tl.uint8)
@@ -44,14 +44,15 @@ def round_to_e2m1(x):
     """Round float32 ≥ 0 to the nearest e2m1 value, ties to the even code, saturating at 6; NaN stays NaN."""
     x = tl.minimum(x, E2M1_MAX, propagate_nan=tl.PropagateNan.ALL)
     power = tl.maximum(x.to(tl.int32, bitcast=True) & FLOAT32_EXPONENT, 0x3F800000).to(tl.float32, bitcast=True)
-    # Around 1.5·2²² times the power of two below x, float32 has the spacing that e2m1 has at x. Products are exact.
+    # Around 1.5·2²² times the power of two below x, float32 has the same spacing as e2m1 at x. Products are exact.
     return tl.fma(power, -6291456.0, tl.fma(power, 6291456.0, x))
 
 
 @triton.jit
 def encode_e2m1(value, x):
     """Return int32 codes of e2m1 magnitudes `value` (float32) with the signs of x; 0 has none."""
-    # Times 2⁻¹²⁶, e2m1's least normal number, 1, becomes float32's, and e2m1's one subnormal a float32 subnormal.
+    # Times 2⁻¹²⁶, e2m1's least normal number, 1, becomes float32's, and e2m1's only subnormal becomes a float32
+    # subnormal.
     code = (value * 2.0**-126).to(tl.int32, bitcast=True) >> 22
     return tl.where(code == 0, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
 
@@ -80,7 +81,7 @@ def native_log2(x):
 
 @triton.jit
 def split_by_8(x):
-    """Split x (rows, 8n) into eight (rows, n): elements 0…7 of each 8 consecutive ones."""
+    """Split x (rows, 8n) into eight tensors (rows, n): elements 0…7 of each 8 consecutive elements."""
     x = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 2, 2, 2))
     even, odd = tl.split(x)
     x04, x26 = tl.split(even)
@@ -94,7 +95,7 @@ def split_by_8(x):
 
 @triton.jit
 def join_by_8(x0, x1, x2, x3, x4, x5, x6, x7):
-    """Join eight (rows, n) to (rows, 8n), the inverse of `split_by_8`."""
+    """Join eight tensors (rows, n) to (rows, 8n), the inverse of `split_by_8`."""
     even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
     odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
     return tl.reshape(tl.join(even, odd), (x0.shape[0], x0.shape[1] * 8))
@@ -138,7 +139,7 @@ def native_pack_e2m1(x):
 def native_bytes(words):
     """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction.
 
-    Right only where a thread holds the four bytes of a word one after the other, which matrix instructions want; a test
+    Correct only if a thread holds the four bytes of a word one after the other, as matrix instructions need; a test
     reads the layouts that the compiler chose.
     """
     pairs = tl.join(words, words)

@@ -45,24 +45,24 @@ def attend_heavy_keys(
     MASK: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Attend to heavy keys and to others, and merge the two parts of a row by their maxima and sums.
+    """Attend to heavy keys, and merge the results with the other keys' results by their maxima and sums.
 
     Args:
         query, mask: pointers to the caller's Q of a (batch, head), and its mask as in `mask_scores`.
-        key, value, late: pointers to the `HeavyKeys` of a (batch, kv head), the last LATE of which are late ones.
+        key, value, late: pointers to the `HeavyKeys` of a (batch, kv head), whose last LATE keys are late keys.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
-        q_len, kv_len, causal_offset: of the sequence, its heavy keys included.
-        stride_token, stride_channel: of Q.
-        mean_score: pointer to the products of the sequence's queries with K's mean, which these keys have and the
-            others do not; None: none has it.
+        q_len, kv_len, causal_offset: the sequence's, including its heavy keys.
+        stride_token, stride_channel: strides of Q.
+        mean_score: pointer to the products of the sequence's queries with K's mean, which heavy keys' scores contain
+            and other keys' scores do not; None: no scores contain them.
         row_max, total, divisor, output, p_scale_log2: as in `merge_keys`.
 
     Returns:
-        (row_max, total, output): of all keys.
+        (row_max, total, output) over all keys.
     """
-    # In float32 few keys at once: each product is three, whose operands take registers and shared memory. At head_dim
-    # 256 the output takes as many, and the loop over the other keys would spill. Below 64 channels the assembler of
-    # CUDA 12.8 gives some products of all keys a wrong address in shared memory.
+    # In float32 take few keys at once: each product is three products, whose operands take registers and shared memory.
+    # At head_dim 256 the output takes as many registers, and the loop over the other keys would spill. Below 64
+    # channels the assembler of CUDA 12.8 gives some products of all keys a wrong address in shared memory.
     # Triton 3.4 takes `max` and `min` of constants for tensors.
     WHOLE: tl.constexpr = (
         value.dtype.element_ty.primitive_bitwidth == 16
@@ -73,7 +73,7 @@ def attend_heavy_keys(
     )
     CHUNK: tl.constexpr = KEYS if WHOLE else 16
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
-    # In float32 at head_dim 256 that assembler does so too, so these products are not the matrix units'.
+    # In float32 at head_dim 256 that assembler has the same bug, so the matrix units do not compute these products.
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
     THREEFOLD: tl.constexpr = "bf16x3" if ON_AMD else "tf32x3"
     PRECISION: tl.constexpr = "ieee" if WIDE else THREEFOLD
@@ -91,7 +91,7 @@ def attend_heavy_keys(
                 x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
             )
         if LATE > 0:
-            # Rows that see a late key have, among the others, the first key that gave way to it.
+            # Rows that see a late key find, among the other keys, the first key that gave way to it.
             sees = tl.load(late + column % LATE)[None, :] <= row[:, None] + causal_offset
             x = tl.where(sees & (column >= KEYS - 2 * LATE)[None, :], float("-inf"), x)
             x = tl.where((column >= KEYS - LATE)[None, :], tl.where(sees, late_scores, float("-inf")), x)
@@ -104,14 +104,14 @@ def attend_heavy_keys(
 
 @triton.jit
 def merge_keys(x, values, counts, row_max, total, divisor, output, p_scale_log2, PRECISION: tl.constexpr):
-    """Merge some keys in the caller's dtype with others; return (row_max, total, divisor, output) of all.
+    """Merge some keys in the caller's dtype with other keys; return (row_max, total, divisor, output) over all keys.
 
     Args:
         x: float32 (rows, keys) scores in base 2, -inf where masked.
         values: pointers to V, (keys, v_channels), to whose dtype P is rounded; read late, when registers are free.
-        counts: which values are read, the others being 0; None: all.
-        row_max, total, divisor, output: the others' maxima, sums of P before quantisation, what rows were divided by,
-            and their output, 0 where the divisor is; P is 2 to the power of (score - row_max + p_scale_log2).
+        counts: which values are read (the rest count as 0); None: all.
+        row_max, total, divisor, output: the other keys' maxima, sums of P before quantisation, divisors of rows, and
+            output, 0 where the divisor is 0; P is 2 to the power of (score - row_max + p_scale_log2).
     """
     new_max = tl.maximum(row_max, tl.max(x, 1))
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -121,8 +121,8 @@ def merge_keys(x, values, counts, row_max, total, divisor, output, p_scale_log2,
     others = divisor * decay
     divisor = others + keys_sum
     positive = tl.where(divisor == 0.0, 1.0, divisor)
-    # Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same: it is
-    # exact for the largest weight, which may hold nearly all of a row.
+    # Divide by the sum's power of two first, so that V times P stays within float32's range. P's rounding stays the
+    # same: it is exact for the largest weight, which may be nearly all of a row's weight.
     power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = 1.0 / power
     v = tl.load(values) if counts is None else tl.load(values, mask=counts, other=0.0)

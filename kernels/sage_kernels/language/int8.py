@@ -17,15 +17,15 @@ BYTE_ROUNDER = tl.constexpr(1.5 * 2.0**10)
 
 @triton.jit
 def magnitude(x):
-    """Return the bits of float32 |x|, which order like the numbers; non-finite x have the largest."""
+    """Return the bits of float32 |x|, which order like the numbers; non-finite x have the largest bits."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def int8_scale(amax_bits, BFLOAT16: tl.constexpr):
-    """Return (scale, reciprocal) of groups with these largest magnitudes; (NaN, NaN) for a group that is not finite.
+    """Return (scale, reciprocal) of groups with these largest magnitudes; (NaN, NaN) for a non-finite group.
 
-    With BFLOAT16 the scale is rounded up to that type's values.
+    With BFLOAT16 the scale is rounded up to a bfloat16 number.
     """
     scale = amax_bits.to(tl.float32, bitcast=True) * ONE_127TH
     if BFLOAT16:
@@ -44,10 +44,10 @@ def round_to_int8(x):
 
 @triton.jit
 def round_to_byte(x):
-    """Round |x| ≤ 127 to the nearest integer in int8, by way of float16: 1.25 instructions an element.
+    """Round |x| ≤ 127 to the nearest integer in int8, via float16: 1.25 instructions per element.
 
-    float16 numbers around 1.5·2¹⁰ are integers, as float32 ones around ROUNDER. Within 2⁻⁵ of a tie either neighbour
-    may result.
+    float16 numbers around 1.5·2¹⁰ are integers, as float32 numbers around ROUNDER are. Within 2⁻⁵ of a tie the result
+    may be either neighbour.
     """
     if INTERPRETED:
         return (x.to(tl.float16) + BYTE_ROUNDER).to(tl.int16, bitcast=True).to(tl.int8)

@@ -28,7 +28,7 @@ def p_scale_log2(PV: tl.constexpr):
 
 @triton.jit
 def upper_bound(tile_max):
-    """Return a bound of a tile's scores that holds after rounding in float32, and is tight within a few roundings.
+    """Return a bound on a tile's scores that holds after rounding in float32, and is tight within a few roundings.
 
     A score above it by 2⁻⁷ would wrap in `round_to_byte`.
     """
@@ -42,12 +42,12 @@ def softmax_tile(s, scale, row_max, row_sum, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     Args:
         s: int32 (BLOCK_M, BLOCK_N).
         scale: float32 (BLOCK_M, BLOCK_N / 64, 4), for each row and the keys of one thread, times log2(e).
-        row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), of the tiles before; each thread keeps its own sum.
+        row_max, row_sum: float32 (BLOCK_M,) and (BLOCK_M, 4), of earlier tiles; each thread keeps its own sum.
         PV: the format of P·V.
 
     Returns:
         (p, gain, decay, row_max, row_sum): p float32 (BLOCK_M, BLOCK_N), relative to the row's maximum so far, or for
-        INT8 to the tile's, which `gain` corrects. `decay` is the factor of the sums of the tiles before.
+        INT8 to the tile's maximum, which `gain` corrects. `decay` is the factor of the sums of earlier tiles.
     """
     s = tl.reshape(s, (BLOCK_M, BLOCK_N // 64, 8, 4, 2))
     tile_max = tl.max(tl.max(tl.max(tl.max(s, 4), 2).to(tl.float32) * scale, 1), 1)

@@ -1,4 +1,4 @@
-"""Launches of Triton and Gluon kernels: the one function that runs a kernel, or records its launch."""
+"""Launches of Triton and Gluon kernels: the only function that runs a kernel, or records its launch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ON_AMD = tl.constexpr(torch.version.hip is not None)
 
-# Parameters whose divisibility by 16 does not decide how wide a tile can be loaded: Triton need not compile a kernel
-# anew where they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward kernels, and
-# `rows`, which is the stride of a tile in others.
+# Parameters whose divisibility by 16 does not decide how wide a tile can be loaded: Triton need not compile another
+# variant of a kernel if they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward
+# kernels, and `rows`, which is the stride of a tile in others.
 UNSPECIALIZED = [
     *("tokens", "q_len", "kv_len", "causal_offset", "recent_start", "q_heads", "kv_heads", "heads", "heads_together"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
@@ -42,8 +42,8 @@ UNSPECIALIZED = [
 ]
 
 ALIGNED_PARAMETERS = re.compile(r"^channels$|head_dim$|^(?!mask_).*stride_(batch|head|token|row)$")
-"""Sizes and strides of the caller's tensors: only if all of them are multiples of 16 are loads wide."""
-ALIGNMENT = 16  # of sizes, strides and addresses, of which Triton knows whether they are multiples
+"""Sizes and strides of the caller's tensors: loads are wide only if all of them are multiples of 16."""
+ALIGNMENT = 16  # of sizes, strides and addresses: Triton distinguishes multiples of it
 
 TOKEN_AXES = ("batch", "head", "token", "channel")
 MASK_AXES = ("batch", "head", "row", "column")
@@ -74,9 +74,9 @@ class Launch:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Record launches instead of running them, so that what a call would launch can be compiled ahead of time.
+    """Record launches instead of running them, so that a call's kernels can be compiled ahead of time.
 
-    Tensors may be on any device, the meta device too.
+    Tensors may be on any device, including the meta device.
     """
     launches: list[Launch] = []
     token = _recorded.set(launches)
@@ -90,7 +90,7 @@ def recording() -> Iterator[list[Launch]]:
 def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Yield a context whose launches may run at the same time as the block's other launches.
 
-    All launches of the block begin behind earlier work of the current stream, and end before its later work.
+    All launches of the block begin after earlier work of the current stream, and end before its later work.
     """
     if device.type != "cuda":
         yield contextlib.nullcontext()
@@ -109,7 +109,7 @@ def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextMana
 
 
 def strides(name: str, values: Iterable[int], axes: tuple[str, ...] = TOKEN_AXES) -> dict[str, Any]:
-    """Return strides as a kernel's arguments: for "output" output_stride_batch, …; for "" stride_batch, …."""
+    """Return strides as a kernel's arguments: for "output", output_stride_batch, …; for "", stride_batch, …."""
     prefix = f"{name}_stride" if name else "stride"
     return {f"{prefix}_{axis}": value for axis, value in zip(axes, values, strict=False)}
 
@@ -126,18 +126,18 @@ def launch(
     dependent: bool = False,
     **arguments: Any,
 ) -> None:
-    """Run `kernel` on the current stream of the device of its first tensor; only note it where a call is traced.
+    """Run `kernel` on the current stream of the device of its first tensor; only note the launch if a call is traced.
 
     Args:
-        kernel: a function of `triton.jit` or `gluon.jit`, whose compile-time parameters are in capitals.
-        grid: programs along up to three axes; nothing runs when one of them is 0.
-        num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion a product and a sum are
+        kernel: a function of `triton.jit` or `gluon.jit`, with compile-time parameters in capitals.
+        grid: programs along up to three axes; nothing runs if an axis is 0.
+        num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion, a product and a sum are
             rounded separately, as in PyTorch.
         shared_percent: share of a multiprocessor's L1 that repeated launches prefer as shared memory (default: the
-            driver's choice), which a kernel behind them may inherit.
-        dependent: it may start before the stream's previous kernel has ended, and waits for it by itself (programmatic
-            dependent launch).
-        arguments: every parameter of the kernel, by name; the first one is a tensor.
+            driver's choice), which a later kernel may inherit.
+        dependent: the kernel may start before the stream's previous kernel has ended, and waits for it itself
+            (programmatic dependent launch).
+        arguments: every parameter of the kernel, by name; the first is a tensor.
     """
     options = {
         "num_warps": num_warps,
@@ -171,10 +171,10 @@ def launch(
             if device.type != "cuda" or torch.version.hip is not None:
                 kernel[grid](**arguments, **options)
             else:
-                try:  # Triton's own launcher is made by a C compiler for each signature, which takes a second
+                try:  # a C compiler makes Triton's own launcher for each signature, which takes a second
                     packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
                     launch_now(packed, torch.cuda.current_device())
-                except (AttributeError, NotRepeatableError, OSError):  # also where the driver lacks a function
+                except (AttributeError, NotRepeatableError, OSError):  # also if the driver lacks a function
                     kernel[grid](**arguments, **options)
         _compiled.add(key)
 
@@ -194,9 +194,10 @@ def is_recording() -> bool:
 
 
 def fitting(kernel: triton.JITFunction, arguments: dict[str, Any]) -> triton.JITFunction:
-    """Return the variant of a kernel for arguments: itself if all that callers decide is aligned, else a general one.
+    """Return the variant of a kernel for arguments: itself if the callers' values are aligned, else a general one.
 
-    Triton would compile one for each set of aligned arguments, though one that is not makes all loads narrow.
+    Triton would compile a variant for each set of aligned arguments, though one unaligned argument makes all loads
+    narrow.
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         return kernel
@@ -223,7 +224,7 @@ def _general(kernel: triton.JITFunction) -> triton.JITFunction:
 
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
-    """Let Triton load kernels and make tensor maps, also in a thread new to the GPU, and while graphs are captured."""
+    """Let Triton load kernels and make tensor maps, also in threads new to the GPU, and while graphs are captured."""
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
@@ -234,10 +235,10 @@ def _launching(device: torch.device) -> Iterator[None]:
 
 
 def start_compiler() -> None:
-    """Begin in threads what Triton's first compilation of a process does in a row, and return at once.
+    """Begin in threads the steps that Triton's first compilation of a process takes one by one, and return at once.
 
-    A C compiler builds its driver, and its files are digested for the keys of its cache. A step that fails here
-    fails again where Triton does it, with its error.
+    A C compiler builds Triton's driver, and Triton's files are digested for its cache keys. A step that fails here
+    fails again in Triton, with its error.
     """
     with _lock:
         if not _starting and not INTERPRETED:
@@ -247,7 +248,7 @@ def start_compiler() -> None:
 
 
 def _await_compiler() -> None:
-    """Wait until Triton can compile at once: threads that ask at the same time would each do what it does first."""
+    """Wait until Triton can compile immediately: threads that ask simultaneously would each repeat its first steps."""
     start_compiler()
     for thread in _starting:
         thread.join()
@@ -259,5 +260,5 @@ def compile_now(run: Callable[[], object]) -> None:
     with announcing_if_slow():
         try:
             run()
-        except SystemError:  # by Python before 3.12.2, where another thread parses at the same time
+        except SystemError:  # from Python before 3.12.2, if another thread parses at the same time
             run()

@@ -58,14 +58,14 @@ def repeat_columns(x, TIMES: tl.constexpr):
 
 @triton.jit
 def thread_keys(x):
-    """View x (m, n) as (m, n/8, 8): the consecutive keys of a row that one thread holds come together."""
+    """View x (m, n) as (m, n/8, 8): consecutive keys of a row that one thread holds come together."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8))
 
 
 @triton.jit
 def mask_from(column, x):
     """Set x (m, n) to -inf in the columns from `column`, a scalar or (m, 1), on."""
-    # One difference per `thread_keys`, which are then compared with constants.
+    # One difference per `thread_keys`; the differences are then compared with constants.
     room = column - 8 * tl.arange(0, x.shape[1] // 8)[None, :]
     allowed = tl.arange(0, 8)[None, None, :] < room[:, :, None]
     return tl.reshape(tl.where(allowed, thread_keys(x), float("-inf")), x.shape)
@@ -94,7 +94,7 @@ def mask_by_bits(bits, x):
 
 @triton.jit
 def mask_biases(mask, row, column, q_len, limit, stride_row, stride_column):
-    """Load an additive mask for scores in base 2: eight float32 (m, n/8), of key column + 0 … 7; see `mask_bits`."""
+    """Load an additive mask for scores in base 2: eight float32 (m, n/8), for keys column + 0 … 7; see `mask_bits`."""
     inside = (row < q_len)[:, None]
     at = mask + row.to(tl.int64)[:, None] * stride_row + column.to(tl.int64)[None, :] * stride_column
     b0 = _mask_bias(at, 0, inside, column, limit, stride_column)
@@ -124,7 +124,8 @@ def thread_sums(x):
 def load_scales(scale, offset, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
     """Load GROUPS scales of each row from `offset` (n, 1) on, uint8 (n, GROUPS).
 
-    Native kernels load words of four: narrower copies to shared memory are not asynchronous, and are spread by byte.
+    Native kernels load words of four: narrower copies to shared memory are not asynchronous, and are spread byte by
+    byte.
     """
     if NATIVE:
         words = scale.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -137,8 +138,8 @@ def load_scales(scale, offset, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
 def broadcast_delta(delta, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWICE: tl.constexpr):
     """Load BLOCK_N scores of Q's mean for each row: float32 (BLOCK_M, BLOCK_N).
 
-    Where a thread's four accumulators of a matrix instruction are two columns of two rows, TWICE loads each pair of
-    columns twice, one after the other: so they lie in registers as the instruction takes them.
+    If a thread's four accumulators of a matrix instruction are two columns of two rows, TWICE loads each pair of
+    columns twice, one after the other: then the registers are ordered as the instruction needs.
     """
     if TWICE:
         pair, copy, column = tl.arange(0, BLOCK_N // 2), tl.arange(0, 2), tl.arange(0, 2)
@@ -156,11 +157,11 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
 
     Args:
         s: float32 (m, n) scores in the order of keys, in base 2 times `factor`; with MASKED, -inf where masked.
-        row_max: (m,), of the tiles before.
+        row_max: (m,), of earlier tiles.
 
     Returns:
         (shift, scale, decay, row_max): P·448·6 is 2 to the power of s·factor - shift, (m,), and `scale` a sixth of the
-        largest in each group of 16, (m, n/16). Sums of the tiles before must be multiplied by `decay`.
+        largest element of each group of 16, (m, n/16). Sums of earlier tiles must be multiplied by `decay`.
     """
     if NATIVE:
         largest = tl.reduce(thread_keys(s), 2, max_or_nan)
@@ -173,7 +174,7 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
     if MASKED:
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     shift = reference - P_SCALE_LOG2
-    # The largest exp2 is that of the largest score, so reuse its maxima over 8 keys. Reduce over threads last: the
+    # The largest score has the largest exp2, so reuse the scores' maxima over 8 keys. Reduce over threads last: the
     # compiler repeats what follows such a reduction for each layout it needs.
     scale = tl.exp2(largest * factor - (shift + E2M1_MAX_LOG2)[:, None])
     scale = tl.max(tl.reshape(scale, (s.shape[0], s.shape[1] // GROUP, 2)), 2)
@@ -181,7 +182,7 @@ def softmax_tile(s, factor, row_max, MASKED: tl.constexpr, NATIVE: tl.constexpr)
 
 
 def _scale_rows_asm(count: int) -> str:
-    """Return instructions that multiply `count` elements by as many factors where a warp has a factor other than 1."""
+    """Return instructions that multiply `count` elements by as many factors if a warp has a factor other than 1."""
     outputs, factors = [f"${i}" for i in range(count)], [f"${i}" for i in range(2 * count, 3 * count)]
     lines = [f"setp.neu.f32 p{i}, {factor}, 0f3F800000;" for i, factor in enumerate(factors)]
     width = 1
@@ -206,7 +207,7 @@ SCALE_64, SCALE_64_OPERANDS = tl.constexpr(_scale_rows_asm(64)), tl.constexpr(_s
 def native_scale_rows(x, factor):
     """Return float32 x (m, n) times factor (m,); a warp whose factors are all 1 takes a vote instead.
 
-    Fastest where x has 32 or 64 elements a thread of 256.
+    It is fastest if x has 32 or 64 elements per thread of 256.
     """
     SMALL: tl.constexpr = x.numel <= 32 * 256
     return tl.inline_asm_elementwise(
@@ -234,7 +235,7 @@ def weigh_values(
     TOTAL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return (accumulator, denominator, total) with one more tile of quantised P.
+    """Return (accumulator, denominator, total) after adding a tile of quantised P.
 
     Args:
         s, factor: see `softmax_tile`.
@@ -251,8 +252,8 @@ def weigh_values(
     else:
         bits = encode_e4m3(scale)
         step = decode_e4m3(bits).to(tl.float32)
-    # Dividing by the scale is a subtraction of its logarithm. In a group whose scale is 0 native elements may be
-    # anything, since e2m1 is finite and products are 0, unless `total` counts them before they are rounded.
+    # Dividing by the scale is a subtraction of its logarithm. In a group with scale 0, native elements may be anything,
+    # since e2m1 is finite and products are 0, unless `total` counts them before rounding.
     divisor = max_or_nan(step, E4M3_ROUNDS_TO_0) if TOTAL or not NATIVE else step
     logarithm = native_log2(divisor) if NATIVE else tl.log2(divisor)
     p = tl.exp2(s * factor - repeat_columns(shift[:, None] + logarithm, GROUP))

@@ -11,7 +11,7 @@ from .launch import UNSPECIALIZED, launch
 
 
 def key_padding(valid: torch.Tensor) -> KeyPadding:
-    """Find the spans of keys that exist: of bool `valid`, (batch or 1, kv_len), False where one does not."""
+    """Find the spans of existing keys; bool `valid`, (batch or 1, kv_len), is False where a key does not exist."""
     padding = KeyPadding.empty(valid)
     write_spans(padding.valid, padding.spans)
     return padding
@@ -76,8 +76,8 @@ def key_tiles(
 ):
     """Return the keys that a block of BLOCK_M rows sees: (begin, full_begin, full_end, columns).
 
-    Tiles full_begin…full_end - 1 need no mask; tiles begin…full_begin - 1, and those from full_end on with keys below
-    `columns`, do. Of FIRST keys at the front only `spans` know: all else is counted from the first key behind them.
+    Tiles full_begin…full_end - 1 need no mask; tiles begin…full_begin - 1, and tiles from full_end on with keys below
+    `columns`, need one. Only `spans` include the FIRST keys at the front: all else is counted from the key after them.
     """
     begin, full_begin, full_end, columns = 0, 0, kv_len // BLOCK_N, kv_len
     if PADDED:

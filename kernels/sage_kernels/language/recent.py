@@ -49,22 +49,23 @@ def attend_recent_keys(
     LATE: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Attend to the keys from `start` to before `end` that a causal row sees, BLOCK_N at once, as parts are merged.
+    """Attend to keys start…end - 1 that a causal row sees, BLOCK_N at once, and merge them with the other keys.
 
     Args:
         query, key, value, mask: pointers to the caller's Q, K and V of a (batch, head), and its mask as in
             `mask_scores`.
-        valid: pointer to which keys of the batch element count in any row; not read without a mask.
+        valid: pointer to the flags of keys that count in any row of the batch element; not read without a mask.
         late: as in `attend_heavy_keys`; in place of such a key a row attends to the first key that gave way to it.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
-        start, end: of the sequence's keys, which begin with FIRST ones that are heavy, or gave way; FIRST ≤ start.
+        start, end: positions among the sequence's keys, which begin with FIRST keys that are heavy or gave way; FIRST ≤
+            start.
         kv_start: index in K of the sequence's first key.
-        q_len, kv_len, causal_offset: of the sequence.
-        mean_score: the rows' products with K's mean, which the other scores are without, (rows,).
+        q_len, kv_len, causal_offset: the sequence's.
+        mean_score: the rows' products with K's mean, which the other scores lack, (rows,).
         row_max, total, divisor, output, p_scale_log2: as in `merge_keys`.
 
     Returns:
-        (row_max, total, divisor, output): of all these keys.
+        (row_max, total, divisor, output) over all keys.
     """
     WIDTH: tl.constexpr = CHANNELS if BLOCK_N > 16 else 32
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)

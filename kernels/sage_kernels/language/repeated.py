@@ -22,18 +22,18 @@ Call = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 
 
 class RepeatedLaunches:
-    """Launches that run one behind the other, as often as there are steps that differ only in `changing`."""
+    """Launches that run one after the other, again for each step that differs only in `changing`."""
 
     def __init__(self, calls: Sequence[Call], changing: Mapping[str, int]) -> None:
-        """Pack the launches, whose kernels have been compiled.
+        """Pack the launches; their kernels must be compiled.
 
         Args:
-            calls: in their order.
-            changing: names of parameters whose values change, the same in all kernels. They are addresses, or numbers
-                of 32 bits in which no kernel is specialised.
+            calls: the launches, in order.
+            changing: names of parameters whose values change, the same in all kernels. They are addresses, or 32-bit
+                numbers for which no kernel is specialised.
 
         Raises:
-            NotRepeatableError: a kernel needs more of a launch than parameters.
+            NotRepeatableError: a kernel needs more than parameters at launch.
         """
         self._lock = threading.Lock()
         self._launches: list[Launch] = []
@@ -56,10 +56,10 @@ class RepeatedLaunches:
             self._launches.append(one)
 
     def run(self, index: int, values: Mapping[str, int]) -> None:
-        """Launch on the current stream of GPU `index`, which is the current one.
+        """Launch on the current stream of GPU `index`, which must be the current GPU.
 
         Raises:
-            RuntimeError: the driver refuses.
+            RuntimeError: the driver reports an error.
         """
         stream = torch_private.current_stream(index)
         with self._lock:
@@ -68,7 +68,7 @@ class RepeatedLaunches:
             for one in self._launches:
                 one.config.stream = stream
                 if status := one.launch():
-                    if driver.ensure_context(index):  # the thread had none, and nothing was launched
+                    if driver.ensure_context(index):  # the thread had no context, so nothing was launched
                         status = one.launch()
                     driver.check("cuLaunchKernelEx", status)
 
@@ -82,18 +82,18 @@ def run_step(
     tensors: Sequence[torch.Tensor],
     facts: tuple[object, ...],
 ) -> None:
-    """Run the launches of a step of decoding, or repeat an earlier step's, which differ in `changing` alone.
+    """Run the launches of a step of decoding, or repeat an earlier step's launches, which differ only in `changing`.
 
-    The first repetition comes at once, to be compared: it stores the step's tokens once more, at their places.
+    The first repetition follows at once, for comparison: it stores the step's tokens once more, at the same places.
 
     Args:
-        kind: name of the function whose steps these are.
-        calls: makes the launches.
-        output: of the step, written.
-        counts: what the device counts, and the launches count on; None where the host counts.
-        changing: as of `RepeatedLaunches`; the output's address is in it.
-        tensors: the step's arguments. Steps are alike if these have the same layout, and the facts are equal.
-        facts: all else that the launches depend on and `changing` does not hold.
+        kind: name of the function that makes the steps.
+        calls: a function that makes the launches.
+        output: the step's output, written.
+        counts: the device's counts, which the launches update; None if the host counts.
+        changing: as in `RepeatedLaunches`; it includes the output's address.
+        tensors: the step's arguments. Steps are of one kind if these have the same layout, and the facts are equal.
+        facts: everything else that the launches depend on, except `changing`.
     """
     entry = cache.find(kind, tensors, facts) if can_repeat(output.device) else None
     if entry is not None and entry.replay is not None:
@@ -114,10 +114,10 @@ def _repetition(
     before: torch.Tensor | None,
     changing: Mapping[str, int],
 ) -> cache.Replay:
-    """Return the replay of a step that has just run: (changing) -> None; `before` copies the counts of before the step.
+    """Return the replay of a step that has just run: (changing) -> None; `before` copies the counts before the step.
 
     Raises:
-        NotRepeatableError: the launches give another output when they are repeated.
+        NotRepeatableError: the repeated launches give another output.
     """
     launches, device = RepeatedLaunches(calls, changing), output.device
 
@@ -138,6 +138,6 @@ def _repetition(
 
 
 def can_repeat(device: torch.device) -> bool:
-    """Tell whether launches run now, by CUDA's driver, and are neither recorded nor traced."""
+    """Tell whether CUDA's driver runs launches now, and they are neither recorded nor traced."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return is_cuda and not is_recording() and trace.current() is None

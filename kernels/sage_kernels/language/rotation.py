@@ -33,7 +33,7 @@ def rotation_matrix(size: int, dtype: torch.dtype, device: torch.device) -> torc
 def channel_factor(equalizer, channel, head_dim, DIVIDE: tl.constexpr):
     """Load the factors of channels (`transforms.equalize`), or with DIVIDE their reciprocals; 1 from head_dim on."""
     factor = tl.load(equalizer + channel, mask=channel < head_dim, other=1.0)
-    if DIVIDE:  # powers of two, whose reciprocals are exact
+    if DIVIDE:  # reciprocals of powers of two are exact
         factor = (0x7F000000 - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return factor
 

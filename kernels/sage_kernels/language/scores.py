@@ -16,7 +16,7 @@ BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def base_2(bias):
-    """Return an additive mask for scores in base 2. Finite elements stay finite, which rows of only padding need."""
+    """Return an additive mask for scores in base 2. Finite elements stay finite, as rows of only padding need."""
     bias = bias.to(tl.float32)
     finite = tl.clamp(bias * LOG2E, -FLOAT32_MAX, FLOAT32_MAX, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(tl.abs(bias) == float("inf"), bias, finite)
@@ -40,7 +40,7 @@ def mask_scores(
 
     Args:
         x: float32 (rows, columns).
-        mask: pointer to the mask of a (batch, head), or of kind "keys" to the validity of a batch's keys.
+        mask: pointer to the mask of a (batch, head), or for kind "keys" to the validity of a batch's keys.
         row, column: indices in their sequences, (rows,) and (columns,).
         MASK: "none", "keys", "bool" or "additive".
     """
@@ -59,14 +59,14 @@ def mask_scores(
 
 @triton.jit
 def store_clamped(into, x, inside):
-    """Store float32 x as `round_finite` rounds it, for a rounded V can exceed every unrounded one."""
+    """Store float32 x as `round_finite` rounds it, because a rounded V can exceed every unrounded V."""
     tl.store(into, round_finite(x, into.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def round_finite(x, dtype: tl.constexpr):
-    """Round float32 x; what is finite and beyond the dtype's range becomes its largest number, all else is NaN."""
-    # The product with 0 is NaN where x is not finite. To choose by a comparison takes registers that kernels lack.
+    """Round float32 x; finite numbers beyond the dtype's range become its largest number, non-finite numbers NaN."""
+    # The product with 0 is NaN if x is not finite. A comparison would take registers that kernels lack.
     if dtype == tl.float16:
         x = tl.fma(x, 0.0, tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX))
     if dtype == tl.bfloat16:

@@ -50,7 +50,7 @@ def as_operand(x):
 
 @triton.jit
 def operand_token(position):
-    """Return the token at a position of a transposed operand; in each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
+    """Return the token at a position of a transposed operand; of each 16: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15."""
     return position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
 
 

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def tail_source(token, chosen, pair, FIRST: tl.constexpr, PLACES: tl.constexpr):
-    """Return where tokens of the tail lie, which is behind FIRST tokens and counts from there.
+    """Return where tokens of the tail lie: the tail follows FIRST tokens and counts from there.
 
-    In place of a token that is heavy the tail has the one that gave way to it: of the FIRST tokens the last PLACES may.
+    In place of a heavy token the tail has the token that gave way to it: the last PLACES of the FIRST tokens may.
     `chosen` points to the heavy tokens of all (batch, kv head) pairs, one for each place.
     """
     if PLACES > 0:
@@ -34,15 +34,15 @@ def load_tokens(
     valid_step=1,
     source=None,
 ):
-    """Load tokens of a sequence in float32, zeros for those that do not count; return (values, which tokens count).
+    """Load tokens of a sequence in float32, zeros for tokens that do not count; return (values, which tokens count).
 
     Args:
         x, valid: pointers to the first token of the batch element; valid is read if HAS_VALID.
         start, length: the sequence's first token and length.
         token: indices in the sequence, (tokens,).
-        channel: indices (n,), of which those below `channels` exist.
+        channel: indices (n,); channels below `channels` exist.
         valid_step: elements of `valid` from one token to the next.
-        source: where these tokens lie, if not at their indices (`tail_source`).
+        source: positions of these tokens, if not their indices (`tail_source`).
     """
     counts = token < length
     if HAS_VALID:

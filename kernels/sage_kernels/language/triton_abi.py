@@ -1,6 +1,6 @@
 """Triton's private interface: how it compiles, loads and launches a kernel.
 
-Where another version of Triton differs, its own launcher runs: slower, not wrong.
+If another version of Triton differs, its own launcher runs: slower, not wrong.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def pack(
     options: dict[str, Any],
     dependent: bool = False,
 ) -> PackedLaunch:
-    """Return a launch as the driver takes it; the kernel is compiled if it is not yet.
+    """Return a launch in the driver's format; compile the kernel if necessary.
 
     Args:
-        kernel, grid, arguments, options, dependent: as of `launch.launch`; tensors may be stand-ins.
+        kernel, grid, arguments, options, dependent: as in `launch.launch`; tensors may be stand-ins.
 
     Raises:
-        NotRepeatableError: the kernel needs more of a launch than parameters, or has others than are known here.
+        NotRepeatableError: the kernel needs more than parameters at launch, or parameters of unknown types.
     """
     compiled = compile_kernel(kernel, grid, arguments, options)
     function, metadata = _load(compiled), compiled.metadata
@@ -68,7 +68,7 @@ def pack(
         for kind, value in zip(compiled.src.signature.values(), values, strict=True)
         for part in _parts(kind, value, tensor_maps)
     ]
-    parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, which it has none of
+    parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, unused by the kernel
     sizes = [MAP_BYTES if kind == "map" else struct.calcsize(kind) for kind, _ in parts]
     if (found := driver.parameter_sizes(function)) != sizes:
         raise NotRepeatableError(f"{kernel.__name__} has parameters of {found} bytes, {sizes} are known of")
@@ -94,7 +94,7 @@ def pack(
 
 @cache
 def _load(compiled: Any) -> int:
-    """Return the driver's handle of a kernel that is loaded without Triton's launcher, which a C compiler makes.
+    """Return the driver's handle of a kernel, loaded without Triton's launcher, which a C compiler would have to make.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -108,7 +108,7 @@ def _load(compiled: Any) -> int:
 
 
 def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the format and the value of what a parameter becomes."""
+    """Yield format and value of each packed part of a parameter."""
     if kind == "constexpr":
         return
     if isinstance(kind, str) and kind.startswith("*"):
@@ -116,7 +116,7 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
     elif isinstance(kind, str) and kind.startswith("tensordesc"):
         described = next(tensor_maps, None)
         if described is None or described["fp4_padded"] or described.get("is_im2col") or value.padding != "zero":
-            raise NotRepeatableError("a tensor descriptor of a kind that is not known")
+            raise NotRepeatableError("a tensor descriptor of an unknown kind")
         dtype, pitches = value.base.dtype, [stride * value.base.element_size() for stride in value.strides[:-1]]
         swizzle, box = SWIZZLE_BYTES[described["swizzle"]], described["block_size"]
 
@@ -135,10 +135,10 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
 
 
 def digest(function: Any) -> None:
-    """Have Triton digest the source of a kernel, by which its cache finds it, after the functions that it calls.
+    """Have Triton digest a kernel's source, its key in Triton's cache, after the functions that the kernel calls.
 
-    A digest covers the constants of called functions. By Triton 3.6 it does so only for functions that were digested
-    before: a process that launches other kernels first would not find this one, and compile it again.
+    A digest covers the constants of called functions. Up to Triton 3.6 it covers only functions that were digested
+    before: a process that launches other kernels first would not find this kernel, and compile it again.
     """
     if not hasattr(type(function), "cache_key") or id(function) in _digested:
         return

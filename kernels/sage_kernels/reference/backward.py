@@ -1,11 +1,11 @@
-"""Recipes with gradients in plain PyTorch: the forward pass that saves what the backward needs, and the backward.
+"""Recipes with gradients in plain PyTorch: the forward pass, which saves tensors, and the backward pass.
 
-With S from the INT8 codes of Q and K that the forward saved, and δ = rowsum(dO∘O), P = exp(S - lse) and
-dS = P∘(dO·Vᵀ - δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594,
-algorithm 3). K and Q are the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS
-sum to 0. Their rotation and equalizing are undone: in 16 bit in the operands K and Q of these products, in 8 bit, whose
-operands are the codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU
-path and the emulation; memory is linear in length.
+With S from the saved INT8 codes of Q and K, and δ = rowsum(dO∘O), P = exp(S - lse) and dS = P∘(dO·Vᵀ -
+δ); then dV = Pᵀ·dO, dK = dSᵀ·Q and dQ = dS·K, both times the softmax scale (arXiv 2505.11594, algorithm 3). K and Q are
+the values of their INT8 codes: K without its mean, which changes nothing, because rows of dS sum to 0. Their rotation
+and equalizing are undone: in 16 bits in the operands K and Q of these products; in 8 bits, where the operands are the
+codes, in the gradients. Like `reference.forward`, this is the specification of the kernels, the CPU path and the
+emulation; memory is linear in length.
 
 Sums are float32. With float64 tensors they are float64, and "16bit" does not round.
 """
@@ -41,7 +41,7 @@ GRADIENT_BLOCK = 64  # rows of dO that share a scale in INT8
 
 
 def forward(call: Call) -> tuple[torch.Tensor, Saved]:
-    """Compute `reference.forward.attention` of a call and save what its gradients need.
+    """Compute `reference.forward.attention` of a call, and save the tensors that its gradients need.
 
     The call's mask may be a key-padding mask, a block list, or both.
 
@@ -50,7 +50,7 @@ def forward(call: Call) -> tuple[torch.Tensor, Saved]:
         v_head_dim); see `Saved`.
 
     Raises:
-        ValueError: the recipe has no gradients, or a sequence is longer than lengths say the longest is.
+        ValueError: the recipe has no gradients, or a sequence is longer than the maximum that lengths state.
     """
     _check(call.recipe)
     lengths = call.lengths
@@ -82,15 +82,15 @@ def backward(
     """Compute the gradients of Q, K and V.
 
     Args:
-        call: the backward pass of a call that `forward` took.
-        block_m, block_n: queries and keys a tile, 16, 32, 64 or 128; in INT8 a tile's scores share scales.
+        call: the backward pass of a call of `forward`.
+        block_m, block_n: queries and keys of a tile, 16, 32, 64 or 128; in INT8 a tile's scores share scales.
 
     Returns:
         (query_gradient, key_gradient, value_gradient) in value's dtype, each laid out as (batch, tokens, heads,
-        channels). A row that attends to nothing has gradient 0 and adds nothing to others; neither does a key that
-        does not exist. A non-finite element in a row's dO makes dQ of that row, and dK and dV of the keys that it
-        attends to, non-finite, but no other dQ or dK. It may also spoil dV of other keys, where dO is multiplied by a
-        weight of 0: which ones depends on the tiles; in exact attention, all.
+        channels). A row that attends to nothing, or a key that does not exist, has gradient 0 and adds nothing to other
+        gradients. A non-finite element in a row's dO makes dQ of that row, and dK and dV of the keys that it attends
+        to, non-finite, but no other dQ or dK. It may also spoil dV of other keys, whose weight 0 is multiplied with dO:
+        the tiles decide which keys; in exact attention, all keys.
 
     Raises:
         ValueError: the recipe has no gradients, or the tile is not supported.
@@ -123,7 +123,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
     """Save one ordinary batch for the backward pass.
 
     Args:
-        operands: of a recipe with Q and K in INT8.
+        operands: operands of a recipe with Q and K in INT8.
         lse: the result of `reference.forward.attend_to_operands`.
     """
 
@@ -144,7 +144,7 @@ def save(operands: Operands, lse: torch.Tensor) -> Saved:
 
 def _check(recipe: Recipe) -> None:
     if recipe.backward is None or recipe.qk != "int8" or recipe.smooth_q:
-        raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have")
+        raise ValueError(f"recipe {recipe.name!r} has no gradients; sage_bwd and sage_bwd_int8 have them")
 
 
 def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequences: int) -> Saved:
@@ -161,7 +161,7 @@ def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequen
 
 
 def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Yield of each sequence its queries, its keys that count, and the rows of `Saved` that hold each of the two."""
+    """Yield for each sequence its queries, its keys that take part, and the rows of `Saved` for both."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     stored = lengths.cu_seqlens_k.diff()
     for name, own, longest in (
@@ -191,7 +191,7 @@ def _mask_of_sequence(call: Call | BackwardCall, index: int, queries: slice, key
 
 
 def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:
-    """Return the part of sequence `index` of what packed sequences save."""
+    """Return the part of packed sequences' saved tensors that belongs to sequence `index`."""
     scales = slice(key_rows.start // KEY_BLOCK, key_rows.stop // KEY_BLOCK)
     return Saved(
         saved.query[:, :, query_rows],
@@ -240,7 +240,7 @@ def _backward(call: BackwardCall, block_m: int, block_n: int) -> tuple[torch.Ten
 
     exists = value.new_ones(1, kv_len, dtype=torch.bool) if call.mask.valid is None else call.mask.valid
     exists = F.pad(exists, (0, key_pad))[:, None, None]
-    # An lse of infinity makes P 0 in the rows that attend to nothing, and in the padding.
+    # An infinite lse makes P 0 in rows that attend to nothing, and in the padding.
     lse = F.pad(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), (0, query_pad), value=torch.inf)
     lse = lse.to(sums).unsqueeze(-1)
     output_gradient = F.pad(output_gradient.to(sums), (0, 0, 0, query_pad)).masked_fill(lse == torch.inf, 0.0)
@@ -257,7 +257,7 @@ def _backward(call: BackwardCall, block_m: int, block_n: int) -> tuple[torch.Ten
     query_factors = 1 / key_factors.repeat_interleave(q_heads // kv_heads if recipe.equalize else 1, 1)
     in_int8 = recipe.backward == "int8"
     # In 16 bits Q and K are restored: sums of codes are exact, so that kernels may take them in any order. In INT8 they
-    # are the codes, whose scales vary along the sum, and are factors of dS before it is rounded.
+    # are the codes; their scales vary along the sum, so they multiply dS before dS is rounded.
     gradient_operand, query_operand, key_operand = output_gradient, query, key
     if in_int8:
         gradient_operand = _round_int8(output_gradient.unflatten(-2, (-1, GRADIENT_BLOCK)).flatten(-2))
@@ -310,7 +310,7 @@ def _backward(call: BackwardCall, block_m: int, block_n: int) -> tuple[torch.Ten
             of_queries = per_group(rounded(ds * key_factor[..., tile], -1), kv_heads)
             query_gradient[:, :, chunk] += (of_queries @ key_operand[:, :, tile].unsqueeze(2)).flatten(1, 2)
 
-    # Non-finite elements of dO, times a P of 0 or by way of a scale, give NaN where 0 is due.
+    # Non-finite elements of dO, times a P of 0 or through a scale, would give NaN in place of 0.
     for gradient in (key_gradient, value_gradient):
         gradient.masked_fill_(~exists.transpose(-1, -2), 0.0)
     if in_int8:
@@ -335,7 +335,7 @@ def _round_int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed_product(weights: torch.Tensor, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return weightsᵀ·x, summed over the query heads of each group too.
+    """Return weightsᵀ·x, also summed over the query heads of each group.
 
     Args:
         weights, x: (batch, q_heads, rows, keys), (batch, q_heads, rows, channels).

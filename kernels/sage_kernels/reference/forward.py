@@ -1,6 +1,6 @@
 """Every recipe in plain PyTorch: the specification of the kernels, the CPU path, and the emulation on other hardware.
 
-Online softmax over tiles of keys, as the kernels do it, so that a kernel can be compared tile for tile. Formats and
+Softmax is online over tiles of keys, as in the kernels, so that a kernel can be compared tile by tile. Formats and
 transforms come from `formats` and `transforms`; matrix products of the quantised values are taken in float32, where
 they are exact for INT8 (up to head_dim 512) and exact up to the order of the sums for FP4 and FP8. Memory is linear in
 length.
@@ -42,8 +42,8 @@ class Operands:
             (batch, kv_heads, tokens, head_dim), whose product must be added to the scores.
         key_mean, value_mean: (batch, kv_heads, 1, ·) or None.
         equalizer: the result of `transforms.equalize`, or None.
-        heavy: the keys that are attended to in the caller's dtype, which all others are without; or None.
-        recent: what attends to the latest keys of causal rows likewise, all keys included; or None.
+        heavy: the keys that are attended to in the caller's dtype and left out of the other operands; or None.
+        recent: all keys, for attention to the latest keys of causal rows in the caller's dtype; or None.
     """
 
     query: torch.Tensor
@@ -62,10 +62,10 @@ class Operands:
 
 
 def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the keys that count in means and scales: bool (batch or 1, 1, kv_len or 1, 1), None without a mask.
+    """Return which keys count in means and scales: bool (batch or 1, 1, kv_len or 1, 1); None without a mask.
 
-    Keys count that some query may attend to. An additive mask of -10,000 and less, as padding often has,
-    forbids a key to all queries as -inf does, provided that each of them has another key left.
+    A key counts if some query may attend to it. An additive mask of -10,000 and less, as padding often has, forbids a
+    key to all queries as -inf does, provided that each query has another key left.
 
     Args:
         mask: bool or additive, 4-D, broadcastable to (batch, q_heads, q_len, kv_len).
@@ -97,17 +97,17 @@ def quantize_operands(
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
-        recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many become `Operands.heavy`; with
-            `heavy_choice` "heaviest" K and V exchange tokens before (`transforms.exchange`); with causality one of
-            LATE_SHARE may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many keys. Means, the
-            equalizer, and the scales of V are those of all keys, but with an equalizer, K's mean and the equalizer are
-            those of `transforms.quiet_keys`. With `recent_keys` all keys are kept for
+        recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many keys become `Operands.heavy`.
+            With `heavy_choice` "heaviest", K and V first exchange tokens (`transforms.exchange`); with causality, one
+            in LATE_SHARE heavy keys may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many
+            keys. Means, the equalizer, and the scales of V are taken over all keys; but with an equalizer, K's mean and
+            the equalizer are taken over `transforms.quiet_keys`. With `recent_keys` all keys are kept for
             `Operands.recent`.
-        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. Where there are
-            as many queries as keys, the token of a key that does not count is padding as a query too, and left out of
-            the equalizer.
-        scale: factor of the scores, by which heavy keys are chosen; default head_dim ** -0.5.
-        is_causal: rows do not attend to all keys.
+        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. If there are as
+            many queries as keys, the query of a token whose key does not count is padding too, and is left out of the
+            equalizer.
+        scale: factor of the scores, for the choice of heavy keys; default head_dim ** -0.5.
+        is_causal: whether rows attend causally, and not to all keys.
     """
     dtype, heavy, recent = query.dtype, None, None
     valid_queries = valid if query.shape[-2] == key.shape[-2] else None
@@ -198,7 +198,7 @@ def attention(
     block_n: int = BLOCK_N,
     blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention in a low-bit recipe (arXiv 2505.11594, algorithm 1, and its INT8 relatives).
+    """Compute attention by a low-bit recipe (arXiv 2505.11594, algorithm 1, and INT8 variants of it).
 
     Args:
         query: (batch, q_heads, q_len, head_dim), any floating dtype, any strides.
@@ -208,9 +208,10 @@ def attention(
         mask: bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len).
         is_causal: row i attends to keys 0…i + causal_offset.
         scale: default head_dim ** -0.5.
-        block_n: keys a tile of the online softmax: 16, 32, 64 or 128.
-        blocks: the tiles of keys that each block of rows attends to; None: all. Means, scales and equalizer are those
-            of all keys, listed or not. With a list no key is heavy, and recent keys are as others.
+        block_n: keys of a tile of the online softmax: 16, 32, 64 or 128.
+        blocks: the tiles of keys that each block of rows attends to; None: all tiles. Means, scales and equalizer are
+            taken over all keys, listed or not. With a list no key is heavy, and recent keys are treated like all
+            others.
 
     With an attention bias, heavy keys are the first ones. Causal rows attend to their latest keys, `recent_keys` at
     least, in the caller's dtype (`call.recent_start`).
@@ -220,7 +221,7 @@ def attention(
         v_head_dim); (batch, q_heads, q_len) float32. A row that may attend to nothing gives output 0 and lse -inf.
 
     Raises:
-        ValueError: block_n is none of 16, 32, 64, 128.
+        ValueError: block_n is not 16, 32, 64 or 128.
     """
     if block_n not in (16, 32, 64, 128):
         raise ValueError(f"block_n {block_n} is not supported: use 16, 32, 64 or 128")
@@ -261,7 +262,7 @@ def attention(
 
 
 def nothing_attended(query: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attention`'s output and lse where no row may attend to anything: 0 and -inf."""
+    """Return `attention`'s output and lse for calls whose rows may attend to nothing: 0 and -inf."""
     batch, q_heads, q_len, _ = query.shape
     output = query.new_zeros(batch, q_len, q_heads, v_head_dim, dtype=dtype).transpose(1, 2)
     return output, query.new_full((batch, q_heads, q_len), -torch.inf, dtype=torch.float32)
@@ -284,12 +285,12 @@ def attend_to_operands(
 
     Args:
         operands: the result of `quantize_operands`.
-        kv_len: keys that exist, heavy ones included; operands hold padding beyond them.
+        kv_len: number of existing keys, including heavy keys; operands hold padding beyond them.
         dtype: dtype of the output.
         mask: 4-D; otherwise as in `attention`, like the arguments below.
 
     Returns:
-        (output, lse) as in `attention`, but lse is that of the scores against K without its mean.
+        (output, lse) as in `attention`, but lse is of the scores against K without its mean.
     """
     batch, q_heads, q_len, _ = operands.query.shape
     output, lse = nothing_attended(operands.query, operands.value.shape[-1], dtype)
@@ -301,7 +302,7 @@ def attend_to_operands(
         attended, lse[:, :, chunk] = _attend_rows(
             operands, recipe, chunk, kv_len, mask, is_causal, causal_offset, scale, block_n, blocks
         )
-        # A rounded V can exceed every unrounded one, and so the range of its dtype.
+        # A rounded V can exceed every unrounded V, and so the range of its dtype.
         output[:, :, chunk] = transforms.round_finite(attended, dtype)
     return output, lse
 
@@ -406,11 +407,11 @@ def _quantize_nvfp4(x: torch.Tensor, recipe: Recipe, scale_steps: tuple[int, ...
 
 
 def _quantize_value(value: torch.Tensor, heavy: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the element values of V and the scale of each channel, the factor of the output.
+    """Return the element values of V and the scale of each channel, which multiplies the output.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), a multiple of BLOCK_N tokens.
-        heavy: that of heavy keys, which count in the scale; perhaps none.
+        heavy: V of the heavy keys, which count in the scale; it may have no keys.
     """
     tokens = value.shape[-2]
     value = torch.cat((value, F.pad(heavy, (0, 0, 0, -heavy.shape[-2] % BLOCK_N))), -2)

@@ -1,9 +1,10 @@
-"""The low-bit KV cache in plain PyTorch: the specification of what its kernels store, bit by bit, and compute.
+"""The low-bit KV cache in plain PyTorch: the specification of the kernels' stored bits and results.
 
-K: (k - mean) · (1 / equalizer), rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: so the
-first and the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the equalizer
-and rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by the unit.
-All of it is exact in real arithmetic. Mean, equalizer and unit are taken from the first tokens that a cache gets.
+K: (k - mean) · (1 / equalizer), rotated (`transforms`); V: v / unit, rotated. Both are rounded to float16: in this form
+the first and the newest tokens are kept, and a token's codes are made from these 16 bits. Q is multiplied by the
+equalizer and rotated, so scores lack only q · mean, which softmax ignores; the output is unrotated and multiplied by
+the unit. All these steps are exact in real arithmetic. Mean, equalizer and unit are taken from the first tokens that a
+cache gets.
 
 A token in INT8 or INT4 is x = low + scale · code, with its smallest element and (largest - smallest) / (2^bits - 1) in
 float16 (asymmetric, arXiv 2405.04532, section 4.2); in NVFP4 as `formats.nvfp4` without a tensor scale.
@@ -21,14 +22,14 @@ from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
 EQUALIZING_POWER = 5 / 32
-"""Power of `transforms.loudness_ratio` that equalizes: 1/4 would suit the first tokens best, less suits later ones."""
+"""Power of `transforms.loudness_ratio` for the equalizer: 1/4 suits the first tokens best, less suits later tokens."""
 FEWEST_TOKENS = 16
-"""Tokens from which an equalizer is decided; fewer say too little about each channel."""
+"""Tokens from which an equalizer is decided; fewer tokens say too little about each channel."""
 LEAST_UNIT = 2.0**-6
-"""Least unit of V: first tokens that are nearly 0 leave later ones of up to 1,000 within float16."""
+"""Least unit of V: after first tokens of nearly 0, later tokens of up to 1,000 stay within float16."""
 
 
-@torch.inference_mode()  # the cache's tensors may be of this mode, and are written only in it
+@torch.inference_mode()  # the cache's tensors may be of this mode, which alone may write them
 def freeze(
     cache: KVCache,
     query: torch.Tensor | None,
@@ -40,7 +41,7 @@ def freeze(
 
     Args:
         cache: an empty cache.
-        query: (batch, q_heads, tokens, head_dim); None: unknown. The equalizer is 1 then, and for fewer than
+        query: (batch, q_heads, tokens, head_dim); None: unknown. The equalizer is 1 without queries, and for fewer than
             FEWEST_TOKENS tokens.
         key, value: (batch, kv_heads, tokens, head_dim).
         valid: bool (batch or 1, tokens), False for padding; None: no padding.
@@ -69,10 +70,10 @@ def freeze(
 
 @torch.inference_mode()
 def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store tokens behind the others, and quantise those that leave the window.
+    """Store tokens after earlier tokens, and quantise tokens that leave the window.
 
     Args:
-        cache: with its transforms frozen.
+        cache: a cache with frozen transforms.
         key, value: (batch, kv_heads, tokens, head_dim).
     """
     tokens, first = key.shape[2], cache.length
@@ -109,8 +110,8 @@ def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tenso
     """Return K and V as the cache holds them, (batch, kv_heads, length, head_dim).
 
     Args:
-        cache: of any length.
-        dtype: of the result, float64 for tests; default: the caller's K's.
+        cache: a cache of any length.
+        dtype: dtype of the result, float64 for tests; default: the dtype of the caller's K.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = torch.arange(cache.length, device=cache.device)
@@ -134,9 +135,9 @@ def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | N
     """Attend with the newest tokens to the cache, causally.
 
     Args:
-        cache: with the queries' own tokens.
+        cache: a cache that already holds the queries' tokens.
         query: (batch, q_heads, q_len, head_dim).
-        valid: bool (batch or 1, length), which columns exist; None: all.
+        valid: bool (batch or 1, length), True for columns that exist; None: all.
         scale: factor of the scores.
 
     Returns:
@@ -195,7 +196,7 @@ def _store_codes(cache: KVCache, which: str, columns: torch.Tensor, x: torch.Ten
 
 
 def _load_codes(cache: KVCache, which: str) -> torch.Tensor:
-    """Dequantise the codes of all columns, (batch, kv_heads, length, channels); those in 16 bits have none."""
+    """Dequantise the codes of all columns, (batch, kv_heads, length, channels); columns in 16 bits have no codes."""
     words = cache.key_codes if which == "key" else cache.value_codes.transpose(3, 4).flatten(2, 3)
     scales = getattr(cache, f"{which}_scales")
     return dequantize(words[:, :, : cache.length], scales[:, :, : cache.length], cache.format)

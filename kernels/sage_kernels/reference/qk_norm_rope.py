@@ -8,11 +8,11 @@ from ..spec.heads import Norm, Rope
 
 
 def qk_norm_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-    """Normalise and rotate heads; rounded to the dtype of x after each.
+    """Normalise and rotate heads; round to the dtype of x after each step.
 
     Args:
         x: (batch, tokens, heads, head_dim); float64 is computed in float64.
-        norm, rope: what to do, if any.
+        norm, rope: the norm and the rotation, if any.
     """
     normalized = x if norm is None else normalize(x, norm)
     return normalized if rope is None else rotate(normalized, rope)

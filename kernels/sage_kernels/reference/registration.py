@@ -51,7 +51,7 @@ class ReferenceForward(ReferenceKernel):
         )
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Attend and keep what gradients need; see `backward.forward`."""
+        """Attend and save tensors for gradients; see `backward.forward`."""
         return backward.forward(call)
 
 
@@ -109,7 +109,7 @@ class ReferenceKVKernel:
         valid: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError without room."""
+        """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError if the cache is full."""
         if cache.is_ahead:
             cache.read_counts()
             valid = None if valid is None else valid[:, : cache.length + key.shape[2]]

@@ -1,4 +1,4 @@
-"""Keys that the reference attends to in the caller's dtype: heavy ones, late ones among them, and recent ones."""
+"""Keys that the reference attends to in the caller's dtype: heavy keys, including late keys, and recent keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..spec.layout import BLOCK, ceil_div
 
 @dataclass(frozen=True)
 class Unquantized:
-    """Keys and what attends to them in the caller's dtype, as float32 values.
+    """Keys in the caller's dtype, with the queries that attend to them, as float32 values.
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim).
-        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are
-            rounded to the caller's dtype after that; in INT8 ones not: there the mean's scores are subtracted.
+        key: (batch, kv_heads, keys, head_dim), without the mean of the other keys. In NVFP4 recipes heavy keys are then
+            rounded to the caller's dtype; in INT8 recipes not: there the mean's scores are subtracted.
         value: (batch, kv_heads, keys, v_head_dim), with its mean.
-        dtype: the caller's, to which P is rounded.
-        late: int64 (batch, kv_heads, late keys), the result of `transforms.late_keys`: the last ones of these keys.
-            Rows that see one do not attend here to the first key that gave way to it: among the other keys that has
-            its place. None: there are none.
+        dtype: the caller's dtype, to which P is rounded.
+        late: int64 (batch, kv_heads, late keys), the result of `transforms.late_keys`: the last of these keys. Rows
+            that see a late key do not attend here to the first key that gave way to it: that key has the late key's
+            place among the other keys. None: no late keys.
     """
 
     query: torch.Tensor
@@ -36,12 +36,12 @@ class Unquantized:
 
     @property
     def first_keys(self) -> int:
-        """Return the number of keys, from the sequence's first on, whose places the other keys are without."""
+        """Return the number of leading keys of the sequence that the other keys lack."""
         return self.key.shape[-2] - (0 if self.late is None else self.late.shape[-1])
 
 
 def take_late(x: torch.Tensor, late: torch.Tensor, first_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first tokens and the late ones; and all tokens, late ones exchanged for those that give way."""
+    """Return the first tokens and the late tokens; and all tokens, late tokens exchanged for tokens that give way."""
     places = late.shape[-1]
     before, others = x.tensor_split((first_keys - places,), -2)
     stays = torch.arange(places, device=x.device)
@@ -62,7 +62,7 @@ def attend_unquantized(
     causal_offset: int,
     scale: float,
 ) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Give the scores of heavy keys, then of recent ones, (batch, q_heads, rows, keys), each with what weighs V by P.
+    """Yield scores of heavy keys, then recent keys, (batch, q_heads, rows, keys), with a function that weighs V by P.
 
     P is rounded to the caller's dtype. `chunk.start` is a multiple of BLOCK, and `recent_start` the first recent key of
     rows 0…BLOCK - 1: each later block of rows begins BLOCK keys later.

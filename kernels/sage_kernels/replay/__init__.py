@@ -1,1 +1,1 @@
-"""Replay of repeated calls: what a call allocated and launched is done again, without its host code."""
+"""Replay of repeated calls: allocate and launch as the first call did, without running its host code."""

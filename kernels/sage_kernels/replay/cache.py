@@ -1,9 +1,10 @@
-"""Cache of recurring calls: what layout, options and settings decide is found out once, then replayed.
+"""Cache of recurring calls: find out once what layout, options and settings decide, then replay it.
 
 A replay is prepared at the second occurrence of a call, so a length that occurs once costs nothing. Its first output is
 compared with the ordinary call's, bit by bit, or to rounding where sums are taken in any order; a call that cannot be
-replayed runs anew each time. A replay makes no checks, for the checks of the first call hold, and runs no operator of
-torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to see operators.
+replayed runs the ordinary way each time. A replay makes no checks, because the first call's checks hold, and runs no
+operator of torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to see
+operators.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from .trace import NotRepeatableError, tracing
 logger = logging.getLogger(__name__)
 
 CALLS = 512
-"""Calls that are remembered; of more, those used least lately are forgotten."""
+"""Number of calls that are remembered; beyond it, the least recently used calls are forgotten."""
 ALIGNMENT = 16
-"""Bytes, of the addresses of replayed calls."""
+"""Alignment of replayed calls' addresses, in bytes."""
 MOST_BYTES = 2**28
-"""Bytes of a call's results up to which it is replayed: to compare larger ones takes much memory, and such a call takes
-the GPU longer than any host."""
+"""Bytes of a call's results up to which it is replayed: comparing larger results takes much memory, and such a
+call takes the GPU longer than any host."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
+"""Integer dtypes by their bytes."""
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -45,25 +46,25 @@ class Replay:
     """Replay of a call, made by `traced` or `compared`.
 
     Attributes:
-        plan: what runs, to be announced.
-        run: (what changes between calls) -> what the ordinary call returns.
+        plan: the plan that runs, to be announced.
+        run: (the arguments that change between calls) -> the ordinary call's result.
     """
 
     plan: Any
     run: Callable[..., Any]
 
     def __call__(self, *changing: Any) -> Any:
-        """Run."""
+        """Run the replay."""
         return self.run(*changing)
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Knowledge of calls that agree in all but addresses and values.
+    """Knowledge of calls that differ only in addresses and values.
 
     Attributes:
-        replay: replays them; None if no replay is prepared.
-        calls: how many ran the ordinary way.
+        replay: replays the calls; None if no replay is prepared.
+        calls: how many calls ran the ordinary way.
     """
 
     replay: Replay | None = None
@@ -72,7 +73,7 @@ class Entry:
     def consider(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
         """Count a call that has just run the ordinary way; prepare a replay by `make` at the second one, or `at_once`.
 
-        While a graph is captured, nothing is prepared: its launches do not run, so their results tell nothing.
+        While a graph is captured, nothing is prepared: its launches do not run, so there are no results to compare.
         """
         if is_capturing():
             return
@@ -81,7 +82,7 @@ class Entry:
             return
         try:
             self.replay = make()
-        except Exception as error:  # the call has run, and runs so again: its next failure shows
+        except Exception as error:  # the call itself has run; it goes on the ordinary way, where a failure shows
             reason = f"{error}" if isinstance(error, NotRepeatableError) else f"{type(error).__name__}: {error}"
             logger.info("a call is not replayed but run anew each time: %s", reason)
 
@@ -92,20 +93,20 @@ def _entry(*facts: object) -> Entry:
 
 
 forget = _entry.cache_clear
-"""() -> None: forget all calls, because other kernels may serve them from now on."""
+"""() -> None: forget all calls: from now on, other kernels may serve them."""
 
 
 def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = False) -> Entry | None:
     """Return the entry of a call, or None if such a call is never replayed.
 
-    Entries differ by kind, by sizes, strides, dtypes and devices of the tensors, by options and their types, and by the
+    Entries differ by kind; by sizes, strides, dtypes and devices of the tensors; by options and their types; and by the
     settings of this process and thread that can change results or plans (`torch_private.settings`).
 
     Args:
-        kind: name of the function that is called; calls of another one are others.
-        tensors: the arguments, not checked yet; None where an optional one is not given.
-        options: all else that was given.
-        grad: gradients of one of the arguments are wanted.
+        kind: name of the function that is called; each function has its own entries.
+        tensors: the tensor arguments, not checked yet; None for an optional tensor that is not given.
+        options: all other arguments.
+        grad: whether a gradient of an argument is wanted.
     """
     if torch.compiler.is_compiling() or torch_private.modes_are_active():
         return None
@@ -118,15 +119,15 @@ def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = 
         checkpointed = grad and torch_private.is_checkpointed()
         types = tuple(map(type, options))  # 1 == 1.0 == True
         return _entry(kind, grad, checkpointed, torch_private.settings(), options, types, *layout)
-    except (AttributeError, RuntimeError, TypeError):  # no strides, no address, no hash: the call's checks say more
+    except (AttributeError, RuntimeError, TypeError):  # no strides, no address, no hash: the call's checks will explain
         return None
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether tensors are of no subclass, hold their values as they are, and begin at multiples of 16 bytes.
+    """Return whether tensors are of no subclass, store their values unmodified, and begin at multiples of 16 bytes.
 
-    Tensors without memory are not plain: zeros that no memory holds, and tensors whose storage was freed. Their address
-    is the byte that they would have in their storage.
+    Tensors without memory are not plain: zero tensors of PyTorch without storage, and tensors whose storage was freed.
+    Their address is their byte offset in the storage.
     """
     for x in tensors:
         if x is None:
@@ -151,16 +152,16 @@ def traced(
     """Return a replay that repeats the launches of a call; None if its results are too large to be compared.
 
     Args:
-        plan: what runs.
-        call: (tensors) -> outputs, each with memory of its own; only allocates, takes views and launches.
+        plan: the plan that runs.
+        call: (tensors) -> outputs, no two sharing memory; it only allocates, takes views and launches.
         tensors: the arguments of the call that has just run.
-        expected: what it returned.
-        result: (outputs) -> what the ordinary call returns.
-        rounds: equal calls give equal outputs only to rounding, because sums are taken in any order.
+        expected: the results of that call.
+        result: (outputs) -> the ordinary call's result.
+        rounds: equal calls give equal outputs only up to rounding, because sums are taken in any order.
 
     Raises:
-        NotRepeatableError: the call does more than that, or its replay gives other outputs.
-        RuntimeError: the driver refuses.
+        NotRepeatableError: the call does more than these actions, or its replay gives other outputs.
+        RuntimeError: the driver reports an error.
     """
     if not is_small(expected):
         return None
@@ -178,7 +179,7 @@ def traced(
 
 
 def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:
-    """Return a replay by a function that does without checks and planning; arguments and errors as of `traced`."""
+    """Return a replay by a function that skips checks and planning; arguments and errors as in `traced`."""
     if not is_small(expected):
         return None
     check(run, tensors, expected)
@@ -186,19 +187,19 @@ def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected:
 
 
 def is_small(results: Tensors) -> bool:
-    """Tell whether the results of a call are small enough to be compared; of tensors on the meta device too."""
+    """Tell whether the results of a call are small enough to compare; they may be on the meta device."""
     return sum(x.numel() * x.element_size() for x in results if x is not None) <= MOST_BYTES
 
 
 def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
-    """Check that `run(*tensors)` gives what is expected: the same bits, or with `rounds` what is equal to rounding.
+    """Check that `run(*tensors)` returns the expected tensors: bit for bit, or with `rounds` up to rounding.
 
     Raises:
-        NotRepeatableError: it gives something else.
+        NotRepeatableError: the results differ.
     """
     device = next(x.device for x in expected if x is not None)
     with contextlib.ExitStack() as stack:
-        # Checkpointing counts the tensors that a forward pass saves, and must not count the comparison's.
+        # Checkpointing counts the tensors that a forward pass saves; it must not count tensors of the comparison.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_keep, _keep))
         if device.type == "cuda" and torch.version.hip is None:
             stack.enter_context(torch.cuda.device(device))
@@ -208,7 +209,7 @@ def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, roun
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:
-    """Save a tensor for a backward pass as it is."""
+    """Save a tensor for a backward pass unchanged."""
     return x
 
 

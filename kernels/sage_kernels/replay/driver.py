@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-MAP_BYTES = 128  # of a CUtensorMap
+MAP_BYTES = 128  # size of a CUtensorMap
 MAP_ALIGNMENT = 64
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
@@ -23,11 +23,11 @@ MAP_DTYPES = {
     **dict.fromkeys((torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2), 0),
     **{torch.float16: 6, torch.float32: 7, torch.bfloat16: 9},
 }
-"""Dtypes of a tensor map, and the driver's number for each: dtypes of one byte are bytes to the accelerator."""
+"""Dtypes of a tensor map, and the driver's number for each: the accelerator treats one-byte dtypes as bytes."""
 L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 _INVALID_VALUE = 1
-_RELAXED = 2  # mode of a thread that captures do not restrict
+_RELAXED = 2  # thread mode in which captures impose no restrictions
 _NON_BLOCKING_STREAM = 1
 _EVENT_WITHOUT_TIMING = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -59,7 +59,7 @@ _SIGNATURES = {
 
 
 class LaunchAttribute(ctypes.Structure):
-    """A CUlaunchAttribute whose value is a number of 32 bits."""
+    """A CUlaunchAttribute whose value has 32 bits."""
 
     _fields_ = (("id", _UINT), ("pad", _UINT), ("value", _UINT), ("rest", _UINT * 15))
 
@@ -74,7 +74,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 WAITS_BY_ITSELF = LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-"""Attribute of a launch that may start before the stream's previous kernel has ended (programmatic dependence)."""
+"""Attribute of launches that may start before the stream's previous kernel has ended (programmatic dependence)."""
 
 
 @cache
@@ -96,17 +96,17 @@ def _open() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Return the version of CUDA that the driver has, as 1000 · major + 10 · minor; 0 without a driver."""
+    """Return the driver's CUDA version, as 1000 · major + 10 · minor; 0 without a driver."""
     found = ctypes.c_int()
     try:
-        _open().cuDriverGetVersion(ctypes.byref(found))  # a driver of any age has this function
+        _open().cuDriverGetVersion(ctypes.byref(found))  # drivers of every version have this function
     except OSError:
         return 0
     return found.value
 
 
 def check(what: str, status: int) -> None:
-    """Raise RuntimeError if a status is an error, which the message names after `what`."""
+    """Raise RuntimeError if a status is an error; the message is `what`, then the error's name."""
     if status:
         name = ctypes.c_char_p()
         library().cuGetErrorName(status, ctypes.addressof(name))
@@ -126,7 +126,7 @@ def _handle(name: str, *arguments: object) -> int:
 
 
 def ensure_context(index: int) -> bool:
-    """Give a thread that has no context GPU `index`'s, which PyTorch uses too; return whether it had none."""
+    """Give a thread without a context the context of GPU `index` that PyTorch uses; return whether it had none."""
     if _handle("cuCtxGetCurrent"):
         return False
     _call("cuCtxSetCurrent", _primary_context(index))
@@ -140,7 +140,7 @@ def _primary_context(index: int) -> int:
 
 @contextlib.contextmanager
 def device_context(index: int) -> Iterator[None]:
-    """Make GPU `index` PyTorch's current one, and its context the thread's, while the block runs."""
+    """Make GPU `index` PyTorch's current GPU, and its context the thread's context, while the block runs."""
     with torch.cuda.device(index):
         ensure_context(index)
         yield
@@ -158,17 +158,17 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def load(image: bytes, name: str, index: int) -> int:
-    """Load a kernel on GPU `index`, also while a graph is captured; return the driver's handle of it.
+    """Load a kernel on GPU `index`, also while a graph is captured; return the driver's handle of the kernel.
 
-    A block of it may have all the dynamic shared memory that the GPU gives.
+    A block may use all the dynamic shared memory that the GPU offers.
 
     Args:
         image: machine code.
-        name: of the kernel in it.
-        index: number of the GPU.
+        name: the kernel's name in the machine code.
+        index: the GPU's number.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver reports an error.
     """
     with device_context(index), relaxed_capture():
         function = _handle("cuModuleGetFunction", _handle("cuModuleLoadData", image), name.encode())
@@ -182,20 +182,20 @@ def load(image: bytes, name: str, index: int) -> int:
 
 @cache
 def parameter_sizes(function: int) -> list[int]:
-    """Return the bytes of each parameter of a loaded kernel, by its handle."""
+    """Return the size in bytes of each parameter of a loaded kernel, given its handle."""
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while True:
         places = ctypes.addressof(offset), ctypes.addressof(size)
         status = library().cuFuncGetParamInfo(function, len(sizes), *places)
-        if status == _INVALID_VALUE:  # beyond the last
+        if status == _INVALID_VALUE:  # beyond the last parameter
             return sizes
         check("cuFuncGetParamInfo", status)
         sizes.append(size.value)
 
 
 def prefer_shared_memory(function: int, percent: int) -> None:
-    """Let a loaded kernel, by its handle, run with that share of a multiprocessor's L1 as shared memory, if it fits."""
+    """Let a loaded kernel, given its handle, run with a share of a multiprocessor's L1 as shared memory, if it fits."""
     _call("cuFuncSetAttribute", function, _SHARED_MEMORY_CARVEOUT, percent)
 
 
@@ -212,14 +212,14 @@ def encode_tensor_map(
 
     Args:
         address: a multiple of 16.
-        dtype: one-byte dtypes are bytes to the accelerator.
-        shape, box: elements along each axis, the contiguous one last.
-        pitches: bytes from element to element of each axis but the last; multiples of 16.
-        swizzle: bytes.
+        dtype: the accelerator treats one-byte dtypes as bytes.
+        shape, box: elements along each axis; the last axis is contiguous.
+        pitches: bytes from element to element along each axis except the last; multiples of 16.
+        swizzle: bytes of the swizzle.
         promotion: how much the L2 cache fetches at once, L2_PROMOTION_128B or L2_PROMOTION_256B.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver reports an error.
     """
     rank = len(shape)
     space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
@@ -246,35 +246,35 @@ class SideStream:
     """Stream whose work may run at the same time as another stream's.
 
     Attributes:
-        handle: the driver's.
-        graph: number of the graph that captured it when it was last lent; 0: none.
+        handle: the driver's handle.
+        graph: number of the graph that captured the stream when it was last lent; 0: none.
     """
 
     graph = 0
 
     def __init__(self) -> None:
-        """Make a stream that waits for no other, and the events by which it waits; also while a graph is captured."""
+        """Make a stream that waits for no other stream, and its events; also while a graph is captured."""
         with relaxed_capture():
             self.handle = _handle("cuStreamCreate", _NON_BLOCKING_STREAM)
             self._fork, self._join = (_handle("cuEventCreate", _EVENT_WITHOUT_TIMING) for _ in range(2))
 
     def fork(self, stream: int) -> None:
-        """Wait for what `stream` has been given so far."""
+        """Wait for all work given to `stream` so far."""
         _wait_for(self.handle, stream, self._fork)
 
     def join(self, stream: int) -> None:
-        """Let `stream` wait for what this one has been given so far."""
+        """Let `stream` wait for all work given to this stream so far."""
         _wait_for(stream, self.handle, self._join)
 
 
 _side_streams: dict[int, list[SideStream]] = {}
-"""Streams that are free, by GPU; there are as many as were ever in use at the same time."""
+"""Free streams, by GPU; no more exist than were ever in use at the same time."""
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def side_stream(index: int, stream: int) -> Iterator[SideStream]:
-    """Lend a stream for work at the same time as a stream's of GPU `index`; only that stream's graph captures it."""
+    """Lend a stream for work concurrent with a stream of GPU `index`; only that stream's graph captures the loan."""
     ensure_context(index)
     graph = _captured_by(stream)
     with _lock:
@@ -299,6 +299,6 @@ def _captured_by(stream: int) -> int:
 
 
 def _wait_for(stream: int, other: int, event: int) -> None:
-    """Let `stream` wait for what `other` has been given so far; `event` is free again when this returns."""
+    """Let `stream` wait for all work given to `other` so far; `event` is free again when this returns."""
     _call("cuEventRecord", event, other)
     _call("cuStreamWaitEvent", stream, event, 0)

@@ -1,4 +1,4 @@
-"""Launches with packed parameters: one that runs at once, and a traced call's, run with other addresses."""
+"""Launches with packed parameters: one launch that runs at once, or a traced call's launches, with other addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import driver
 from .trace import Memory, NotRepeatableError, Operator, PackedLaunch, Trace, is_stand_in, locate
 
 ALIGNMENT = 256
-"""Bytes, of each buffer in the memory that a call allocates."""
+"""Alignment of each buffer in a call's allocation, in bytes."""
 ADDRESS = struct.Struct("<Q")
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -23,12 +23,12 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Launch:
-    """Launch as the driver reads it, in memory that lives as long as this object.
+    """Launch in the driver's format, in memory that lives as long as this object.
 
     Attributes:
-        words: the bytes of all parameters, as numbers of 64 bits: addresses among them lie at multiples of 8 bytes.
+        words: the bytes of all parameters, as 64-bit numbers: addresses lie at multiples of 8 bytes.
         config: grid, block, shared memory and stream.
-        launch: gives it to the driver, and returns the driver's status.
+        launch: submits the launch to the driver, and returns the driver's status.
     """
 
     def __init__(self, packed: PackedLaunch) -> None:
@@ -48,10 +48,10 @@ class Launch:
 
 
 def launch_now(packed: PackedLaunch, index: int) -> None:
-    """Launch on the current stream of GPU `index`, whose context is the thread's.
+    """Launch on the current stream of GPU `index`, whose context must be the thread's context.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver reports an error.
     """
     launch = Launch(packed)
     launch.config.stream = torch_private.current_stream(index)
@@ -59,15 +59,15 @@ def launch_now(packed: PackedLaunch, index: int) -> None:
 
 
 class LaunchPlan:
-    """The launches of a traced call; run as often as there are calls that differ in addresses.
+    """The launches of a traced call, to be run for every call that differs only in addresses.
 
-    Outputs have memory of their own, from PyTorch's allocator. All other buffers are parts of one more allocation, in
+    Each output has separate memory from PyTorch's allocator. All other buffers are parts of one further allocation, in
     which buffers that are not needed at the same time may share bytes. Any thread may run the plan, on any stream of
     the device, and graphs capture it.
 
     Attributes:
         device: the GPU.
-        workspace_bytes: of the buffers that it allocates, outputs apart.
+        workspace_bytes: bytes of the buffers that the plan allocates, except outputs.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class LaunchPlan:
 
         Args:
             trace: the call's launches and allocations.
-            inputs: the stand-ins for its arguments, in the order in which `run` takes them.
-            outputs: the stand-ins for its results, each in a memory of its own.
+            inputs: the stand-ins for the call's arguments, in the order in which `run` takes them.
+            outputs: the stand-ins for the call's results, each in a separate memory.
             device: the GPU.
 
         Raises:
@@ -91,7 +91,7 @@ class LaunchPlan:
         for base, x in enumerate(known):
             number, start = locate(x.data_ptr())
             if number in bases or start:
-                raise NotRepeatableError("an output shares its memory")
+                raise NotRepeatableError("an output shares memory with another tensor")
             bases[number] = base, 0
         buffers = [memory for memory in trace.memories if memory.number not in bases]
         places, self.workspace_bytes = place_buffers(buffers, len(trace.steps))
@@ -99,7 +99,7 @@ class LaunchPlan:
 
         self._constants: list[torch.Tensor] = []
         self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(known) + 1)]
-        self._addresses, self._stream = [0] * len(self._patches), -1  # those of the latest run
+        self._addresses, self._stream = [0] * len(self._patches), -1  # addresses and stream of the latest run
         self._launches: list[Launch] = []
         self._side_launches: list[Launch] = []
         self._steps: list[Callable[[], int] | _Operator | str] = []
@@ -126,10 +126,10 @@ class LaunchPlan:
         """Launch on the current stream of the device; return the outputs.
 
         Args:
-            arguments: tensors whose sizes, strides, dtypes and alignment are the traced ones'.
+            arguments: tensors with the sizes, strides, dtypes and alignment of the traced arguments.
 
         Raises:
-            RuntimeError: the driver refuses.
+            RuntimeError: the driver reports an error.
         """
         if torch_private.current_device() != self._index:
             with torch.cuda.device(self._index):
@@ -168,16 +168,16 @@ class LaunchPlan:
                 if side is not None:
                     (side.fork if step == "fork" else side.join)(stream)
             elif status := step():
-                if driver.ensure_context(self._index):  # the thread had none, and nothing was launched
+                if driver.ensure_context(self._index):  # the thread had no context, so nothing was launched
                     status = step()
                 driver.check("cuLaunchKernelEx", status)
 
 
 class _Operator:
-    """Operator of PyTorch with the places of its arguments."""
+    """Operator of PyTorch with the locations of its arguments."""
 
     def __init__(self, step: Operator, known: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
-        """Find the arguments among the call's arguments and outputs, `known`, or in its workspace."""
+        """Locate the arguments among the call's arguments and outputs, `known`, or in its workspace."""
         self._operator = step.run
         self._places: list[tuple[int, int, Form | None]] = []
         for x in step.arguments:
@@ -186,12 +186,12 @@ class _Operator:
             if base == len(known):
                 self._places.append((base, start + offset, _form(x)))
             elif offset or _form(x) != _form(known[base]):
-                raise NotRepeatableError("an operator's argument is a part of the call's")
+                raise NotRepeatableError("an operator's argument is a part of a call's argument or output")
             else:
                 self._places.append((base, 0, None))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Run; `tensors` are the call's arguments, its outputs and its workspace."""
+        """Run the operator; `tensors` are the call's arguments, outputs and workspace."""
         arguments = []
         for base, start, form in self._places:
             x = tensors[base]
@@ -210,7 +210,7 @@ def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int]
     """Place buffers in one allocation so that buffers allocated at the same step do not overlap.
 
     Returns:
-        The first byte of each by its number, and the size of the allocation.
+        The first byte of each buffer by its number, and the size of the allocation.
     """
     placed: list[tuple[int, int, Memory]] = []
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
@@ -224,5 +224,5 @@ def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int]
 
 
 def _last(buffer: Memory, steps: int) -> int:
-    """Return the last step at which a buffer is allocated; the next one may use its bytes."""
+    """Return the last step at which a buffer is allocated; from the next step on, other buffers may use its bytes."""
     return steps if buffer.last is None else buffer.last - 1

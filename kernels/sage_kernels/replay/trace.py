@@ -1,7 +1,7 @@
 """Trace a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
 
-Between calls that differ in addresses only, a kernel's host code decides the same. A trace finds out once which
-buffers it allocates, for how long, and where the kernels' parameters hold which address; `launch_plan` then repeats the
+A kernel's host code decides the same for calls that differ only in addresses. A trace finds out once which buffers a
+call allocates, for how long, and where the kernels' parameters hold which address; `launch_plan` then repeats the
 launches with other addresses.
 """
 
@@ -20,12 +20,12 @@ import torch
 from ..runtime import torch_private
 
 FIRST_ADDRESS = 2**56
-"""Stand-ins have addresses from here on, and tensors with memory have lower ones."""
+"""Stand-ins have addresses from here on; tensors with memory have lower addresses."""
 MEMORY_BYTES = 2**44
-"""Distance between the addresses of two memories, which is more than any GPU has."""
+"""Distance between the addresses of two memories: more bytes than any GPU has."""
 
 SAMPLE_ADDRESSES = 2**40, 2**46 + 2**20 + 16
-"""Addresses whose tensor maps show where the address lies."""
+"""Addresses whose tensor maps are compared to find where the address lies."""
 
 
 class NotRepeatableError(RuntimeError):
@@ -34,18 +34,19 @@ class NotRepeatableError(RuntimeError):
 
 @dataclass(frozen=True)
 class PackedLaunch:
-    """Launch with its parameters as the driver takes them.
+    """Launch with its parameters in the driver's format.
 
     Attributes:
         function: the driver's handle of the kernel.
         grid: blocks along three axes.
-        threads: of a block.
+        threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
-        dependent: it may start before the stream's previous kernel has ended.
+        dependent: whether it may start before the stream's previous kernel has ended.
         parameters: the bytes of all parameters.
         starts: first byte of each parameter.
-        addresses: first bytes of the 64-bit addresses among them, those at the heads of tensor maps included.
-        constants: tensors with memory whose addresses are among them.
+        addresses: first bytes of the 64-bit addresses in the parameters, including addresses at the heads of tensor
+            maps.
+        constants: tensors with memory whose addresses are in the parameters.
     """
 
     function: int
@@ -64,8 +65,8 @@ class Operator:
     """Operator of PyTorch among a call's launches.
 
     Attributes:
-        run: is called with the tensors that the stand-ins stand for.
-        arguments: the stand-ins; those of the call's own arguments are these, not views of them.
+        run: a function of the tensors that the stand-ins stand for.
+        arguments: the stand-ins; a stand-in of a call's argument is the argument itself, not a view of it.
     """
 
     run: Callable[..., object]
@@ -79,7 +80,7 @@ class Memory:
     Attributes:
         number: its place in `Trace.memories`.
         size: bytes.
-        first, last: numbers of the steps between which it is allocated; `last` is None while it is.
+        first, last: numbers of the steps between which it is allocated; `last` is None while it is allocated.
     """
 
     number: int
@@ -98,11 +99,11 @@ class Trace:
     """Launches and allocations of a traced call.
 
     Attributes:
-        memories: those it reads and those it allocates, by number.
-        steps: its launches in order, each with whether it runs next to the stream (`language.launch.overlapping`);
-            "fork" and "join", between which it may; and operators, which run on the stream.
+        memories: memories that the call reads or allocates, by number.
+        steps: its launches in order, each with whether it runs on the side stream (`language.launch.overlapping`);
+            "fork" and "join", between which launches may do so; and operators, which run on the main stream.
         on_side: whether launches run on the side stream now.
-        compilations: functions that compile the kernels that would be launched, where only that is wanted; None:
+        compilations: if only compilation is wanted, functions that compile the kernels that would be launched; None:
             launches are noted.
     """
 
@@ -112,7 +113,7 @@ class Trace:
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
-        """Return a stand-in for an argument, with a memory of its own, on a device, by default x's."""
+        """Return a stand-in for an argument, with a separate memory, on a device (default: x's)."""
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
         return StandIn(meta, self.new_memory(meta), device or x.device, self)
 
@@ -130,15 +131,15 @@ class Trace:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
 
         Raises:
-            NotRepeatableError: an argument is no stand-in.
+            NotRepeatableError: an argument is not a stand-in.
         """
         if not all(isinstance(x, StandIn) for x in arguments):
-            raise NotRepeatableError("an operator's argument is no stand-in")
+            raise NotRepeatableError("an operator's argument is not a stand-in")
         self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """Do as `language.launch.overlapping`."""
+        """Implement `language.launch.overlapping` for a trace."""
         self.steps.append("fork")
         yield self._run_on_side()
         self.steps.append("join")
@@ -151,17 +152,17 @@ class Trace:
 
 
 def is_stand_in(address: int) -> bool:
-    """Return whether an address is a stand-in's."""
+    """Return whether an address belongs to a stand-in."""
     return address >= FIRST_ADDRESS
 
 
 def locate(address: int) -> tuple[int, int]:
-    """Return the number of the memory at a stand-in's address, and the byte of it."""
+    """Return the number of the memory at a stand-in's address, and the byte offset in it."""
     return divmod(address - FIRST_ADDRESS, MEMORY_BYTES)
 
 
 def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
-    """Return `tensor_map(address)`; of a stand-in's address, made of that of others, which the driver may refuse less.
+    """Return `tensor_map(address)`; for a stand-in, whose address the driver may refuse, derive it from sample maps.
 
     Raises:
         NotRepeatableError: this driver's maps of two addresses differ in more than the first 64 bits.
@@ -182,7 +183,7 @@ current = _current.get
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Let a traced call allocate inside what is kept, the same for all calls."""
+    """Let a traced call allocate, while the block runs, memory that is kept and is the same for all calls."""
     token = _keeps.set(True)
     try:
         yield
@@ -192,10 +193,10 @@ def keeping() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing(compiles_only: bool = False) -> Iterator[Trace]:
-    """Note what this thread would launch inside, instead of launching it; or only how it is compiled.
+    """Note the launches that this thread makes in the block, instead of launching; or note only their compilations.
 
     Args:
-        compiles_only: only the latter.
+        compiles_only: note only compilations.
     """
     traced = Trace(compilations=[] if compiles_only else None)
     token = _current.set(traced)
@@ -207,14 +208,14 @@ def tracing(compiles_only: bool = False) -> Iterator[Trace]:
 
 
 class _NoMemory(torch_private.TorchDispatchMode):
-    """Let stand-ins be viewed and allocated like, and refuse whatever else allocates memory on a GPU.
+    """Let code view stand-ins and allocate tensors like them, and refuse any other allocation of GPU memory.
 
     All repetitions of a call would share such memory.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have `__torch_dispatch__` as it is: what hides it from the compiler imports that, which takes seconds."""
+        """Leave `__torch_dispatch__` undecorated: hiding it from the compiler imports that, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -227,15 +228,15 @@ class _NoMemory(torch_private.TorchDispatchMode):
         if isinstance(made, torch.Tensor) and made.device.type == "cuda" and not _keeps.get():
             is_view = any(torch_private.share_memory(made, x) for x in args if isinstance(x, torch.Tensor))
             if not is_view:
-                raise NotRepeatableError(f"{function} allocates memory that is no stand-in's")
+                raise NotRepeatableError(f"{function} allocates memory outside of stand-ins")
         return made
 
 
 class StandIn(torch.Tensor):
-    """A tensor on a GPU with an address but no memory. It can be viewed, and others can be allocated like it.
+    """A tensor on a GPU with an address but no memory. Code can view it and allocate others like it.
 
-    It has no dispatch of its own but that of the trace's mode: at the first operator of a class that has one,
-    PyTorch imports what takes seconds.
+    It has no dispatch function except the trace mode's: at the first operator of a class with its own dispatch
+    function, PyTorch imports modules for seconds.
     """
 
     _meta: torch.Tensor
@@ -246,23 +247,23 @@ class StandIn(torch.Tensor):
     __torch_function__ = torch_private.no_torch_function
 
     def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, traced: Trace) -> StandIn:
-        """Stand in for a tensor of that memory; `meta` has its sizes, on the meta device."""
+        """Stand in for a tensor in a memory; `meta` has its sizes, on the meta device."""
         x = torch_private.tensor_of_class(cls, meta)
         x._meta, x._memory, x._trace, x._nominal = meta, memory, traced, device
         return x
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device on which it would be."""
+        """Return the device of the tensor that it stands for."""
         return self._nominal
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Return whether it would be on a GPU."""
+        """Return whether that device is a GPU."""
         return self._nominal.type == "cuda"
 
     def get_device(self) -> int:
-        """Return the number of the GPU on which it would be."""
+        """Return the number of the GPU."""
         return self._nominal.index or 0
 
     def data_ptr(self) -> int:
@@ -275,9 +276,9 @@ def _holds_stand_in(x: object) -> bool:
 
 
 def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> StandIn:
-    """Take a view of a stand-in, or allocate one like it; NotRepeatableError for anything else, before it runs.
+    """Take a view of a stand-in, or allocate one like it; raise NotRepeatableError for other operators before they run.
 
-    Where kernels are only compiled, it may be filled, converted, copied or negated too.
+    If kernels are only compiled, a stand-in may be filled, converted, copied or negated too.
     """
     of = args[0] if args else None
     schema, allocates = function._schema, function.overloadpacket in _ALLOCATING

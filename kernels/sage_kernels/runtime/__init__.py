@@ -1,1 +1,1 @@
-"""The machine and the libraries around: compilers, folders, and other packages' imports."""
+"""The machine and its libraries: compilers, folders, and other packages' imports."""

@@ -1,4 +1,4 @@
-"""Folder that keeps what was compiled or measured on this machine, and the line that says when there is nothing yet."""
+"""Folder of kernels compiled and costs measured on this machine, and the warning that compilation takes a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0
-"""Seconds, which reading a compiled kernel from a cache does not take."""
+"""Seconds: more than reading a compiled kernel from a cache takes."""
 _announced = threading.Event()
 _lock = threading.Lock()
 
@@ -38,7 +38,7 @@ def announce_compilation() -> None:
 
 @contextlib.contextmanager
 def announcing_if_slow() -> Iterator[None]:
-    """Warn as `announce_compilation` while the block runs, if it takes longer than reading a compiled kernel."""
+    """Call `announce_compilation` while the block runs, if the block takes longer than reading a compiled kernel."""
     if _announced.is_set():
         yield
         return

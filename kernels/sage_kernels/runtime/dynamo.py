@@ -1,6 +1,6 @@
 """Decorators of `torch.compiler` that wait until torch._dynamo is imported, which takes as long as torch itself.
 
-Each does what the one of the same name in `torch.compiler` does.
+Each has the effect of the decorator of the same name in `torch.compiler`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PURPOSE = "torch.compile with attention of sage_kernels"
 
 
 def assume_constant_result(function: Function) -> Function:
-    """Have the compiler call `function` when it traces a call of it, and keep the result."""
+    """Have the compiler call `function` when it traces such a call, and keep the result."""
     when_imported(DYNAMO, lambda dynamo: dynamo.assume_constant_result(function), PURPOSE)
     return function
 
@@ -33,7 +33,7 @@ def allow_in_graph(function: Function) -> Function:
 
 
 class disable:
-    """Have the compiler run a method as it is; the compiler is loaded when the method is first taken from an object."""
+    """Have the compiler run a method uncompiled; the compiler is loaded when the method is first looked up."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -10,14 +10,14 @@ Capability = tuple[int, int]
 def capability_of(device: torch.device) -> Capability | None:
     """Return the compute capability of an NVIDIA GPU; None for other devices, AMD's GPUs among them.
 
-    PyTorch numbers AMD's architectures alike: gfx90a would pass for Hopper.
+    PyTorch numbers AMD's architectures in the same way: gfx90a would pass for Hopper.
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if is_nvidia else None
 
 
 def device_of(capability: Capability | None) -> torch.device:
-    """Return the current GPU if it has that capability, else the first that has; the CPU where none has."""
+    """Return the current GPU if it has this capability, else the first GPU that has it, else the CPU."""
     if capability is None or not torch.cuda.is_available():
         return torch.device("cpu")
     indices = torch.cuda.current_device(), *range(torch.cuda.device_count())

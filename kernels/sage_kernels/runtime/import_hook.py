@@ -1,4 +1,4 @@
-"""Actions that run right after a module's import, so that code which may need a library need not import it."""
+"""Actions that run right after a module's import, so that code need not import a library that it may never need."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Action = Callable[[ModuleType], None]
 
 _lock = threading.RLock()
 pending: dict[str, list[tuple[Action, str]]] = {}
-"""The actions that wait, by the module's name, each with what works by it."""
+"""The waiting actions by the module's name, each with its purpose."""
 
 
 class _Finder(MetaPathFinder):
-    """Finder that leaves the search to those behind it, and has pending actions run after the module's execution."""
+    """Finder that leaves the search to later finders, and has pending actions run after the module's execution."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -30,10 +30,10 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         for name in [*pending]:
-            if is_imported(name):  # past this finder: its import began before there was an action
+            if is_imported(name):  # its import passed this finder before there was an action
                 _run_pending(name)
         searched: set[str] = self._thread.__dict__.setdefault("searched", set())
-        # Asked again by a finder that it asks itself, it steps aside, or the two would call one another without end.
+        # If a finder that it calls calls it back, it returns at once, or the two would call each other without end.
         if fullname not in pending or fullname in searched:
             return None
         searched.add(fullname)
@@ -70,7 +70,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        if self._spec.name in sys.modules:  # and not a copy for somebody's own use
+        if self._spec.name in sys.modules:  # not a private copy of the module
             _run_pending(self._spec.name)
 
     def __getattr__(self, name: str) -> object:
@@ -81,7 +81,7 @@ _finder = _Finder()
 
 
 def is_imported(module_name: str) -> bool:
-    """Return whether a module has been imported, and not only begun to be."""
+    """Return whether a module's import has finished, not only begun."""
     module = sys.modules.get(module_name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
@@ -114,6 +114,6 @@ def when_imported(module_name: str, action: Action, purpose: str) -> None:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
     if module_name in sys.modules:
-        importlib.import_module(module_name)  # waits for an import that is under way in another thread
+        importlib.import_module(module_name)  # waits for an import in progress in another thread
         if is_imported(module_name):
             _run_pending(module_name)

@@ -1,4 +1,4 @@
-"""Which compilers are installed, told without importing them."""
+"""Find out which compilers are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def triton_version() -> tuple[int, int] | None:
     """Return (major, minor) of the installed Triton, None without one."""
     try:
         spec = find_spec("triton")
-    except (ImportError, ValueError):  # kept from being imported
+    except (ImportError, ValueError):  # its import is blocked
         spec = None
     if spec is None:
         return None

@@ -1,6 +1,6 @@
 """Private names of PyTorch, each with a default that means "slower, not wrong" where a version of PyTorch lacks it.
 
-No other file of this package uses a private name of PyTorch, but for operators of `torch.ops.aten`.
+No other file of this package uses a private name of PyTorch, except operators of `torch.ops.aten`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ transforms_are_active: Callable[[], bool] = _find("_C._are_functorch_transforms_
 autocast_is_active: Callable[[], bool] = _find("_C._is_any_autocast_enabled", _true)
 """() -> whether autocast is on for any kind of device."""
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", _true)
-"""() -> how many modes see PyTorch's operators."""
+"""() -> number of modes that see PyTorch's operators."""
 function_modes: Callable[[], int] = _find("_C._len_torch_function_stack", _true)
-"""() -> how many modes see PyTorch's functions."""
+"""() -> number of modes that see PyTorch's functions."""
 function_mode_stack: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
 """() -> the modes that see PyTorch's functions."""
 _tracing_state: Callable[[], object] = _find("_C._get_tracing_state", _true)
@@ -52,7 +52,7 @@ _tracing_state: Callable[[], object] = _find("_C._get_tracing_state", _true)
 scaled_dot_product_attention: Callable[..., torch.Tensor] = _find(
     "_C._nn.scaled_dot_product_attention", F.scaled_dot_product_attention
 )
-"""PyTorch's attention, whatever the name in torch.nn.functional refers to by now."""
+"""PyTorch's attention, even if the name in torch.nn.functional has been replaced."""
 fused_sdp_choice: Callable[..., int] = _find("_fused_sdp_choice", lambda *call: -1)
 """(query, key, value, mask, dropout, causal) -> value of the `SDPBackend` that PyTorch would choose; -1: unknown."""
 sdp_priority_order: Callable[[], list[int]] = _find("_C._get_sdp_priority_order", list)
@@ -67,7 +67,7 @@ _unwrapped: Callable[[torch.Tensor], torch.Tensor | None] = _find("_C._functorch
 
 
 def without_transforms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that transforms of torch.func have wrapped; x if none has, None if PyTorch does not tell."""
+    """Return the tensor that transforms of torch.func have wrapped; x if not wrapped, None if PyTorch does not tell."""
     found: torch.Tensor | None = x
     while found is not None and _is_transformed(found):
         found = _unwrapped(found)
@@ -97,10 +97,10 @@ def is_fake(x: torch.Tensor) -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Return whether calls made now belong to `torch.utils.checkpoint`, which runs their forward pass again."""
+    """Return whether the current calls belong to `torch.utils.checkpoint`, which runs their forward pass again."""
     saving = _saved_tensors_hooks(True)
     if saving is not None:
-        return bool(getattr(saving[0], "__module__", None) == "torch.utils.checkpoint")  # built-in methods have none
+        return bool(getattr(saving[0], "__module__", None) == "torch.utils.checkpoint")  # built-in methods lack it
     return _graph_task() != -1  # run again inside the backward pass: a reentrant checkpoint
 
 
@@ -118,12 +118,12 @@ def _current_stream(index: int) -> int:
 
 
 current_stream: Callable[[int], int] = _find("_C._cuda_getCurrentRawStream", _current_stream)
-"""(number of a GPU) -> the driver's handle of PyTorch's current stream on it."""
+"""(number of a GPU) -> the driver's handle of PyTorch's current stream on that GPU."""
 
 
 def mark_static(x: torch.Tensor) -> None:
-    """Say that a tensor stays where it is, so that CUDA graphs of compiled code need no copy of it."""
-    _find("_dynamo.mark_static_address", lambda x: None)(x)  # not before: it imports the compiler
+    """Declare that a tensor keeps its address, so that CUDA graphs of compiled code need no copy of it."""
+    _find("_dynamo.mark_static_address", lambda x: None)(x)  # not earlier: it imports the compiler
 
 
 def tensor_of_class(cls: type, x: torch.Tensor) -> Any:
@@ -132,13 +132,13 @@ def tensor_of_class(cls: type, x: torch.Tensor) -> Any:
 
 
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors have one storage."""
+    """Return whether two tensors share a storage."""
     return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
-# A default is another object at each call, so that no two calls agree in a setting that cannot be read.
+# The default returns a new object at each call, so that no two calls agree in a setting that cannot be read.
 _FLOAT32_PRODUCTS: tuple[Callable[[], object], ...] = (_find("_C._get_float32_matmul_precision", object),)
-if (_getter := _find("_C._get_fp32_precision_getter", None)) is not None:  # since PyTorch 2.9; the older one may raise
+if (_getter := _find("_C._get_fp32_precision_getter", None)) is not None:  # since PyTorch 2.9; older getters may raise
     _FLOAT32_PRODUCTS = tuple(partial(_getter, device, "matmul") for device in ("cuda", "mkldnn"))
 _FLAGS: tuple[Callable[[], object], ...] = (
     *_FLOAT32_PRODUCTS,

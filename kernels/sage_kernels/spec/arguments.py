@@ -15,11 +15,11 @@ SCHEMA = (
     "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, bool is_causal, int causal_offset, float? scale, "
     "str recipe, str fallback"
 )
-"""Declaration of the fields of `Arguments` but for the last one."""
+"""Declaration of the fields of `Arguments` except the last field."""
 
 
 class Arguments(NamedTuple):
-    """Arguments behind query, key, value and mask: the fields of `BlockList`, `Lengths` and `Options`.
+    """Arguments after query, key, value and mask: the fields of `BlockList`, `Lengths` and `Options`.
 
     Without a block list, or without packed sequences, tensors are None and sizes 0.
     """
@@ -78,7 +78,7 @@ class Arguments(NamedTuple):
         return self.counts, self.tiles, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
 
     def with_tensors(self, tensors: tuple[torch.Tensor | None, ...]) -> Arguments:
-        """Return the arguments with others in place of the tensors that `tensors` returns."""
+        """Return the arguments with new tensors in place of the tensors that `tensors` returns."""
         counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k = tensors
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         return self._replace(counts=counts, tiles=tiles, **lengths)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import torch
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype in which PyTorch's attention would have x under autocast; None without autocast."""
+    """Return the dtype to which PyTorch's attention would cast x under autocast; None without autocast."""
     device_type = x.device.type
     if device_type in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -14,7 +14,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as PyTorch's attention has them under autocast, all on the device of the first."""
+    """Return the tensors as PyTorch's attention casts them under autocast; all are on the device of the first."""
     dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors

@@ -15,17 +15,17 @@ BLOCK_SIZES = (64, 128)
 class BlockList(NamedTuple):
     """Tiles of keys that each block of rows attends to. Every row of a block attends to the same tiles.
 
-    The last block of rows and the last tile of keys may be partial. With a list, keys that do not exist and
-    causality hide scores of listed tiles as they do without one. No key is heavy with a list
-    (`recipe.Recipe.heavy_keys`): what it does not list is not attended to, and all that it lists is in few bits.
+    The last block of rows and the last tile of keys may be partial. Missing keys and causality hide scores of listed
+    tiles as they do without a list. No key is heavy with a list (`recipe.Recipe.heavy_keys`): unlisted tiles are not
+    attended to, and all listed tiles are in low bits.
 
     Attributes:
         counts: int32 (batch or 1, q_heads or 1, blocks of rows), the number of tiles listed; 0: the rows attend to
-            nothing, so their output is 0 and their lse -inf. Packed sequences are the batch where there are such.
+            nothing, so their output is 0 and their lse -inf. With packed sequences, sequences are the batch.
         tiles: int32 (batch or 1, q_heads or 1, blocks of rows, places): the first `counts` of a block are its tiles,
-            each once, in any order; further places hold anything.
-        block_m: rows a block, 64 or 128.
-        block_n: keys a tile, 64 or 128.
+            each once, in any order; contents of further places are ignored.
+        block_m: rows of a block, 64 or 128.
+        block_n: keys of a tile, 64 or 128.
     """
 
     counts: torch.Tensor
@@ -41,12 +41,12 @@ class BlockList(NamedTuple):
 
         Args:
             kept: bool (batch or 1, q_heads or 1, blocks of rows, tiles), True where a tile is attended to.
-            places: an upper bound of the tiles of a block, so that less is stored; default all tiles.
+            places: upper bound on the listed tiles of a block, to store less; default all tiles.
         """
         rank = kept.cumsum(-1, dtype=torch.int32)
         number = kept.shape[-1]
         places = number if places is None else places
-        tiles = rank.new_zeros((*kept.shape[:-1], places + 1))  # one place more takes what is not listed
+        tiles = rank.new_zeros((*kept.shape[:-1], places + 1))  # one place more takes unlisted tiles
         at = torch.where(kept, rank - 1, places).clamp_(max=places).long()
         tiles.scatter_(-1, at, torch.arange(number, dtype=torch.int32, device=kept.device).expand_as(at))
         counts = rank[..., -1] if number else rank.new_zeros(kept.shape[:-1])
@@ -74,12 +74,12 @@ class BlockList(NamedTuple):
         return self.kept_by_rows(kv_len, first_row, stop_row)[..., keys]
 
     def of_sequence(self, index: int, q_len: int, kv_len: int, max_kv_len: int) -> BlockList:
-        """Return the list of one of several packed sequences, without the tiles and blocks that it does not have.
+        """Return the list of one of several packed sequences, without tiles and blocks beyond its end.
 
         Args:
             index: the sequence's number.
-            q_len, kv_len: its length.
-            max_kv_len: an upper bound of all sequences' keys, which the tiles are numbered for.
+            q_len, kv_len: its numbers of queries and keys.
+            max_kv_len: the upper bound on all sequences' keys that tiles are numbered for.
         """
         batch = slice(None) if self.counts.shape[0] == 1 else slice(index, index + 1)
         rows = slice(ceil_div(q_len, self.block_m))
@@ -90,12 +90,12 @@ class BlockList(NamedTuple):
 def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, lengths: Lengths | None = None) -> None:
     """Raise TypeError or ValueError for a list that does not fit a call.
 
-    Values of lists on a GPU are not checked, because the host would have to wait for them, and none inside a compiled
-    graph. A GPU kernel leaves out tiles that do not exist.
+    Values of lists on a GPU are not checked, because the host would have to wait for them. Inside a compiled graph no
+    values are checked. A GPU kernel skips tiles that do not exist.
 
     Args:
         blocks: a list for query (batch, q_heads, q_len, head_dim) and key (batch, kv_heads, kv_len, head_dim).
-        lengths: of sequences that are packed into one batch element; None: an ordinary batch.
+        lengths: lengths of sequences that are packed into one batch element; None: an ordinary batch.
 
     Raises:
         RuntimeError: a storage of the list was freed.

@@ -26,8 +26,8 @@ class Mask:
     """Mask that says which keys each query may attend to.
 
     Attributes:
-        kind: "none"; "keys" (says which keys exist, for all queries and heads alike); "bool"; "additive"; "blocks" (a
-            list of tiles); or "block_keys" (a list of tiles, and which keys exist).
+        kind: "none"; "keys" (says which keys exist, the same for all queries and heads); "bool"; "additive"; "blocks"
+            (a list of tiles); or "block_keys" (a list of tiles, and which keys exist).
         tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None for
             kinds "none" and "blocks".
         valid: for kinds "keys" and "block_keys", bool (batch or 1, kv_len), False where a key does not exist; else
@@ -47,7 +47,7 @@ class Mask:
 
     @classmethod
     def of(cls, mask: torch.Tensor | None, kv_len: int) -> Mask:
-        """Return the Mask of a 4-D tensor, or NO_MASK for None."""
+        """Return the `Mask` of a 4-D tensor, or NO_MASK for None."""
         if mask is None:
             return NO_MASK
         if mask.dtype != torch.bool:
@@ -57,15 +57,15 @@ class Mask:
 
     @classmethod
     def of_keys(cls, valid: torch.Tensor | None) -> Mask:
-        """Return the Mask of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
+        """Return the `Mask` of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
         return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
 
     @classmethod
     def of_blocks(cls, blocks: BlockList, mask: torch.Tensor | None, kv_len: int) -> Mask:
-        """Return the Mask of a block list with a 4-D mask that says which keys exist, or None.
+        """Return the `Mask` of a block list, and of a 4-D mask that says which keys exist, or None.
 
         Raises:
-            ValueError: the mask says more than that.
+            ValueError: the mask says more than which keys exist.
         """
         keys = cls.of(mask, kv_len)
         if keys.kind not in ("none", "keys"):
@@ -88,7 +88,7 @@ NO_MASK = Mask()
 
 @dataclass(frozen=True)
 class Call:
-    """Forward call. If `lengths` is given, tensors are packed: (1, heads, total tokens, channels).
+    """Forward call. With `lengths`, tensors are packed: (1, heads, total tokens, channels).
 
     Attributes:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
@@ -96,7 +96,7 @@ class Call:
             query; q_heads a multiple of kv_heads.
         recipe: formats and transforms.
         mask: the mask; for packed sequences none, or a block list whose batch is the sequences: tiles beyond a
-            sequence's keys, and blocks beyond its rows, do not count.
+            sequence's keys, and blocks beyond its rows, are ignored.
         is_causal: row i attends to keys 0…i + causal_offset.
         causal_offset: see is_causal; 0 aligns upper left.
         scale: factor of the scores.
@@ -136,7 +136,7 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no query attends to any key, as sizes tell."""
+        """Return whether sizes tell that no query attends to any key."""
         return 0 in (*self.query.shape[:3], self.key.shape[2], self.batch, self.q_len, self.kv_len)
 
     @cached_property
@@ -154,15 +154,15 @@ class Call:
 
     @property
     def chooses_heavy_keys(self) -> bool:
-        """Return whether heavier keys may be heavy in place of the first ones (`transforms.heavy_places`, `late_keys`).
+        """Return whether heavier keys may take the places of first keys (`transforms.heavy_places`, `late_keys`).
 
-        That is so where no mask says more than which keys exist, and if the call is causal, where there are many keys.
+        They may if no mask says more than which keys exist; a causal call must also have many keys.
         """
         return chooses_heavy_keys(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
 
     @property
     def late_keys(self) -> int:
-        """Return the number of heavy keys that are late ones, or none (`transforms.late_keys`)."""
+        """Return the number of heavy keys that are late keys, or 0 (`transforms.late_keys`)."""
         return late_keys_of(self.recipe, self.kv_len, self.mask.kind, self.is_causal)
 
     @property
@@ -172,32 +172,32 @@ class Call:
 
     @property
     def choice_places(self) -> int:
-        """Return the number of first keys, the last ones, whose places other keys may take."""
+        """Return how many of the first keys, the last of them, may give their places to other keys."""
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
     def has_recent_keys(self) -> bool:
         """Return whether the latest keys of each row are attended to in 16 bits (`recent_start`).
 
-        Heavy keys among them are heavy. Without causality, and with a block list, there are none.
+        Heavy keys among them stay heavy. Without causality, or with a block list, there are no recent keys.
         """
         return has_recent_keys(self.recipe, self.mask.kind, self.is_causal)
 
     @property
     def recent_start(self) -> int:
-        """Return `recent_start` of the call, which has recent keys: where they begin, counted from `first_keys` on."""
+        """Return `recent_start` of the call, which has recent keys: where these begin, counted from `first_keys` on."""
         return recent_start(self.causal_offset - self.first_keys, self.recipe.recent_keys)
 
     @property
     def wants_mean_score(self) -> bool:
-        """Return whether kernels of NVFP4 need Q's products with K's mean: for the LSE, or for recent keys."""
+        """Return whether NVFP4 kernels need Q's products with K's mean: for the LSE, or for recent keys."""
         return self.return_lse or self.has_recent_keys
 
     @property
     def tail(self) -> Call:
-        """Return the call without its first keys, whose positions are counted from the first key that is left.
+        """Return the call without its first keys; positions are counted from the first key that is left.
 
-        Late keys are among them: kernels leave them out (`language.tokens.tail_source`).
+        Late keys are among the keys left: kernels skip them (`language.tokens.tail_source`).
         """
         # A call that held itself would keep its tensors until the garbage collector runs.
         return self._without_first_keys if self.first_keys else self
@@ -223,8 +223,8 @@ class Call:
     def for_kernel(self) -> Call:
         """Return a call with the same result in the form that kernels take.
 
-        Its scale is not negative, because kernels take the largest score of a tile before they scale it; its offset
-        fits a kernel's integers; addresses are aligned.
+        Its scale is not negative, because kernels take a tile's largest score before scaling; its offset fits a
+        kernel's integers; addresses are aligned.
         """
         offset = clamped_offset(self.causal_offset, self.q_len, self.kv_len)
         query, key, value = (at_aligned_address(x) for x in (self.query, self.key, self.value))
@@ -233,7 +233,7 @@ class Call:
         return replace(self, query=query, key=key, value=value, scale=abs(self.scale), causal_offset=offset)
 
     def without_memory(self) -> Call:
-        """Return the call with its tensors, and the mask of its keys, on the meta device; another mask is left out."""
+        """Return the call with its tensors, and its key-padding mask, on the meta device; other masks are left out."""
 
         def empty(x: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
@@ -266,7 +266,7 @@ class BackwardCall:
     Attributes:
         output_gradient: (batch, q_heads, q_len, v_head_dim), value's dtype, any strides.
         value: (batch, kv_heads, kv_len, v_head_dim) float16, bfloat16 or float32, the forward's argument.
-        output, saved: what the forward returned.
+        output, saved: the results of the forward pass.
         head_dim: head_dim of Q and K.
         recipe, mask, is_causal, causal_offset, scale, lengths: as in `Call`.
     """
@@ -314,7 +314,7 @@ class BackwardCall:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no query attends to any key, as sizes tell."""
+        """Return whether sizes tell that no query attends to any key."""
         sizes = (*self.output_gradient.shape, *self.value.shape[1:3])
         return 0 in sizes or (self.lengths is not None and 0 in (self.lengths.sequences, *self.lengths[2:4]))
 
@@ -350,10 +350,10 @@ def heavy_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind) -> int:
 
 
 def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> bool:
-    """Return whether such calls choose among keys which ones are heavy.
+    """Return whether such calls choose which keys are heavy.
 
-    Causal ones with few keys do not: the first ones are most of them, and fewer first ones would cost more than late
-    ones bring.
+    Causal calls with few keys do not: the first keys are most of the keys, and giving up first keys would cost more
+    than late keys gain.
     """
     heavy_keys = heavy_keys_of(recipe, kv_len, mask)
     may_choose = heavy_keys > 0 and recipe.heavy_choice == "heaviest" and mask in ("none", "keys")
@@ -361,7 +361,7 @@ def chooses_heavy_keys(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: b
 
 
 def late_keys_of(recipe: Recipe, kv_len: int, mask: MaskKind, is_causal: bool) -> int:
-    """Return the number of heavy keys of such calls that are late ones, or none."""
+    """Return the number of heavy keys of such calls that are late keys, or 0."""
     chooses = is_causal and chooses_heavy_keys(recipe, kv_len, mask, is_causal)
     return heavy_keys_of(recipe, kv_len, mask) // LATE_SHARE if chooses else 0
 
@@ -372,14 +372,14 @@ def has_recent_keys(recipe: Recipe, mask: MaskKind, is_causal: bool) -> bool:
 
 
 def recent_start(causal_offset: int, recent_keys: int) -> int:
-    """Return the first key that causal rows 0…BLOCK - 1 attend to in 16 bits because it is recent; perhaps below 0.
+    """Return the first recent key, attended to in 16 bits, of causal rows 0…BLOCK - 1; it may be below 0.
 
-    Each later block of BLOCK rows begins BLOCK keys later. Recent keys are those from there on, whole tiles of BLOCK,
-    which matrix units multiply. So the other keys are whole tiles, too, which no row of the block sees in part.
+    Each later block of BLOCK rows begins BLOCK keys later. All keys from there on are recent: whole tiles of BLOCK, as
+    matrix units need. So the other keys are whole tiles too, and no row of the block sees such a tile in part.
 
     Args:
-        causal_offset: row i sees keys up to i + causal_offset. Keys are counted from the first one that is not heavy.
-        recent_keys: least number of recent keys of a row, if it sees so many.
+        causal_offset: row i sees keys up to i + causal_offset. Keys are counted from the first key that is not heavy.
+        recent_keys: least number of recent keys of a row, if the row sees so many.
     """
     return (causal_offset + 1 - recent_keys) // BLOCK * BLOCK
 

@@ -23,9 +23,9 @@ def check_kinds(
     mask: torch.Tensor | None,
     options: Options,
 ) -> None:
-    """Raise TypeError or ValueError for arguments of a type, layout or dtype that no operator takes."""
+    """Raise TypeError or ValueError for types, layouts and dtypes that no operator takes."""
     is_causal = options.is_causal
-    if not isinstance(is_causal, (bool, torch.SymBool)):  # as PyTorch: to read a tensor is to wait for it
+    if not isinstance(is_causal, (bool, torch.SymBool)):  # as in PyTorch: reading a tensor waits for the device
         raise TypeError(f"is_causal must be a bool; got {type(is_causal).__name__}: use bool(is_causal)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
@@ -66,7 +66,7 @@ def check_memory(*tensors: torch.Tensor | None) -> None:
             x = torch_private.without_transforms(x)
         if x is None or type(x) not in (torch.Tensor, torch.nn.Parameter):
             continue
-        # Without memory, the address of a storage's first byte is 0; so it is on the meta device.
+        # Without memory, the address of a storage's first byte is 0; on the meta device it always is.
         without = x.data_ptr() == x.storage_offset() * x.element_size()
         if without and x.numel() and x.untyped_storage().nbytes() == 0:
             raise RuntimeError(
@@ -85,11 +85,11 @@ def check_tensors(
     """Raise ValueError if sizes, dtypes or devices differ: kernels read all tensors by the sizes of one.
 
     Args:
-        query, key, value, mask: of kinds that `check_kinds` passes.
+        query, key, value, mask: tensors of kinds that `check_kinds` accepts.
         enable_gqa: whether query may have more heads than key.
 
     Raises:
-        ValueError: see above; it says what to do.
+        ValueError: see above; the message says what to do.
         RuntimeError: see `check_memory`.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -130,13 +130,13 @@ def check_tensors(
 
 
 def check_head_dims(query: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError for tensors without channels, of which no operator makes operands."""
+    """Raise ValueError for tensors without channels: no operator makes operands of them."""
     if 0 in (query.shape[3], value.shape[3]):
         raise ValueError(f"no head_dim may be 0; got query {tuple(query.shape)}, value {tuple(value.shape)}")
 
 
 def check_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths | None) -> None:
-    """Raise ValueError for lengths of packed sequences with which a kernel would read out of bounds.
+    """Raise ValueError for lengths of packed sequences that would make a kernel read out of bounds.
 
     Values of lengths on a GPU are not checked, because the host would have to wait for them.
     """
@@ -176,7 +176,7 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths | Non
 
 
 def check_valid(valid: torch.Tensor | None, key: torch.Tensor) -> None:
-    """Raise ValueError unless `valid` is None or says for each key whether it exists."""
+    """Raise ValueError unless `valid` is None or has an element for each key."""
     if valid is None:
         return
     if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):

@@ -1,4 +1,4 @@
-"""Norm and rotation by position (RoPE): what models do to the heads of queries and keys before they attend."""
+"""Norm and rotation by position (RoPE): models apply both to the heads of queries and keys before attention."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Norm:
 
     Attributes:
         kind: "rms" (RMSNorm, arXiv 1910.07467) or "layer" (LayerNorm, arXiv 1607.06450).
-        eps: is added to the mean square, or to the variance.
-        weight, bias: (head_dim,), or with `across_heads` (heads · head_dim,); None: none. Only "layer" has a bias.
+        eps: a number added to the mean square, or to the variance.
+        weight, bias: (head_dim,), or with `across_heads` (heads · head_dim,); None: absent. Only "layer" has a bias.
         across_heads: all heads of a token have one norm.
-        rounds: the norm is rounded to the tensor's dtype before it is multiplied by `weight`, which is of that dtype;
-            otherwise it is rounded once.
+        rounds: the norm is rounded to the tensor's dtype before it is multiplied by `weight`, which has that dtype;
+            otherwise the product is rounded once.
     """
 
     kind: Literal["rms", "layer"]
@@ -30,7 +30,7 @@ class Norm:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """Return all but tensors, and which tensors there are."""
+        """Return all fields except tensors, and which tensors are present."""
         return self.kind, self.eps, self.across_heads, self.rounds, self.weight is None, self.bias is None
 
 
@@ -41,8 +41,8 @@ class Rope:
     Attributes:
         cosine, sine: (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch and heads
             may be 1. `channels` is head_dim / 2, one angle for each pair, or head_dim. In float32 the rotation is
-            rounded once; in the tensor's own dtype each product and their sum are, as in transformers. Without `sine`,
-            `cosine` has complex64 numbers, one for each pair.
+            rounded once. In the tensor's dtype each product and their sum are rounded, as in transformers. Without
+            `sine`, `cosine` has one complex64 number for each pair.
         offset: token i has row i + offset; tokens without a row are not rotated.
         halves: channel i is paired with channel i + head_dim / 2; otherwise with its neighbour.
     """
@@ -59,11 +59,11 @@ class Rope:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """Return all but tensors, and which tensors there are."""
+        """Return all fields except tensors, and which tensors are present."""
         return self.offset, self.halves, self.sine is None
 
     def strides(self) -> tuple[int, int, int, int]:
-        """Return the strides of `cosine` along batch, rows, heads and channels; 0 where all have the same."""
+        """Return the strides of `cosine` along batch, rows, heads and channels; 0 where all share the same values."""
         sizes, strides = self.cosine.shape, self.cosine.stride()
         if len(sizes) == 2:
             return 0, strides[0], 0, strides[1]
@@ -72,12 +72,12 @@ class Rope:
         return batch, row, head if sizes[-2] > 1 else 0, channel
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine; of complex numbers, views of both parts."""
+        """Return cosine and sine; for complex numbers, views of their two parts."""
         return (self.cosine.real, self.cosine.imag) if self.sine is None else (self.cosine, self.sine)
 
 
 def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
-    """Raise ValueError where norm or rotation do not fit x, (batch, tokens, heads, head_dim)."""
+    """Raise ValueError if norm or rotation does not fit x, (batch, tokens, heads, head_dim)."""
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(f"x must be (batch, tokens, heads, head_dim) of a float dtype, got {x.dtype} {tuple(x.shape)}")
     batch, _, heads, head_dim = x.shape

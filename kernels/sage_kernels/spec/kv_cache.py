@@ -11,11 +11,11 @@ import torch
 SINKS = 64
 """First tokens of a sequence, which stay in 16 bits."""
 WINDOW = 64
-"""Newest tokens, in 16 bits too; a token is quantised when it leaves the window."""
+"""Newest tokens (the window), in 16 bits too; a token is quantised when it leaves the window."""
 RING = 128
-"""Slots of the newest tokens: the window, and room for what one step adds or a crop gives back."""
+"""Slots of the newest tokens: the window, and room for the tokens that one step adds or a crop restores."""
 PAGE = 128
-"""Tokens whose words of V lie together."""
+"""Tokens whose words of V are stored together."""
 STRIP = 512
 """Tokens by which a cache grows at least: a decoding kernel reads whole strips."""
 MAX_QUERIES = 16
@@ -29,8 +29,9 @@ class KVFormat:
 
     Attributes:
         name: "int8", "int4" or "nvfp4".
-        bits: of a code.
-        group: channels that share a scale; 0: a token's channels, with a scale and a lowest value in float16 each.
+        bits: bits of a code.
+        group: channels that share a scale; 0: all channels of a token share a scale and a lowest value, each in
+            float16.
     """
 
     name: str
@@ -49,7 +50,7 @@ def get_format(name: str) -> KVFormat:
     """Return a format by its name.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no format has that name.
     """
     if name not in FORMATS:
         raise ValueError(f"KV cache: {name!r} is not one of {', '.join(FORMATS)}")
@@ -59,13 +60,13 @@ def get_format(name: str) -> KVFormat:
 class KVCache:
     """Keys and values of one attention layer, of sequences of equal length.
 
-    Columns are tokens, those of padding included. Column c of sequence b is in 16 bits if it is one of the sequence's
-    SINKS first tokens, `start[b]`…, or of the newest ones, from `coded` on. The others are in few bits.
+    Columns are tokens, including padding. Column c of sequence b is in 16 bits if it is one of the sequence's SINKS
+    first tokens, `start[b]`…, or one of the newest tokens, from `coded` on. All other columns are in low bits.
 
     Word w of a token's codes (int16, W words) holds channels w, w + W, w + 2 W …, the first in the lowest bits.
 
     Attributes:
-        format: of the codes.
+        format: the format of the codes.
         length: number of columns.
         coded: first column of the window.
         highest: largest length so far: the ring holds columns from `highest` - RING on.
@@ -74,16 +75,16 @@ class KVCache:
         channels: head_dim padded with zeros to 64 or 128.
         key_codes: int16 (batch, kv_heads, capacity, W).
         value_codes: int16 (batch, kv_heads, capacity / PAGE, W, PAGE).
-        key_scales, value_scales: (batch, kv_heads, capacity, 2) float16, scale and lowest value; of NVFP4 (…,
-            channels / 16) float8_e4m3fn.
+        key_scales, value_scales: (batch, kv_heads, capacity, 2) float16, scale and lowest value; for NVFP4 (…, channels
+            / 16) float8_e4m3fn.
         recent_key, recent_value: float16 (batch, kv_heads, SINKS + RING, channels), transformed: the first tokens, then
-            column c in slot SINKS + c modulo RING.
+            column c in slot SINKS + (c modulo RING).
         key_mean: float32 (batch, kv_heads, channels), subtracted from K.
-        equalizer: float32 as key_mean, by which K is divided.
-        value_unit: float32 (batch, kv_heads), powers of two by which V is divided.
-        start: int32 (batch,), first column that is no padding.
-        counts: int32 (2,), `length` and `coded` on the device, of a cache of fixed capacity; else None.
-        is_ahead: only `counts` are right, until `read_counts`.
+        equalizer: float32, shaped as key_mean; K is divided by it.
+        value_unit: float32 (batch, kv_heads), the powers of two by which V is divided.
+        start: int32 (batch,), first column that is not padding.
+        counts: int32 (2,), `length` and `coded` on the device, if the capacity is fixed; else None.
+        is_ahead: only `counts` are up to date, until `read_counts`.
     """
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
@@ -126,7 +127,7 @@ class KVCache:
 
     @classmethod
     def of(cls, format: KVFormat, head_dim: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> KVCache:
-        """Return a cache that is ahead, with the tensors of a fixed one in the order of `FIXED`."""
+        """Return a cache that `is_ahead`, with the tensors of a fixed cache in the order of `FIXED`."""
         cache = cls.__new__(cls)
         vars(cache).update(zip(cls.FIXED, tensors, strict=True))
         cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
@@ -156,10 +157,10 @@ class KVCache:
         return sum(getattr(self, name).nbytes for name in self.STORED)
 
     def reserve(self, length: int) -> None:
-        """Make room for so many columns, and for an eighth more where the tensors grow.
+        """Make room for so many columns, and for an eighth more if the tensors must grow.
 
         Raises:
-            ValueError: the capacity is fixed, and less.
+            ValueError: the capacity is fixed and too small.
         """
         if length <= self.capacity:
             return
@@ -178,7 +179,7 @@ class KVCache:
         self.capacity = pages * PAGE
 
     def fix(self, length: int) -> None:
-        """Make room for so many columns once and for all, and let the device count them: no tensor is replaced."""
+        """Fix the capacity at so many columns, and let the device count them: no tensor is replaced from now on."""
         self.reserve(length)
         self.counts = torch.zeros(2, dtype=torch.int32, device=self.device)
 
@@ -191,7 +192,7 @@ class KVCache:
         self._write_counts()
 
     def read_counts(self) -> None:
-        """Take `length` and `coded` from the device, which waits for it."""
+        """Read `length` and `coded` from the device; this waits for the device."""
         if self.counts is not None:
             self.length, self.coded = self.counts.tolist()
             self.highest = max(self.highest, self.length)
@@ -213,10 +214,10 @@ class KVCache:
         self._write_counts()
 
     def crop(self, length: int) -> None:
-        """Keep the first columns. Tokens that are in the window again are in 16 bits again if the ring has them.
+        """Keep the first columns. Tokens that return to the window are in 16 bits again if the ring still has them.
 
         Raises:
-            ValueError: the cache has fewer.
+            ValueError: the cache has fewer columns.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"KV cache: {length} of {self.length} tokens cannot be kept")
@@ -228,11 +229,11 @@ class KVCache:
         """Replace the sequences by the sequences of these numbers, int64 (new batch,).
 
         Raises:
-            ValueError: the capacity is fixed, and the number of sequences is another one.
+            ValueError: the capacity is fixed, and the number of sequences differs.
         """
         if self.counts is not None and len(sequences) != self.batch:
             raise ValueError(
-                f"KV cache: one of a fixed max_cache_len keeps its {self.batch} sequences, got {len(sequences)}"
+                f"KV cache: a cache of fixed max_cache_len keeps its {self.batch} sequences, got {len(sequences)}"
             )
         sequences = sequences.to(self.device)
         for name in (*self.PER_TOKEN, *self.PER_SEQUENCE):
@@ -244,7 +245,7 @@ class KVCache:
                 x.copy_(selected)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for pickle, which cannot load tensors in float8: those are bytes."""
+        """Return the attributes for pickle, with float8 tensors as bytes, because pickle cannot load float8."""
         return {name: _as_bytes(x) if isinstance(x, torch.Tensor) else x for name, x in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ class KVCache:
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float8 as uint8, another one as it is."""
+    """Return a float8 tensor as uint8, any other tensor unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 128
-"""Tokens a block; the rows of an operand are padded to a multiple of it."""
+"""Tokens of a block; the rows of an operand are padded to a multiple of it."""
 KEY_BLOCK = 64
-"""Keys whose scales one quad of threads holds, each thread the scale of `THREAD_TOKENS` keys."""
+"""Keys whose scales one quad of threads holds; each thread holds the scale of `THREAD_TOKENS` keys."""
 THREAD_TOKENS = 16
 MIN_CHANNELS = 32
 """Least number of channels of an INT8 operand: the depth of an INT8 matrix instruction."""
@@ -22,7 +22,7 @@ MAX_GRID = 65535
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up. `triton.cdiv` would cost microseconds a call."""
+    """Return a / b rounded up. `triton.cdiv` would cost microseconds per call."""
     return -(-a // b)
 
 
@@ -32,7 +32,7 @@ def power_of_two(n: int) -> int:
 
 
 def padded_rows(tokens: int, sequences: int | None = None) -> int:
-    """Return an operand's rows for sequences of `tokens` tokens, or for packed ones of `tokens` in total."""
+    """Return an operand's rows for sequences of `tokens` tokens, or for packed sequences of `tokens` in total."""
     blocks = ceil_div(tokens, BLOCK) if sequences is None else tokens // BLOCK + sequences
     return blocks * BLOCK
 
@@ -50,14 +50,14 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def at_aligned_address(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy of it where its address is no multiple of 16 bytes, which would make all loads narrow."""
+    """Return x, or a copy if its address is no multiple of 16 bytes, because such an address makes all loads narrow."""
     return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def with_tokens_first(x: torch.Tensor) -> torch.Tensor:
     """Return x (batch, heads, tokens, channels) laid out in memory as (batch, tokens, heads, channels), and contiguous.
 
-    Merging heads and channels then needs no copy.
+    Then merging heads and channels needs no copy.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -68,7 +68,7 @@ class Lengths(NamedTuple):
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), the cumulative lengths, from 0 on.
         max_seqlen_q, max_seqlen_k: the longest sequence's length, or more.
-        seqused_k: int32 (sequences,), the number of keys of each sequence that count, from the first on; None: all.
+        seqused_k: int32 (sequences,), how many keys of each sequence take part, from the first on; None: all.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -90,9 +90,9 @@ class Sequences:
     Attributes:
         tokens: the longest sequence's length.
         rows: rows of the padded operands for each (operand batch, head): a multiple of 128.
-        packed: all sequences lie in one batch element, one after the other (`cu_seqlens`).
-        ranges: int32 (batch, 3) of each sequence's start, length and start in the operands; None where every sequence
-            has `tokens` tokens, from the first on.
+        packed: whether all sequences lie in one batch element, one after the other (`cu_seqlens`).
+        ranges: int32 (batch, 3) of each sequence's start, length and start in the operands; None if every sequence has
+            `tokens` tokens, from the first on.
     """
 
     tokens: int
@@ -102,7 +102,7 @@ class Sequences:
 
     @classmethod
     def equal(cls, tokens: int) -> Sequences:
-        """Describe one sequence of that length per batch element."""
+        """Describe one sequence of this length per batch element."""
         return cls(tokens, padded_rows(tokens))
 
     @classmethod
@@ -113,13 +113,13 @@ class Sequences:
 
         Args:
             cu_seqlens: int32 (sequences + 1,): sequence i is tokens cu_seqlens[i]…cu_seqlens[i + 1] - 1.
-            max_tokens: the longest sequence's length, or more; further tokens of a longer sequence do not count.
-            lengths: int32 (sequences,): the number of tokens of each sequence that count; default all.
+            max_tokens: the longest sequence's length, or more; further tokens of a longer sequence are ignored.
+            lengths: int32 (sequences,): how many tokens of each sequence take part; default all.
         """
         start, sequences = cu_seqlens[:-1], cu_seqlens.shape[0] - 1
         stored = (cu_seqlens[1:] - start).clamp(max=max_tokens)
         lengths = stored if lengths is None else torch.minimum(lengths, stored)
-        # Each sequence begins a block of its own, and ends in one that no other uses.
+        # Each sequence begins a new block, and no other sequence uses the block in which it ends.
         operand_start = (start // BLOCK + torch.arange(sequences, dtype=torch.int32, device=start.device)) * BLOCK
         ranges = torch.stack((start, lengths, operand_start), 1).int()
         return cls(max_tokens, padded_rows(total, sequences), True, ranges)
@@ -136,7 +136,7 @@ class Sequences:
 
 
 def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[Sequences, Sequences]:
-    """Return the token axes of Q, and of K and V; packed ones have q_tokens and kv_tokens in total."""
+    """Return the token axes of Q, and of K and V; packed sequences have q_tokens and kv_tokens in total."""
     if lengths is None:
         return Sequences.equal(q_tokens), Sequences.equal(kv_tokens)
     return (
@@ -146,7 +146,7 @@ def token_axes(q_tokens: int, kv_tokens: int, lengths: Lengths | None) -> tuple[
 
 
 def sequence_slices(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
-    """Yield the queries, and the keys that count, of each packed sequence; copy the lengths to the host."""
+    """Yield the queries, and the keys that take part, of each packed sequence; copy the lengths to the host."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
     stored = lengths.cu_seqlens_k.diff()
     k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
@@ -160,7 +160,7 @@ def stride_of(valid: torch.Tensor | None) -> int:
 
 
 def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
-    """Return the strides of x, (batch, heads, tokens, ...); that of batch is 0 for packed sequences."""
+    """Return the strides of x, (batch, heads, tokens, ...); the batch stride is 0 for packed sequences."""
     return 0 if sequences.packed else x.stride(0), *x.stride()[1:]
 
 
@@ -168,7 +168,7 @@ def thread_order(key: torch.Tensor) -> torch.Tensor:
     """Reorder the tokens of each block of 64 as the four threads of a quad hold their scores.
 
     Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. These 16 tokens (j = 0…7)
-    share a scale, so that a thread needs one scale per block.
+    share a scale, so a thread needs one scale per block.
 
     Args:
         key: (..., tokens, channels), tokens a multiple of 64.
@@ -179,8 +179,8 @@ def thread_order(key: torch.Tensor) -> torch.Tensor:
 def heavy_order(channels: int) -> torch.Tensor:
     """Return the channel of K that lies at each place of `operands.HeavyKeys.key`: int64 (channels,).
 
-    Of each 32, places 2t, 2t + 1, 8 + 2t and 9 + 2t of the first 16, and of the second, hold channels 8t to 8t + 7.
-    Thread t of a quad multiplies these in two 16-bit matrix instructions, so that it reads its part of Q at once.
+    In each 32 places, places 2t, 2t + 1, 8 + 2t and 9 + 2t of the first 16, and of the second 16, hold channels 8t to
+    8t + 7. Thread t of a quad multiplies these in two 16-bit matrix instructions, so it can read its part of Q at once.
 
     Args:
         channels: a multiple of 32.
@@ -210,7 +210,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TokenRows | None:
-        """Describe x, or return None where its strides allow no such matrix."""
+        """Describe x, or return None if its strides allow no such matrix."""
         batch, heads, tokens, channels = x.shape
         batch_stride, head_stride, token_stride, channel_stride = x.stride()
         aligned = ALIGNMENT // x.element_size()

@@ -1,4 +1,4 @@
-"""Attention masks as tensors: what they say, and the forms in which kernels take them."""
+"""Attention masks as tensors: their meaning, and the forms that kernels take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .options import Options
 
-ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies one whose strides are no multiples of it
+ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies masks whose strides are no multiples of it
 
 
 def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
@@ -24,12 +24,12 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
 def without_causal_bias(
     mask: torch.Tensor | None, options: Options, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor | None, Options]:
-    """Return a call's mask and options; a CausalBias of PyTorch, a tensor without values, as the options that it means.
+    """Return a call's mask and options; turn PyTorch's CausalBias, a tensor without values, into options.
 
     Raises:
-        ValueError: it was made for other numbers of queries and keys.
+        ValueError: the CausalBias was made for other numbers of queries and keys.
     """
-    bias = sys.modules.get("torch.nn.attention.bias")  # to import it would load PyTorch's compiler
+    bias = sys.modules.get("torch.nn.attention.bias")  # importing it would load PyTorch's compiler
     if bias is None or not isinstance(mask, bias.CausalBias):
         return mask, options
     lengths, given = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
@@ -41,7 +41,7 @@ def without_causal_bias(
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask without repetitions: dimensions of stride 0 get size 1, so work on it costs what it stores."""
+    """Return the mask without repetitions: dimensions of stride 0 get size 1, so work on it scales with its storage."""
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and size > 1:
             mask = mask.narrow(dim, 0, 1)
@@ -75,14 +75,14 @@ def with_causality(
 
 
 def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype, largest: float | None = None) -> torch.Tensor:
-    """Return a mask in `dtype`, a bool one as it is; a finite number beyond ±`largest` becomes that.
+    """Return an additive mask in `dtype`, finite numbers clamped to ±`largest`; return a bool mask unchanged.
 
-    A row biased by the lowest number throughout is uniform attention; by -inf it would be none.
+    A row whose biases are all the lowest number attends uniformly; with -inf it would attend to nothing.
 
     Args:
         mask: bool or additive.
-        dtype: floating.
-        largest: default the largest number of `dtype`. A mask that has this dtype already is returned as it is.
+        dtype: a floating dtype.
+        largest: default the largest number of `dtype`. A mask that has this dtype already is returned unchanged.
     """
     if mask.dtype in (torch.bool, dtype):
         return mask
@@ -94,10 +94,10 @@ def mask_in_dtype(mask: torch.Tensor, dtype: torch.dtype, largest: float | None 
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as the numbers that are added to scores, 0 and -inf; an additive one as it is.
+    """Return a bool mask as the numbers that are added to scores, 0 and -inf; return an additive mask unchanged.
 
     Returns:
-        Of a bool mask: a tensor of its size in `dtype`, with size 1 where it is broadcast, whose rows begin at
+        For a bool mask: a tensor of its size in `dtype`, with size 1 where the mask is broadcast; rows begin at
         multiples of 16 bytes.
     """
     if mask.dtype != torch.bool:

@@ -16,12 +16,12 @@ PV_OF_DTYPE = {dtype: pv for pv, dtype in VALUE_DTYPES.items()}
 
 @dataclass(frozen=True)
 class KeyPadding:
-    """Keys that exist in a padded batch. Padding on the left or right costs least; it may be anywhere.
+    """Keys that exist in a padded batch. Padding may be anywhere; on the left or right it costs least.
 
     Attributes:
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist.
-        spans: int32 (batch or 1, 3): the first key that exists, the first one after it that does not, and the end of
-            the last one that exists; (kv_len, kv_len, 0) where none does. Keys between the first two all exist, so
+        spans: int32 (batch or 1, 3): the first key that exists, the first key after it that does not exist, and the end
+            of the last key that exists; (kv_len, kv_len, 0) if no key exists. All keys between the first two exist, so
             tiles there need no mask.
     """
 
@@ -30,7 +30,7 @@ class KeyPadding:
 
     @classmethod
     def empty(cls, valid: torch.Tensor) -> KeyPadding:
-        """Return the padding of bool `valid`, with spans that are to be written."""
+        """Return the padding of bool `valid`, with spans still to be written."""
         valid = valid.contiguous().view(torch.uint8)
         return cls(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
 
@@ -47,14 +47,14 @@ class Statistics:
     Attributes:
         key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
         value_mean: (batch, kv_heads, v_head_dim), as in `transforms.smooth_value`; zeros without smoothing of V.
-        value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN where it holds a non-finite
-            element.
+        value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN if the channel holds a
+            non-finite element.
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
-        equalizer: as key_mean, by which K is divided and Q multiplied (`transforms.equalize`), 1 beyond head_dim; None
-            without equalizing.
+        equalizer: shaped as key_mean; K is divided and Q multiplied by it (`transforms.equalize`); 1 beyond head_dim;
+            None without equalizing.
         chosen: int32 (batch, kv_heads, `Call.choice_places`), the results of `transforms.heavy_places` or `late_keys`;
-            None where heavy keys are the first ones.
-        first_keys: `Call.first_keys`.
+            None if the heavy keys are the first keys.
+        first_keys: the number `Call.first_keys`.
     """
 
     key_mean: torch.Tensor
@@ -67,19 +67,20 @@ class Statistics:
 
 
 MEAN_PARTS = 8
-"""Rows behind heavy keys whose sum is K's mean: three parts of it in 16 bits, and zeros."""
+"""Rows after the heavy keys whose sum is K's mean: three 16-bit parts of the mean, and zeros."""
 
 
 @dataclass(frozen=True)
 class HeavyKeys:
-    """Keys of each sequence that are attended to in 16 bits; in the caller's dtype: `Call.first_keys`, then late ones.
+    """Keys of each sequence that are attended to in 16 bits, the caller's dtype: `Call.first_keys`, then late keys.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): with NVFP4, K without the mean that the other keys lose; with INT8,
-            K as it is, whose scores lose `Int8Operands.mean_score`. Channels are as many as the other keys have, in the
-            order of `layout.heavy_order`; channels beyond head_dim are 0, as is a key that does not exist. With queries
-            in 16 bits channels are in their own order, and MEAN_PARTS more rows follow, whose sum is the mean.
-        value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up likewise.
+        key: (batch, kv_heads, keys, channels): with NVFP4, K minus the mean that is subtracted from the other keys;
+            with INT8, K unchanged, and `Int8Operands.mean_score` is subtracted from its scores. There are as many
+            channels as the other keys have, in the order of `layout.heavy_order`; channels beyond head_dim, and keys
+            that do not exist, are 0. With queries in 16 bits, channels are in the original order, and MEAN_PARTS more
+            rows follow, whose sum is the mean.
+        value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up in the same way.
         late: int32 (batch, kv_heads, late keys), the results of `transforms.late_keys`; None without late keys.
     """
 
@@ -93,29 +94,30 @@ class Int8Operands:
     """Q, K and V of the INT8 recipes.
 
     Operand batch is 1 for packed sequences, else the caller's; channels are head_dim rounded up to a power of two, rows
-    those of `layout.Sequences`; what lies beyond a sequence is 0. With heavy keys, K and V are those of `Call.tail`,
-    with the first keys in the places of those that are heavy instead.
+    as in `layout.Sequences`; elements beyond a sequence are 0. With heavy keys, K and V are the tensors of `Call.tail`;
+    the places of chosen heavy keys hold the first keys that they displaced.
 
     Attributes:
         query: int8 (operand batch, q_heads, rows, channels).
         query_scale: float32 (operand batch, q_heads, rows).
         key: int8 (operand batch, kv_heads, rows, channels), K without its mean.
-        key_scale: bfloat16 (operand batch, kv_heads, rows / 64, 4), one for the 16 tokens that
+        key_scale: bfloat16 (operand batch, kv_heads, rows / 64, 4), one scale for the 16 tokens that
             `layout.thread_order` makes adjacent. Triton would load 32-bit scales through shared memory.
-        value: V without its mean. In 8 bit (operand batch, kv_heads, channels, rows), the tokens of each 16 in the
-            order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread's weights are then the operand of P·V where Q·Kᵀ
-            left its scores. In float16 (operand batch, kv_heads, rows, channels).
+        value: V without its mean. In 8 bits (operand batch, kv_heads, channels, rows), with each 16 tokens in the order
+            0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: then the weights are the operand of P·V in the registers where Q·Kᵀ
+            left the scores. In float16 (operand batch, kv_heads, rows, channels).
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, which heavy keys' scores
-            lose, and the LSE gets; None without either, and with queries in 16 bits.
-        heavy: the keys that are attended to in 16 bits; None: none are.
+        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, subtracted from heavy keys'
+            scores and added to the LSE; None without heavy keys and LSE, and with queries in 16 bits.
+        heavy: the keys that are attended to in 16 bits; None: no keys.
         equalizer: float32 (batch, kv_heads, channels), the factors of `transforms.equalize`, 1 beyond head_dim; None
             without equalizing.
-        query_factors: float32 (batch, kv_heads, channels), whose bits are the rotation's factors as
-            `cuda/include/rotation.cuh` reads them, where Q is left to the forward kernel; else None.
-        queue: int32 (1,), 0, from which blocks of a causal forward kernel take items as they get free; it is 0 again
-            when all have: operands may be attended to again, but not at the same time. None: items are dealt out.
+        query_factors: float32 (batch, kv_heads, channels), the bits of the rotation's factors as
+            `cuda/include/rotation.cuh` reads them, if the forward kernel quantises Q; else None.
+        queue: int32 (1,), 0, a counter from which blocks of a causal forward kernel take items as they get free. It is
+            0 again at the end: operands may be attended to again, but not at the same time. None: items are assigned
+            beforehand.
     """
 
     query: torch.Tensor
@@ -136,16 +138,16 @@ class Int8Operands:
 class NVFP4Operands:
     """Q, K and V in NVFP4: two e2m1 codes a byte (the first in the low nibble), bits of e4m3 scales of 16 elements.
 
-    Operand batch is 1 for packed sequences; channels are a power of two, rows a multiple of 128; what lies beyond a
-    sequence is 0.
+    Operand batch is 1 for packed sequences; channels are a power of two, rows a multiple of 128; elements beyond a
+    sequence are 0.
 
     Attributes:
         query, query_scale: uint8 (operand batch, q_heads, rows, channels / 2), (…, rows, channels / 16).
         query_tensor_scale: float32 (operand batch, q_heads, rows / 128).
         query_mean: float32 (operand batch, q_heads, rows / 128, channels), subtracted from each block; None without
             smoothing of Q.
-        key, key_scale, key_tensor_scale: like Q's. In each 32 tokens, position p holds token
-            p//8·2 + p%8//2·8 + p%2: a thread's scores are then consecutive keys, as P·V needs them.
+        key, key_scale, key_tensor_scale: like Q's. In each 32 tokens, position p holds token p//8·2 + p%8//2·8 + p%2:
+            then a thread's scores are of consecutive keys, as P·V needs.
         value, value_scale: uint8 (operand batch, kv_heads, v_channels, rows / 2), (…, v_channels, rows / 16), groups
             along tokens.
         value_tensor_scale: float32 (batch, kv_heads).
@@ -173,7 +175,7 @@ class NVFP4Operands:
 
 
 class Saved(NamedTuple):
-    """Tensors that the forward pass of a recipe with gradients saves for its backward pass; the same for all kernels.
+    """Tensors that the forward pass of a recipe with gradients saves for the backward pass; the same for all kernels.
 
     Q and K are the INT8 operands of the scores, padded: rows to blocks of 128 tokens, channels to a power of two.
 
@@ -186,11 +188,11 @@ class Saved(NamedTuple):
         query: int8 (batch, q_heads, rows, channels).
         query_scale: float32 (batch, q_heads, rows).
         key: int8 (batch, kv_heads, rows, channels), K without its mean.
-        key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), one for 16 tokens (`layout.thread_order`).
-        equalizer: float32 (sequences, kv_heads, channels), by which K was divided and Q multiplied before they were
-            rotated, 1 beyond head_dim; (0,) where the recipe has none.
+        key_scale: bfloat16 (batch, kv_heads, rows / 64, 4), one scale for 16 tokens (`layout.thread_order`).
+        equalizer: float32 (sequences, kv_heads, channels), by which K was divided and Q multiplied before rotation, 1
+            beyond head_dim; (0,) if the recipe has none.
         lse: float32 (batch, q_heads, q_len): natural log-sum-exp of each row's scores against K without its mean,
-            -inf where a row may attend to nothing; (1, q_heads, total queries) when packed.
+            -inf if a row may attend to nothing; (1, q_heads, total queries) when packed.
     """
 
     query: torch.Tensor

@@ -1,4 +1,4 @@
-"""Options of an attention call, and what may run where its recipe has no native kernel; this file imports no torch."""
+"""Options of an attention call, and the choices of its fallback; this file does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
 
 
 class Options(NamedTuple):
-    """Options of a call, as the caller gave them: all arguments but tensors.
+    """Options of a call, as the caller gave them: all arguments except tensors.
 
     Attributes:
         is_causal: row i attends to keys 0…i + causal_offset.
@@ -17,10 +17,10 @@ class Options(NamedTuple):
         scale: finite factor of the scores; None: head_dim ** -0.5.
         enable_gqa: query may have more heads than key.
         dropout_p: probability of dropping a weight.
-        recipe: name of the recipe that is asked for.
-        fallback: what may run where the recipe has no native kernel; see `select.select`.
-        return_lse: the log-sum-exp of each row's scores is wanted.
-        tokens_first: query, key, value and the output are (batch, tokens, heads, channels).
+        recipe: name of the requested recipe.
+        fallback: what may run if the recipe has no native kernel; see `select.select`.
+        return_lse: whether the log-sum-exp of each row's scores is wanted.
+        tokens_first: whether query, key, value and the output are (batch, tokens, heads, channels).
     """
 
     is_causal: bool = False
@@ -38,7 +38,7 @@ def check_fallback(fallback: str) -> Fallback:
     """Return `fallback` if it is one of the choices.
 
     Raises:
-        ValueError: it is none of them; the message lists them.
+        ValueError: it is not; the message lists the choices.
     """
     for known in FALLBACKS:
         if fallback == known:

@@ -12,13 +12,13 @@ from .operands import Int8Operands, Saved
 
 
 class QuantizeAndAttend(Protocol):
-    """Function that quantises, and attends into `output` and `lse`; the call comes from `Call.for_kernel`."""
+    """Function that quantises, attends, and writes `output` and `lse`; the call comes from `Call.for_kernel`."""
 
     def __call__(self, call: Call, *, output: torch.Tensor, lse: torch.Tensor | None) -> Int8Operands: ...
 
 
 def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Tensor, Saved]:
-    """Run a forward pass; return the output (0 in rows without a key) and what its gradients need."""
+    """Run a forward pass; return the output (0 in rows without a key) and the tensors that its gradients need."""
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
     if call.is_empty:
@@ -30,7 +30,7 @@ def saving(call: Call, quantize_and_attend: QuantizeAndAttend) -> tuple[torch.Te
 
 
 def empty_saved(call: Call, lse: torch.Tensor) -> Saved:
-    """Return the saved tensors of a call whose output is 0, with `lse`; of other calls, their sizes and dtypes."""
+    """Return the saved tensors of a call whose output is 0, with `lse`; for other calls, their sizes and dtypes."""
     q_sequences, kv_sequences = call.token_axes
     channels, rows, kv_rows = padded_channels(int(call.query.shape[3])), q_sequences.rows, kv_sequences.rows
     query, key = call.query.shape[:2], call.key.shape[:2]

@@ -1,14 +1,15 @@
 """Transforms of Q, K and V before quantisation. Each is exact in real arithmetic.
 
-smooth  Subtract a mean. K's adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367, section
-        4.2). V's, where it is large enough to matter, is added back to the output, because rows of P sum to 1 (arXiv
-        2411.10958, section 3.4). Q's, one per block of rows, is added back to the scores as mean·Kᵀ (the same, 3.1).
+smooth  Subtract a mean. K's mean adds a constant to each row of scores, which softmax ignores (arXiv 2410.02367,
+        section 4.2). V's mean, if large enough to matter, is added back to the output, because rows of P sum to 1
+        (arXiv 2411.10958, section 3.4). Q's mean, one per block of rows, is added back to the scores as mean·Kᵀ (the
+        same, 3.1).
 rotate  Multiply the head dimension of Q and K by the same orthonormal matrix, which leaves every dot product unchanged
         and spreads channels of large magnitude over all channels.
-equalize Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude there.
+equalize Divide each channel of K by a factor and multiply Q's by it, so that both have about the same magnitude in it.
 exchange Let heavy keys change places with the first keys, which are attended to in 16 bits: the order of keys does not
-        matter where no query is kept from a key that another one sees. With causality a late key changes places only
-        for the rows that see it: for earlier ones the first key is heavy.
+        matter if every query sees the same keys. With causality a late key changes places only for the rows that see
+        it: for earlier rows the first key is heavy.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ EQUALIZER_QUERIES = 128
 MAX_EQUALIZER = 8
 """Largest exponent of a factor of the equalizer."""
 MIN_VARIANCE = 2.0**-16
-"""Least variance that is told from none, as a share of the squared mean: sums in float32 have no more bits."""
+"""Least variance that is distinguished from 0, as a share of the squared mean: the precision of float32 sums."""
 HEAVY_QUERIES = 16
 """Rows of Q, of all heads that share a head of K, whose mean decides which keys are heavy."""
 HEAVY_MARGIN = 2.0
-"""Least difference between the scores of a key and of the one whose place it takes."""
+"""Least difference between the scores of a key and of the key whose place it takes."""
 LATE_SHARE = 4
-"""With causality one of so many heavy keys may be a late one."""
+"""With causality, one in this many heavy keys may be a late key."""
 MIN_LATE = 2
-"""There are late keys where keys are at least so many times as many as the heavy ones."""
+"""Late keys exist if there are at least this many times as many keys as heavy keys."""
 NO_KEY = 2**31 - 1
-"""Number of a late key that there is not."""
+"""Number that stands for an absent late key."""
 LOUD_GROUPS = 8
 """Groups of K's tokens: block n of 128 tokens belongs to group n modulo this number."""
 LOUD = 32.0
-"""A group of K's tokens is loud if its mean square exceeds the median group's so many times."""
+"""A group of K's tokens is loud if its mean square exceeds this multiple of the median group's."""
 
 
 def _tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,8 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
 def sum_of_tokens(x: torch.Tensor) -> torch.Tensor:
     """Sum over tokens in a fixed order, so that kernels can compute the same bits.
 
-    Each block of 128 tokens is summed by a tree of halves, then each 128 block sums likewise, then those in order.
+    Each block of 128 tokens is summed by a tree of halves, then each 128 block sums in the same way, then these sums in
+    order.
 
     Args:
         x: float32 (..., tokens, channels).
@@ -76,8 +78,8 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
     Args:
         x: float32 (..., tokens, channels), at least one token.
-        valid: bool broadcastable to (..., tokens, 1); None: every token is valid. Without a valid token the mean is 0,
-            as it is where the sum is not finite.
+        valid: bool broadcastable to (..., tokens, 1); None: every token is valid. The mean is 0 without a valid token,
+            and if the sum is not finite.
 
     Returns:
         float32 (..., 1, channels).
@@ -92,11 +94,11 @@ def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.
 
 
 def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which keys count in K's mean and in the equalizer: keys of groups that are not loud.
+    """Return which keys enter K's mean and the equalizer: the keys of groups that are not loud.
 
-    One key that is much louder than all others would move the mean away from these, and decide the equalizer alone. Any
-    vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the median is
-    the lower one of the groups whose mean square is not 0.
+    One key that is much louder than all others would move the mean away from the others, and decide the equalizer
+    alone. Any vector may be subtracted from K, so keys may be left out. Groups are compared by their mean squares; the
+    median is the lower median of the groups whose mean square is not 0.
 
     Args:
         key: float32 (batch, kv_heads, tokens, channels).
@@ -138,11 +140,11 @@ def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[to
 
 
 def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract its own mean from every block of `block` consecutive tokens.
+    """Subtract from every block of `block` consecutive tokens the block's mean.
 
     Args:
         x: float32 (..., tokens, channels), any number of tokens; the last block may be short.
-        block: tokens a block.
+        block: tokens of a block.
 
     Returns:
         (x - mean, mean): (..., tokens, channels); (..., ceil(tokens/block), channels).
@@ -158,16 +160,16 @@ def equalize(
     valid_queries: torch.Tensor | None = None,
     smooth_q: bool = False,
 ) -> torch.Tensor:
-    """Return the power of two by which each channel of K is divided, and of Q multiplied.
+    """Return the power of two by which each channel of K is divided, and each channel of Q multiplied.
 
-    It is the one nearest to the fourth root of `loudness_ratio`, whose arguments it takes: so both products are as
-    large, and dividing and multiplying round nothing.
+    It is the power nearest to the fourth root of `loudness_ratio`, which takes the same arguments: so both results are
+    equally large, and dividing and multiplying round nothing.
 
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
     """
     ratio = loudness_ratio(query, key, valid, valid_queries, smooth_q)
-    # By the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
+    # Use the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
     _, exponent = torch.frexp(ratio)
     return torch.exp2(((exponent + 1) >> 2).float())
 
@@ -182,15 +184,15 @@ def loudness_ratio(
     """Return K's variance / Q's mean square in each channel, within 2^±(4 · MAX_EQUALIZER).
 
     It is 1 in channels where Q or K is 0 throughout, or so large that the sum of squares is not finite.
-    Q's mean square is over the valid ones of rows 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES).
+    Q's mean square is taken over the valid rows among 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES).
     Where Q's means are subtracted before it is quantised, it is the variance of these rows.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
         key: float32 (batch, kv_heads, kv_len, head_dim), with its mean.
         valid: as in `mean_of_tokens`.
-        valid_queries: likewise for Q's rows, (batch or 1, 1, q_len or 1, 1).
-        smooth_q: Q's means are subtracted before it is quantised.
+        valid_queries: the same for Q's rows, (batch or 1, 1, q_len or 1, 1).
+        smooth_q: whether Q's means are subtracted before Q is quantised.
 
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
@@ -215,17 +217,17 @@ def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
 def heavy_places(
     query: torch.Tensor, key: torch.Tensor, places: int, scale: float, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the key that takes each of the first places, where heavy keys stand.
+    """Return the key that takes each of the first places, which hold the heavy keys.
 
-    A key may take place p if its number is p modulo `places`. Of these the one with the largest score, and the first
-    among equals, takes it, provided that this score exceeds key p's by HEAVY_MARGIN; otherwise key p stays.
-    Scores are from `_choice_scores`. A key whose score is not finite, or that does not exist, neither takes a place
-    nor leaves its own.
+    A key may take place p if its number is p modulo `places`. Of these keys, the key with the largest score, the first
+    among equals, takes it if its score exceeds key p's by HEAVY_MARGIN; otherwise key p stays. Scores are from
+    `_choice_scores`. A key whose score is not finite, or that does not exist, neither takes a place nor gives up its
+    place.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
-        key: float32 (batch, kv_heads, kv_len, head_dim), of which there are at least `places`.
-        places: keys that are heavy.
+        key: float32 (batch, kv_heads, kv_len, head_dim), with at least `places` keys.
+        places: the number of heavy keys.
         scale: factor of the scores.
         valid: bool (batch or 1, 1, kv_len or 1, 1), which keys exist; None: all.
 
@@ -240,16 +242,16 @@ def late_keys(
 ) -> torch.Tensor:
     """Return the late keys that are heavy for the causal rows that see them.
 
-    The last `places` of the first keys may each give way to a key behind all of these: that which `heavy_places` puts
-    in its place among these keys, by the mean of queries of the later half, which see most keys.
+    Each of the last `places` first keys may give way to a key behind all first keys: the key that `heavy_places` puts
+    in its place among these keys, by the mean of the later half of the queries, which see most keys.
 
     Args:
         query, key, scale, valid: as in `heavy_places`; key has at least `first_keys` keys.
-        first_keys: keys that are heavy for rows that see no late one; a multiple of `places`.
-        places: late keys.
+        first_keys: number of keys that are heavy for rows that see no late key; a multiple of `places`.
+        places: the number of late keys.
 
     Returns:
-        int64 (batch, kv_heads, places), numbers of keys, NO_KEY where the first key does not give way.
+        int64 (batch, kv_heads, places), numbers of keys, NO_KEY if the first key does not give way.
     """
     before = first_keys - places
     later = query[:, :, query.shape[2] // 2 :]
@@ -261,10 +263,10 @@ def late_keys(
 def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, valid: torch.Tensor | None) -> torch.Tensor:
     """Return the scores by which heavy keys are chosen: (batch, kv_heads, kv_len), -inf for keys that cannot be.
 
-    Scores are products with a mean query, times `scale`: that of rows 0, n, 2n … of all heads of Q that share the head
-    of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite count as
-    0. A score counts by its magnitude if that exceeds the sum of the magnitudes of the other 15 keys that share a scale
-    in INT8 (`layout.thread_order`): so loud a key would leave these no bits, whichever rows attend to it.
+    Scores are products with a mean query, times `scale`. The mean is over rows 0, n, 2n … of all heads of Q that share
+    the head of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite
+    count as 0. A score's magnitude is used if it exceeds the sum of the magnitudes of the other 15 keys that share its
+    scale in INT8 (`layout.thread_order`): so loud a key would leave these keys no bits, whichever rows attend to it.
     """
     rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
     sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]
@@ -285,7 +287,7 @@ def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
     stays = scores[..., :places] == -torch.inf
     scores = torch.cat((scores[..., :places] + HEAVY_MARGIN, scores[..., places:]), -1)
     scores = F.pad(scores, (0, -keys % places), value=-torch.inf).unflatten(-1, (-1, places))
-    # Of equal maxima the first: torch.max promises none.
+    # Of equal maxima take the first: torch.max promises no order.
     is_largest = scores == scores.amax(-2, keepdim=True)
     number = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
     number = number + torch.arange(places, device=scores.device)
@@ -294,7 +296,7 @@ def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Let tokens change places: token p, for each p, with token chosen[…, p].
+    """Swap tokens: token p, for each p, with token chosen[…, p].
 
     Args:
         x: (batch, heads, tokens, channels).
@@ -321,12 +323,12 @@ def rotation_signs(size: int) -> torch.Tensor:
 
 
 def rotation_block(head_dim: int) -> int:
-    """Return the largest power of two that divides head_dim: rotation works in blocks of it (64, 128: one)."""
+    """Return the largest power of two that divides head_dim: rotation works in blocks of it (64, 128: one block)."""
     return head_dim & -head_dim
 
 
 def round_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round; what is finite and beyond the dtype's range becomes its largest number, all else is NaN."""
+    """Round to a dtype; finite numbers beyond its range become its largest number, non-finite numbers NaN."""
     limit = torch.finfo(dtype).max
     return (x.clamp(-limit, limit) + 0 * x).to(dtype)
 
@@ -334,7 +336,8 @@ def round_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate the head dimension: signs, then an orthonormal Walsh-Hadamard transform, in blocks of `rotation_block`.
 
-    The transform adds in a fixed order, by butterflies of distance 1, 2, 4 …, so that kernels can give the same bits.
+    The transform adds in a fixed order, by butterflies of distance 1, 2, 4 …, so that kernels can compute the same
+    bits.
 
     Args:
         x: float32 (..., head_dim).

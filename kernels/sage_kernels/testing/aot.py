@@ -44,7 +44,7 @@ class Instructions:
 
     @property
     def least(self) -> int:
-        """Return the number of instructions of a pass that takes every branch ahead."""
+        """Return the number of instructions of a pass that takes every forward branch."""
         return self.total - self.skippable
 
     @property
@@ -84,17 +84,17 @@ class MachineCode:
         """Return the shortest of the loops with the most matrix instructions.
 
         Raises:
-            ValueError: no loop has any.
+            ValueError: no loop has matrix instructions.
         """
         loops = [loop for loop in self.loops if loop.matrix_products]
         return max(loops, key=lambda loop: (loop.matrix_products, -loop.total))
 
     @property
     def lean_loop(self) -> Instructions:
-        """Return the shortest of the loops with matrix instructions: the one that masks nothing.
+        """Return the shortest of the loops with matrix instructions: the loop without masks.
 
         Raises:
-            ValueError: no loop has any.
+            ValueError: no loop has matrix instructions.
         """
         return min((loop for loop in self.loops if loop.matrix_products), key=lambda loop: loop.total)
 
@@ -118,7 +118,7 @@ class _CompileOnlyDriver:
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
     """Compile `launch` as on a GPU of that capability, specialised to the same arguments.
 
-    Not to be used while other threads launch kernels: it replaces Triton's driver meanwhile.
+    Do not use it while other threads launch kernels: it temporarily replaces Triton's driver.
     """
     state = dict(vars(driver))
     driver.set_active(_CompileOnlyDriver(capability))
@@ -129,7 +129,7 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKerne
 
 
 def machine_code(cubin: bytes) -> MachineCode:
-    """Disassemble a kernel, `compile_launch(...).asm["cubin"]`, with the tools that Triton brings."""
+    """Disassemble a kernel, `compile_launch(...).asm["cubin"]`, with the tools that Triton ships."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -153,7 +153,7 @@ def machine_code(cubin: bytes) -> MachineCode:
             if opcode == "EXIT" and not predicate:
                 after_exit = len(opcodes)
             target = _TARGET.search(operands) if opcode == "BRA" else None
-            # Branches back from behind the exit rejoin divergent warps: they are no loops.
+            # Backward branches from after the exit rejoin divergent warps: they are not loops.
             if target and labels.get(target[0], -1) >= after_exit:
                 loops.append((labels[target[0]], len(opcodes)))
             elif target and target[0] not in labels and (predicate or _UNIFORM_PREDICATE.search(operands)):

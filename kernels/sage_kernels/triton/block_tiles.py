@@ -1,4 +1,4 @@
-"""Block lists as kernels that walk over keys read them: tiles without a mask first, none that is hidden wholly."""
+"""Block lists for kernels that walk over keys: tiles without a mask come first, wholly hidden tiles are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..language.launch import UNSPECIALIZED, launch
 from ..language.sequences import sequence_range
 from ..spec.call import BackwardCall, Call, clamped_offset
 
-SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any does
+SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class BlockTiles:
     """The tiles of a block list that a call leaves to compute.
 
     Attributes:
-        tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles all of whose scores
-            count, the number of all tiles, then the tiles, those first; one place more may be read. Sizes are 1 where
-            the list is broadcast; packed sequences are the batch where there are such.
+        tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles without a masked score,
+            the number of all tiles, then the tiles, unmasked tiles first; one place more may be read. Sizes are 1 where
+            the list is broadcast; with packed sequences, sequences are the batch.
         valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
-        block_m: rows that a list holds for.
+        block_m: rows that share a list.
     """
 
     tiles: torch.Tensor
@@ -45,7 +45,7 @@ class BlockTiles:
 
 
 def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
-    """Sort the lists of a call for tiles of block_n keys, a divisor of the list's own."""
+    """Sort the lists of a call for tiles of block_n keys, a divisor of the list's block_n."""
     blocks, valid, kv_len = call.mask.blocks, call.mask.valid, call.kv_len
     assert blocks is not None
     parts = blocks.block_n // block_n
@@ -110,7 +110,7 @@ def find_tiles(
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Return (tile, seen, whole) of places in a list: its number, and whether some or all of its scores count."""
+    """Return (tile, seen, whole) for places in a list: a tile's number, whether some or all of its scores count."""
     listed = place < number
     tile = tl.load(tiles + (place // PARTS).to(tl.int64) * stride_place, mask=listed, other=0) * PARTS + place % PARTS
     first, last = tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1

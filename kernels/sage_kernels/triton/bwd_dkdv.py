@@ -1,8 +1,8 @@
-"""The kernel of dK and dV: a program holds keys, and walks over the queries that see them.
+"""The kernel of dK and dV: a program holds keys and walks over the queries that see them.
 
-It computes Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ are already in registers, where the left operands of the next products belong.
-A key that does not exist changes only its own rows of dK and dV, which are zeroed at the end; so tiles need no mask but
-the causal one.
+It computes Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ are already in registers, as left operands of the next products must be. A key
+that does not exist changes only its own rows of dK and dV, which are zeroed at the end; so tiles need no mask except
+the causal mask.
 """
 
 import triton
@@ -60,7 +60,7 @@ def add_queries(
         allowed = column[:, None] <= (tile * BLOCK_M + tl.arange(0, BLOCK_M) + causal_offset)[None, :]
         p = tl.where(allowed, p, 0.0)
     row_delta = tl.load(delta + q_row)
-    if INT8:  # dS takes Q's scales, which vary along the sum and cannot be factored out of it
+    if INT8:  # dS takes Q's scales, which vary along the sum, so they cannot be factored out
         dp *= q_scale[None, :]
         row_delta *= q_scale
     ds = p * (dp - row_delta[None, :])
@@ -76,7 +76,7 @@ def add_queries(
         q_codes = load_value(query_operand, head_index, position, q_rows, BLOCK_M, CHANNELS, True, TMA)
         dk += tl.dot(ds_codes, q_codes).to(tl.float32) * (ds_max * (1.0 / CODE_MAX))[:, None]
     else:
-        # Make both operands before either product: registers of a later operand cannot be written while a matrix
+        # Make both operands before either product: registers of the second operand cannot be written while a matrix
         # instruction is in flight.
         p, ds = p.to(do.dtype), ds.to(do.dtype)
         q = load_key(query_operand, first, BLOCK_M, CHANNELS, TMA)
@@ -156,7 +156,7 @@ def int8_bwd_dkdv(
 ):
     """Compute dK and dV of BLOCK_N keys of one (batch, kv head), from the queries of all heads of its group.
 
-    A block list has LIST_M rows and LIST_N keys a tile, 0: there is none.
+    A block list has LIST_M rows and LIST_N keys per tile; 0: no list.
     """
     block = tl.program_id(0)
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -179,7 +179,7 @@ def int8_bwd_dkdv(
         dk = tl.zeros((BLOCK_N, CHANNELS), tl.float32)
         dv = tl.zeros((BLOCK_N, V_CHANNELS), tl.float32)
 
-        # Queries from tile `begin` on see some of the keys, those from `full_begin` on all of them.
+        # Queries from tile `begin` on see some of the keys; queries from `full_begin` on see all of them.
         begin, full_begin, end = 0, 0, tl.cdiv(q_len, BLOCK_M)
         if PADDED:
             spans += batch * spans_stride

@@ -1,4 +1,4 @@
-"""The kernel of dQ: a program holds queries, and walks over the keys that they see."""
+"""The kernel of dQ: a program holds queries and walks over the keys that they see."""
 
 import triton
 import triton.language as tl
@@ -59,7 +59,8 @@ def add_keys(
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         ds = tl.where(allowed, ds, 0.0)
     if INT8:
-        # dS takes K's scales, which vary along the sum and cannot be factored out of it: one per thread and 64 keys.
+        # dS takes K's scales, which vary along the sum, so they cannot be factored out: one scale per thread and 64
+        # keys.
         by_thread = tl.reshape(ds, SHAPE)
         thread_max = max_magnitude(max_magnitude(by_thread, 4), 2) * k_scale[None, :, :]
         ds_max = max_magnitude(max_magnitude(thread_max, 2), 1)
@@ -124,8 +125,8 @@ def int8_bwd_dq(
     LIST_M: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute dQ of BLOCK_M rows of one (batch, q head); a block list is one for LIST_M rows, 0: there is none."""
-    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
+    """Compute dQ of BLOCK_M rows of one (batch, q head); LIST_M rows share a block list; 0: no list."""
+    # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)

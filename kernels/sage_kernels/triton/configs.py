@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor; others have 163 and more
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB per multiprocessor; other GPUs have 163 and more
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,10 @@ class Config:
     """Launch configuration of a kernel.
 
     Attributes:
-        block_m, block_n: rows and keys a tile.
-        num_warps: warps a program.
+        block_m, block_n: rows and keys per tile.
+        num_warps: warps per program.
         num_stages: tiles of K and V in flight.
-        maxnreg: cap of registers a thread; None: the compiler's choice.
+        maxnreg: cap of registers per thread; None: the compiler's choice.
     """
 
     block_m: int
@@ -38,12 +38,12 @@ class Config:
 
 
 def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> Config:
-    """Return the configuration of `int8_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
+    """Return the configuration of `int8_forward`; head_dim is the larger of Q's and V's, rounded up to a power of two.
 
-    On Hopper several small programs a multiprocessor hide each other's softmax, so registers are capped for three of
-    them at head_dim 128 (853 TFLOP/s, 770 without a cap) or four at head_dim 64 (613, with 168 registers 589). float16
-    P·V needs more registers, and at head_dim 128 half the keys (671, with 128 keys 648). Elsewhere the tile is the
-    largest whose main loop compiles without spills; masks and head_dim 256 need more registers.
+    On Hopper, several small programs per multiprocessor hide each other's softmax, so registers are capped for three
+    programs at head_dim 128 (853 TFLOP/s, 770 without a cap) or four at head_dim 64 (613; 589 with 168 registers).
+    float16 P·V needs more registers, and at head_dim 128 half the keys (671; 648 with 128 keys). Elsewhere the tile is
+    the largest whose main loop compiles without spills; masks and head_dim 256 need more registers.
     """
     if head_dim > 128:
         return Config(64, 64, 8, 2)
@@ -66,11 +66,12 @@ def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
 
 
 def masked_forward_config(head_dim: int, mask: str) -> Config:
-    """Return the configuration of `masked_forward` on Hopper; head_dim is the larger padded one of Q and V.
+    """Return the configuration of `masked_forward` on Hopper; head_dim is the larger padded head_dim of Q and V.
 
-    128 rows share each tile of a bias (364 µs at 4×16×2048×128, 452 with 64). Else small programs hide each other's
-    softmax; at head_dim 64 more of them with two stages (window at 2,048 keys: 56 µs, with three 68), at head_dim 128
-    two programs have room for three (documents at 4,096 keys: 117 µs, with two 130). Above, more does not fit.
+    128 rows share each tile of a bias (364 µs at 4×16×2048×128, 452 with 64). Without a bias, small programs hide each
+    other's softmax. At head_dim 64 more programs with two stages are faster (window at 2,048 keys: 56 µs; 68 with three
+    stages); at head_dim 128 two programs have room for three stages (documents at 4,096 keys: 117 µs; 130 with two). At
+    larger head_dims, more does not fit.
     """
     if head_dim > 128:
         return Config(64 if mask == "additive" else 128, 64, 8, 2)
@@ -80,27 +81,27 @@ def masked_forward_config(head_dim: int, mask: str) -> Config:
 
 
 def nonprefix_forward_config(head_dim: int) -> Config:
-    """Return the configuration of `nonprefix_forward` on Hopper; head_dim as above: over 128 fewer rows spill none."""
+    """Return the configuration of `nonprefix_forward` on Hopper; head_dim as above: over 128, few rows avoid spills."""
     return Config(64, 64, 8, 2) if head_dim > 128 else masked_forward_config(head_dim, "keys")
 
 
 def splitkv_forward_config(head_dim: int, rows: int) -> Config:
     """Return the configuration of `splitkv_forward` on Hopper for that many padded rows; head_dim as above.
 
-    Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, cuDNN 39. At head_dim 64 there
-    is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs, with one 15.6. Left to itself the compiler
-    would take 96 registers with a mask, and spill.
+    Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, with cuDNN 39. At head_dim 64
+    there is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs; 15.6 with one program. Without a cap the
+    compiler would take 96 registers with a mask, and spill.
     """
     return Config(rows, 128, 4, 3, 255) if head_dim <= 128 else Config(rows, 64, 4, 2)
 
 
 def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:
-    """Return the configuration of `nvfp4_forward`; head_dim is the larger one of Q and V, rounded up to a power of two.
+    """Return the configuration of `nvfp4_forward`; head_dim is the larger of Q's and V's, rounded up to a power of two.
 
-    Chosen by machine code, not measured. Native: 128×128 tiles with 8 warps are the only ones whose loop does not spill
-    on sm_120; with 2 stages the next tile would be loaded only when this one is done. Emulated: a program also holds
-    decoded K and V, so tiles have 64 keys, and 64 rows where there is no wgmma; 8 warps spill nowhere up to head_dim
-    128.
+    Chosen by machine code, not measured. Native: 128×128 tiles with 8 warps are the only tiles whose loop does not
+    spill on sm_120; with 2 stages the next tile would be loaded only after the current tile. Emulated: a program also
+    holds decoded K and V, so tiles have 64 keys, and 64 rows on GPUs without wgmma; 8 warps spill nowhere up to
+    head_dim 128.
     """
     if head_dim > 128:
         return Config(64, 64, 8, 1)
@@ -112,8 +113,8 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
 def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bool) -> int:
     """Return how many recent keys `nvfp4_forward` attends to at once.
 
-    They are few where heavy keys are (`language/heavy.py`), and with a mask: on compute capability 10.3 and 12.0 the
-    loop over them would spill with 32. At head_dim 128 it would with 64 without one.
+    They are few whenever heavy keys are few (`language/heavy.py`), and with a mask: on compute capability 10.3 and 12.0
+    the loop over recent keys would spill with 32 keys. At head_dim 128 it would spill with 64 keys even without a mask.
     """
     if masked or element_size > 2 or min(channels, v_channels) < 64 or max(channels, v_channels) > 128:
         return 16
@@ -123,11 +124,11 @@ def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bo
 def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
     """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 
-    Two float32 gradients of block_n keys stay in registers. On Hopper that is 64 keys for the 128 threads of a matrix
-    instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128 queries
-    a tile, 3.95 with 64). Elsewhere the tile is the one with the fewest instructions whose loop does not spill; at
-    head_dim 128 in INT8 3 % of them spill, and tiles without spills take 27 % more instructions. Only compute
-    capability 8.0 has shared memory for two programs of 4 warps. On 10.x the gradients lie in tensor memory.
+    Two float32 gradients of block_n keys stay in registers. On Hopper, block_n is 64 keys for the 128 threads of a
+    matrix instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128
+    queries per tile, 3.95 with 64). Elsewhere the tile is chosen for the fewest instructions in a loop without spills.
+    At head_dim 128 in INT8, 3 % of the instructions spill: tiles without spills take 27 % more instructions. Only
+    compute capability 8.0 has shared memory for two programs of 4 warps. On 10.x the gradients lie in tensor memory.
     """
     if head_dim > 128:
         small = capability in LITTLE_SHARED_MEMORY or (capability[0] == 10 and not int8)
@@ -142,7 +143,7 @@ def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool)
 def int8_bwd_dq_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
     """Return the configuration of `int8_bwd_dq`; arguments as above.
 
-    On Hopper registers are capped for three programs a multiprocessor (4.89 ms, 5.08 without a cap), or four at
+    On Hopper, registers are capped for three programs per multiprocessor (4.89 ms, 5.08 without a cap), or four at
     head_dim 64 (2.64 ms, 2.70 without). Elsewhere 128 rows share each tile of K and V; none of these loops spills.
     """
     if head_dim > 128:

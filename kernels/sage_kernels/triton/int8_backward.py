@@ -1,10 +1,9 @@
 """Backward pass of the recipes with gradients: recompute S from INT8, then dV, dK and dQ (`reference.backward`).
 
-Two kernels see the same tiles of scores: `bwd_dkdv` holds keys and walks over queries, for dK and dV;
-`bwd_dq` holds queries and walks over keys, for dQ. So each gradient is summed in registers, in one order,
-without atomics. The kernels run one after the other, each behind the pass that prepares its operands: there are never
-more than two 16-bit copies of the caller's tensors at a time. In INT8 there is a third, the gradient of rotated or
-equalized Q or K.
+Two kernels see the same tiles of scores: `bwd_dkdv` holds keys and walks over queries, for dK and dV; `bwd_dq` holds
+queries and walks over keys, for dQ. So each gradient is summed in registers, in a fixed order, without atomics. The
+kernels run one after the other, each after the pass that prepares its operands: at most two 16-bit copies of the
+caller's tensors exist at a time. In INT8 there is a third copy, the gradient of rotated or equalized Q or K.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .tile_rows import tile_rows
 
 
 def backward(call: BackwardCall, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of Q, K and V of a call whose P and dS are both in 16 bit or both in INT8."""
+    """Return the gradients of Q, K and V of a call whose P and dS are both in 16 bits or both in INT8."""
     gradients = call.new_gradients()
     if not call.is_empty:
         # Kernels assume contiguous operands.
@@ -51,7 +50,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         arguments["head_dim"] = call.channels
 
     def tiles(x: torch.Tensor | None, block: int, transposed: bool = False) -> torch.Tensor | TensorDescriptor | None:
-        """Return an operand as a kernel reads tiles of `block` tokens of it."""
+        """Return an operand in the form in which a kernel reads tiles of `block` tokens."""
         if x is None or not tma:
             return x
         shape = [x.shape[2], block] if transposed else [block, x.shape[3]]
@@ -95,7 +94,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     )
     if restores:
         restore_gradient(into, key_gradient, call, kv_sequences, of_query=False)
-    del queries, into, inverted  # before as much is allocated again
+    del queries, into, inverted  # before as much memory is allocated again
     value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, copy_value=True)
     into = new_transformed(call, query_gradient) if restores else query_gradient
     config = int8_bwd_dq_config(capability, channels, int8)

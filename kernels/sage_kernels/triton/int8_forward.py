@@ -1,8 +1,8 @@
 """Forward kernel of the INT8 recipes: Q·Kᵀ in INT8; P·V in float16, e4m3 or INT8.
 
 A tile of scores leaves the matrix units as integers. A thread needs one scale of K per 64 keys (`layout.thread_order`),
-so it takes maxima of integers; scaling costs one multiplication of the maximum, and is part of the exponent's fused
-multiply-add. In 8 bits, P's registers are the scores': V's tokens lie in the order that this takes
+so it takes maxima of integers. Scaling costs one multiplication of the maximum, and is part of the exponent's fused
+multiply-add. In 8 bits, P stays in the registers of the scores: V's tokens are ordered accordingly
 (`operands.Int8Operands`). An 8-bit P·V starts from zero in each tile and is added in float32: Hopper's e4m3 matrix
 instructions accumulate with fewer bits, and INT8 has a scale per row and tile.
 """
@@ -42,7 +42,7 @@ def attend(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tup
 
 
 def attend_and_save(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tuple[torch.Tensor, Saved]:
-    """Return the output, 0 in rows without a key, and what its gradients need."""
+    """Return the output, 0 in rows without a key, and the tensors that its gradients need."""
     return saving(call, partial(_quantize_and_attend, quantizer=quantizer, capability=capability))
 
 
@@ -81,15 +81,15 @@ def forward(
     """Attend to quantised operands.
 
     Args:
-        operands: the call's.
+        operands: the call's operands.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
-        lse: float32 (batch, q_heads, tokens), written; or None. Operands without a mean_score give that of the scores
-            against K without its mean.
+        lse: float32 (batch, q_heads, tokens), written; or None. Without a mean_score in the operands, the lse is of the
+            scores against K without its mean.
         call: a result of `Call.for_kernel`.
         capability: the GPU's.
-        tiles: the tiles that the mask leaves, or a block list's; None without either.
-        padding: the keys that exist; None: all, or a mask.
+        tiles: the tiles that the mask leaves, or the block list's tiles; None without mask and list.
+        padding: the keys that exist; None: all exist, or there is a mask.
     """
     (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
     pv = PV_OF_DTYPE[operands.value.dtype]
@@ -216,8 +216,8 @@ def attend_tile(
 ):
     """Attend to one more tile of keys; return the new (row_max, row_sum, acc).
 
-    Without MASKED every score of the tile counts. With it those are masked where `needs_mask` is not 0. Other arguments
-    are those of `int8_forward`, `mask` that of its (batch, head).
+    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
+    arguments are as in `int8_forward`; `mask` is the mask of this (batch, head).
     """
     start = tile * BLOCK_N
     k_scale = load_key_scale(key_scale, kv_first + start, BLOCK_N)
@@ -302,12 +302,12 @@ def int8_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    With MASK "blocks" or "block_keys" (some keys are missing), a block list serves LIST_M rows, and FIRST is 0.
+    With MASK "blocks" or "block_keys" (some keys are missing), LIST_M rows share a block list, and FIRST is 0.
 
     `kv_len`, `causal_offset`, `mask` and `tiles` include the FIRST heavy keys; `key` and `value` do not. The place of
-    each of the LATE keys holds the first key that it displaced.
+    each LATE key holds the first key that it displaced.
     """
-    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
+    # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)

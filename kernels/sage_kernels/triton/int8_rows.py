@@ -10,14 +10,14 @@ from ..language.launch import INTERPRETED
 from ..language.tiles import as_operand
 
 CODE_MAX = tl.constexpr(INT8_MAX)
-# Rows whose largest magnitude is below become zeros: its reciprocal would not be finite.
+# Rows whose largest magnitude is below this become zeros: its reciprocal would not be finite.
 MIN_ROW_MAX = tl.constexpr(1e-36)
 
 
 @triton.jit
 def max_magnitude(x, axis: tl.constexpr):
     """Return the largest magnitude along an axis, NaN where an element is NaN."""
-    if INTERPRETED:  # whose built-in reductions alone are fast
+    if INTERPRETED:  # in the interpreter only built-in reductions are fast
         return tl.max(magnitude(x), axis).to(tl.float32, bitcast=True)
     else:
         return tl.reduce(tl.abs(x), axis, max_or_nan)

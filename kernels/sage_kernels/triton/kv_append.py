@@ -30,7 +30,7 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value: (batch, kv_heads, tokens, head_dim), channels contiguous.
     """
     if key.shape[2] > RING - (cache.length - cache.coded) and cache.length > cache.coded:
-        # The new tokens take the slots of those in the window: they are quantised before.
+        # The new tokens take the slots of tokens in the window, which are quantised first.
         _append(cache, key[:, :, :0], value[:, :, :0], cache.length)
         cache.coded = cache.length
     _append(cache, key, value, cache.coded_after(key.shape[2]))
@@ -68,16 +68,16 @@ def step_call(
     constants: torch.Tensor,
     overlap: bool,
 ) -> Call:
-    """Return the launch that stores the tokens of a step of decoding, and its queries as `kv_decode` takes them.
+    """Return the launch that stores the tokens of a step of decoding, and prepares its queries for `kv_decode`.
 
     Args:
-        cache, key, value: as in `append`; at most MAX_QUERIES tokens, for which there is room.
+        cache, key, value: as in `append`; at most MAX_QUERIES tokens, which must fit.
         query: (batch, q_heads, q_len, head_dim), channels contiguous.
         scale: factor of the scores.
         rows: float16 (batch · kv_heads, rows of Q of a KV head, padded, channels): transformed, of maximum 1.
         constants: float32 (batch · kv_heads, 3, rows): the factor of the scores in base 2, the sum of a row, and BIAS
-            times its sum with the factors of the codes.
-        overlap: the next kernel may start before this one has ended.
+            times the row's sum with the factors of the codes.
+        overlap: whether the next kernel may start before this kernel has ended.
     """
     arguments = dict(
         **_arguments(cache, key, value, cache.coded_after(key.shape[2])),
@@ -181,10 +181,10 @@ def append_tokens(
     WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Transform and store a block of new tokens, and quantise a block of those that leave the window.
+    """Transform and store a block of new tokens, and quantise a block of tokens that leave the window.
 
-    Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows). With `counts`, these say `length`,
-    `coded` and `coded_after`, and tokens for which there is no room are not stored.
+    Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows). With `counts`, these hold `length`,
+    `coded` and `coded_after`, and tokens that do not fit are not stored.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -227,7 +227,7 @@ def append_tokens(
         q = (q * (1.0 / largest)[:, None]).to(tl.float16)
         tl.store(rows + (pair * BLOCK_M + row)[:, None] * CHANNELS + channel[None, :], q)
         scaled = q
-        if BITS == 4:  # codes of every second quarter of the channels come multiplied by 16
+        if BITS == 4:  # codes of every second quarter of the channels are multiplied by 16
             scaled = tl.where((channel // (CHANNELS // 4) % 2 == 1)[None, :], (q * 0.0625).to(tl.float16), q)
         into = constants + pair * (BLOCK_M * 3) + row
         tl.store(into, largest * (softmax_scale * LOG2E))
@@ -254,7 +254,7 @@ def append_block(
     channel = tl.arange(0, CHANNELS)
     index = block * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = recent + pair * ((FIRST + RING) * CHANNELS) + channel[None, :]
-    # Tokens that leave the window. None has the slot of a new one: `append` sees to it.
+    # Tokens that leave the window. `append` ensures that no new token needs their slots.
     column = coded + index
     leaves = column < tl.minimum(coded_after, length)
     x = tl.load(slots + (FIRST + column % RING)[:, None] * CHANNELS, mask=leaves[:, None], other=0.0)
@@ -281,7 +281,7 @@ def store_codes(
     codes, scales, x, place, which, CHANNELS: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise tokens x, float16 (tokens, channels), and store those marked, with the bits of the reference."""
+    """Quantise tokens x, float16 (tokens, channels), and store the marked tokens, with the bits of the reference."""
     PER_WORD: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = CHANNELS // PER_WORD
     LEVELS: tl.constexpr = 2**BITS - 1

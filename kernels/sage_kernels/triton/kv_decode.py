@@ -1,9 +1,9 @@
-"""Decoding from a low-bit KV cache: split over the keys, codes straight to the matrix units, merged by a second kernel.
+"""Decoding from a low-bit KV cache: split over keys, codes fed to the matrix units, parts merged by a second kernel.
 
 Scores and outputs are computed transposed, K · Q^T and V^T · P^T, so that rows of Q, all heads that share a KV head
-times the queries, are padded to 8 and not to 16. Two codes become float16 in one instruction, as 1024 + code, every
-second quarter of four as 1024 + 16 · code; what the bias adds is taken off by sums of the rounded Q and P. Each warp
-has tokens, maxima and sums of its own, so that warps do not wait for each other until their part ends.
+times the queries, are padded to 8 and not to 16. Two codes become float16 in one instruction, as 1024 + code; in every
+second of four quarters as 1024 + 16 · code. The bias is subtracted again by sums of the rounded Q and P. Each warp has
+separate tokens, maxima and sums, so that warps do not wait for each other until their part ends.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
 MAX_PARTS = 252
 OTHER_PARTS = tl.constexpr(2)
-"""Programs in addition to the codes': for the first tokens, and for the newest ones."""
+"""Programs in addition to the programs for codes: one for the first tokens, one for the newest tokens."""
 FEW_PAIRS, FEW_WAVES, MANY_WAVES = 64, 3, 7
-"""Programs a multiprocessor where at most FEW_PAIRS (batch, KV head) pairs share it, and where more do."""
+"""Programs per multiprocessor if at most FEW_PAIRS (batch, KV head) pairs share it, and if more do."""
 FEWEST_PARTS, FEWEST_TILES = 4, 4
-"""Parts of a pair's codes however many pairs there are, and tiles of a part however few codes."""
+"""Parts of a pair's codes, however many pairs there are; tiles of a part, however few codes there are."""
 MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tokens of a warp at once, warps and stages of `attend_to_part`."""
+    """Tokens that a warp takes at once, warps and stages of `attend_to_part`."""
 
     warp_tokens: int
     num_warps: int
@@ -50,11 +50,11 @@ class Config:
 
 FEW_ROWS = 8
 LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
-"""By the bits of a code, for at most FEW_ROWS rows of Q: the fastest on an H200 from 128k tokens on."""
+"""By bits of a code, for at most FEW_ROWS rows of Q: fastest on an H200 from 128k tokens on."""
 MORE_ROWS = Config(32, 2, 3)
-"""For more rows, whose scores of 64 tokens would take twice the registers."""
+"""For more rows of Q: scores of 64 tokens would take twice the registers."""
 SMALL_SHARED = Config(32, 4, 2)
-"""On GPUs of LITTLE_SHARED_MEMORY."""
+"""For GPUs of LITTLE_SHARED_MEMORY."""
 
 
 def config_for(capability: tuple[int, int], bits: int, rows: int) -> Config:
@@ -81,10 +81,10 @@ def decode(
         key, value: (batch, kv_heads, q_len, head_dim).
         valid: bool (batch or 1, length + q_len); None: all.
         scale: factor of the scores, above 0.
-        capability: of the GPU.
+        capability: the GPU's compute capability.
 
-    Where the cache is ahead, the device counts: the same launches serve every length, `valid` has `capacity` columns,
-    and a step without room stores nothing and gives NaN.
+    If the cache `is_ahead`, the device counts: the same launches serve every length, `valid` has `capacity` columns,
+    and a step on a full cache stores nothing and returns NaN.
     """
     batch, q_heads, q_len, head_dim = query.shape
     device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
@@ -148,7 +148,7 @@ class _Buffers:
 def _places(
     pairs: int, parts: int, rows: int, channels: int
 ) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
-    """Return where in a step's memory each tensor begins, its dtype and its shape; and the bytes of all."""
+    """Return each tensor's start in a step's memory, its dtype and shape; and the bytes of all tensors."""
     sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "rows": (torch.float16, (pairs, rows, channels)),
         "constants": (torch.float32, (pairs, 3, rows)),
@@ -304,7 +304,7 @@ def unpack_scale(word):
 
 @triton.jit
 def load_query(at, row, INDEX: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, WARPS: tl.constexpr):
-    """Load the channels of rows of Q that meet codes number INDEX of a word, divided by the factor of these codes.
+    """Load the channels of rows of Q for codes number INDEX of a word, divided by the factor of these codes.
 
     (WARPS, words, rows), the same for each warp.
     """
@@ -316,7 +316,7 @@ def load_query(at, row, INDEX: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.c
 
 @triton.jit
 def prefetch(at):
-    """Ask for the memory lines at these addresses to come into the L2."""
+    """Prefetch the memory lines at these addresses into the L2."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1)
 
 
@@ -328,13 +328,13 @@ def decayed(acc, decay, off):
 
 @triton.jit
 def finite(x):
-    """Return x, and 0 for -inf, the largest of no scores."""
+    """Return x, but 0 for -inf, the maximum of no scores."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def are_valid(valid, column, exists, stride, PADDED: tl.constexpr):
-    """Return which of the columns that exist are no padding."""
+    """Return which existing columns are not padding."""
     if PADDED:
         exists = exists & (tl.load(valid + column * stride, mask=exists, other=0) != 0)
     return exists
@@ -381,10 +381,10 @@ def attend_to_part(
 ):
     """Attend with BLOCK_M of the ROWS rows of one (batch, kv head) to one part of its keys.
 
-    Grid (parts for each block of rows, kv heads, batch); of the parts, code_parts are of codes, then one of the first
-    tokens and one of the newest. `length`: before the step; with `counts`, these say it and `coded_after`, and the sums
-    of a step without room are NaN. `partial` is float32 (batch · kv heads, parts, ROWS, CHANNELS), not divided by the
-    sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
+    Grid (parts for each block of rows, kv heads, batch); the first code_parts parts are of codes, then one of the first
+    tokens and one of the newest. `length` is the length before the step; with `counts`, these hold it and
+    `coded_after`, and the sums of a step on a full cache are NaN. `partial` is float32 (batch · kv heads, parts, ROWS,
+    CHANNELS), not divided by the sums; `statistics` (…, parts, 2, ROWS): maxima in base 2, then sums.
     """
     if counts is not None:
         length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
@@ -397,7 +397,7 @@ def attend_to_part(
     row = tl.program_id(0) // parts * BLOCK_M + tl.arange(0, BLOCK_M)
     first_token = tl.load(start + batch)
     if OVERLAP:
-        # While the tokens are appended, the codes of the first tile come closer.
+        # While the tokens are appended, prefetch the codes of the first tile.
         if part < code_parts:
             tile = tl.cdiv(coded, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
             at = (pair * capacity + tile) * (CHANNELS * BITS // 16) + tl.arange(
@@ -489,7 +489,7 @@ def attend_to_part(
             row_sum = row_sum * decay + tl.sum(weight, 1)
             lows = lows * decay + tl.sum(weight * low[:, :, None], 1)
             weight = (weight * scale[:, :, None]).to(tl.float16)
-            # The bias of this tile's codes is taken off before they are added: nothing large is ever kept.
+            # Subtract the bias of this tile's codes before adding them, so that no large sum is ever kept.
             off = tl.sum(weight.to(tl.float32), 1) * (0.0 - BIAS)
             acc0 = tl.dot(unpack(words, 0, BITS), weight, decayed(acc0, decay, off))
             acc1 = tl.dot(unpack(words, 1, BITS), weight, decayed(acc1, decay, off))
@@ -538,13 +538,13 @@ def merge_kv_parts(
     WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of one row and undo V's rotation and unit; count the step on. Grid (rows, kv heads, batch)."""
+    """Merge the parts of one row and undo V's rotation and unit; count the step. Grid (rows, kv heads, batch)."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if counts is not None:
         length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
-        if row + head + batch == 0:  # the launches before have ended
+        if row + head + batch == 0:  # earlier launches have ended
             tl.store(counts, tl.where(fits, length + q_len, length))
             tl.store(counts + 1, coded_after)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head

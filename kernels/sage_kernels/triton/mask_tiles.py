@@ -1,4 +1,4 @@
-"""Tile lists of a mask: the tiles of scores to compute, which of them need the mask, and the keys that count."""
+"""Tile lists of a mask: the tiles of scores to compute, the tiles that need the mask, and the keys that count."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ PADDING = tl.constexpr(PADDING_BIAS)
 BLOCK_ROWS = tl.constexpr(BLOCK)
 CLEARED = 1024
 """Numbers that a program of `clear_keys` clears."""
-WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: of more the registers are too few
+WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: registers do not suffice for more
 # Bits that describe a set of scores.
 ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 
 
 @dataclass(frozen=True)
 class MaskTiles:
-    """The tiles of (block_m, block_n) scores, of keys neither heavy nor recent, that a mask leaves to compute.
+    """The tiles of (block_m, block_n) scores, of keys that are neither heavy nor recent, that a mask leaves to compute.
 
     Attributes:
-        mask: as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
+        mask: the mask as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
             uint8.
         tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for a block of
             rows, then 2 · tile + (1 if some of its scores are masked or biased) for each, in order. Sizes are 1 where
             the mask is broadcast.
-        valid: uint8 (mask batch, kv_len), 0 for keys that count in no mean and no scale
+        valid: uint8 (mask batch, kv_len), 0 for keys that no mean and no scale counts
             (`reference.forward.valid_keys`).
     """
 
@@ -64,8 +64,8 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     mask = mask.expand(shape)
     block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
     tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - first_keys, block_n)), dtype=torch.int32)
-    # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: and no bias says that it is padding),
-    # then a flag that is not 0 where some query has no key but padding.
+    # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: also no bias marks it as padding),
+    # then a flag that is not 0 if some query has no key except padding.
     keys = mask.new_empty((batches, columns + 1), dtype=torch.int32)
     launch(clear_keys, (ceil_div(keys.numel(), CLEARED),), keys=keys, number=keys.numel(), BLOCK=CLEARED)
     launch(
@@ -107,7 +107,7 @@ def bitwise_or(x, y):
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "number"])
 def clear_keys(keys, number, BLOCK: tl.constexpr):
-    """Set the bits of keys, so many numbers, to 0: a kernel of ours, because replays know no other operators."""
+    """Set the bits of keys, so many numbers, to 0. It is our own kernel because replays know no other operators."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(keys + at, tl.zeros((BLOCK,), tl.int32), mask=at < number)
 
@@ -143,7 +143,7 @@ def list_tiles(
     tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
-    # Of the first keys, which lie in tiles below 0, only the bits are wanted.
+    # First keys lie in tiles below 0; only their bits are wanted.
     for tile in range(-((FIRST + BLOCK_N - 1) // BLOCK_N), tl.cdiv(kv_len - FIRST, BLOCK_N)):
         tile_bits = 0
         for part in tl.static_range(BLOCK_N // WIDTH):
@@ -173,7 +173,7 @@ def list_tiles(
             bits = tl.reduce(bits | tl.where(plain | ~inside_row[:, None], 0, MASKED), 0, bitwise_or)
             part_bits = tl.reduce(bits, 0, bitwise_or)
             # Other programs change `known`, so threads that hold the same key may read different values of it: `news`
-            # must stay in its thread, and be combined only with values that all threads agree on.
+            # must stay in its thread and be combined only with values that all threads agree on.
             known = tl.load(keys + column, mask=exists, other=ALLOWED | UNPADDED)
             news = (part_bits & (ALLOWED | UNPADDED) & ~known) != 0
             tl.atomic_or(keys + column, bits & (ALLOWED | UNPADDED), mask=news)
@@ -191,7 +191,7 @@ def list_tiles(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def count_keys(keys, valid, kv_len, BLOCK: tl.constexpr):
-    """Write to `valid` which keys count: those without padding if every query has such a key, else all seen ones."""
+    """Write to `valid` which keys count: keys without padding if every query has such a key, else all seen keys."""
     keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < kv_len

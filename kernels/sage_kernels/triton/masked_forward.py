@@ -1,7 +1,7 @@
-"""Exact attention in the caller's 16 bits with masks: each mask is read once, and tiles that it hides are skipped.
+"""Exact attention in the caller's 16 bits with masks: each mask is read once, and hidden tiles are skipped.
 
-PyTorch's kernels turn a bool mask into an additive one as large, compute every tile, and leave it to the backend what a
-row without a key gives. Here such rows are 0, and grouped queries share their keys.
+PyTorch's kernels turn a bool mask into an additive mask of the same size, compute every tile, and leave the result of
+rows without a key to the backend. Here such rows are 0, and grouped queries share their keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..spec.masks import unexpanded
 from .configs import Config, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
-LISTED_ALONE = 2048  # of a mask of one row
+LISTED_ALONE = 2048  # the same for a mask of one row
 UNLISTED = 1024  # keys up to which each program reads a key-padding mask itself
 WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
@@ -30,7 +30,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
-        call: not empty, not packed, without a block list, in float16 or bfloat16; Q, K and V as `layout.is_aligned`.
+        call: not empty, not packed, without a block list, in float16 or bfloat16; Q, K and V pass `layout.is_aligned`.
         config: default `configs.masked_forward_config`; its block_n is 64.
     """
     output, _ = call.new_outputs()
@@ -95,7 +95,7 @@ def attend(call: Call, config: Config | None = None) -> torch.Tensor:
 
 
 def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """Return an additive mask as the tensor memory accelerator reads it, copied only if it must be.
+    """Return an additive mask as the tensor memory accelerator reads it, copied only if necessary.
 
     Args:
         bias: (batch or 1, q_heads or 1, q_len or 1, kv_len or 1).
@@ -109,7 +109,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
     placed = [stride for size, stride in zip(sizes[:3], bias.stride(), strict=False) if size > 1]
     in_place = bias.shape[3] == kv_len and bias.stride(3) == 1 and all(stride % elements == 0 for stride in placed)
     if in_place and bias.data_ptr() % ALIGNMENT == 0:
-        # Of dimensions of size 1 nothing reads the stride, but it has to be one that the accelerator takes.
+        # Nothing reads the stride of a dimension of size 1, but the accelerator must accept it.
         pitches = [elements if size == 1 else stride for size, stride in zip(sizes[:3], bias.stride(), strict=False)]
         return bias.as_strided(sizes, (*pitches, 1))
     copy = bias.new_empty((*sizes[:3], ceil_div(kv_len, elements) * elements))[..., :kv_len]
@@ -130,11 +130,11 @@ def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Te
     """Read a bool mask once: pack it, and list the tiles of scores in which some query may attend to some key.
 
     Args:
-        mask: bool, the call's. Where it has more than one row, causality is applied to it.
+        mask: the call's mask, bool. If it has more than one row, causality is applied to it.
 
     Returns:
-        (bits, tiles): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i;
-        tiles int32 (mask batch, mask heads, row blocks, 2 + tiles), their number, then 2 · tile + (1 if some of its
+        (bits, tiles): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i; tiles
+        int32 (mask batch, mask heads, row blocks, 2 + tiles): the number of tiles, then 2 · tile + (1 if some of its
         scores are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is
         broadcast.
     """
@@ -243,7 +243,7 @@ def pack_rows(
     BITS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Pack rows of a mask from `base` on into bits, and list their tiles; both as `list_tiles` returns them."""
+    """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `list_tiles`."""
     inside_row = (row < rows)[:, None]
     number = 0
     lane = tl.arange(0, WIDTH)
@@ -255,7 +255,7 @@ def pack_rows(
         if CAUSAL:
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         allowed = allowed.to(tl.int32)
-        # The next keys are read while these are packed.
+        # Read the next keys while packing these.
         column = start + WIDTH + lane
         inside = inside_row & (column < keys)[None, :]
         following = tl.load(base + column.to(tl.int64)[None, :] * mask_stride_column, mask=inside, other=0)
@@ -306,13 +306,13 @@ def attend_tile(
 ):
     """Attend to the keys from `start` on; return the new (row_max, row_sum, acc).
 
-    With ENDS, scores are masked where `needs_mask` is not 0: by bits, or else where keys end and by causality. Other
-    arguments are those of `masked_forward`, `bits` of its (batch, head), and the bias's place.
+    With ENDS, scores are masked if `needs_mask` is not 0: by bits, otherwise beyond the last key and by causality.
+    Other arguments are as in `masked_forward`, with `bits` of this (batch, head), and the bias's place.
     """
     k = key.load([batch, kv_head, start, 0]).reshape(BLOCK_N, CHANNELS)
     x = tl.dot(q, k.T) * scale
     if MASK == "additive":
-        # Not in base 2: finite numbers stay finite, which rows of nothing but the lowest one need.
+        # Not in base 2: finite numbers stay finite, as rows that hold only the lowest number need.
         x += bias.load([bias_batch, bias_head, bias_row, start]).reshape(BIAS_ROWS, BLOCK_N).to(tl.float32)
     if ENDS:
         place = tl.arange(0, BLOCK_N)
@@ -389,10 +389,11 @@ def masked_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits` and `tiles` of `list_tiles`; strides of the mask are those
-    of `bits`, or of the bias 1, 0 where it is broadcast. With few keys `bits` is the mask itself, which WIDTH covers.
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `tiles` the results of `list_tiles`. Strides of the
+    mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask itself,
+    which WIDTH covers.
     """
-    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
+    # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // (tl.num_programs(1) // kv_heads)

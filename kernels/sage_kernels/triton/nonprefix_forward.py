@@ -1,7 +1,7 @@
-"""Exact attention with key-padding masks by two kernels: one takes right padding as lengths, this one all other masks.
+"""Exact attention with key-padding masks by two kernels: one takes right padding as lengths, this file's all others.
 
 Batch elements whose keys come first, as right padding leaves them, are only counted, for a kernel that follows on the
-GPU. In one launch, because it stands before each such call: no list of tiles is made where no program needs one.
+GPU. There is one launch, because every such call waits for it: no list of tiles is made unless a program needs it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .masked_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
 from .splitkv_forward import multiprocessors
 
 PROGRAMS = 2
-"""Programs that a multiprocessor has room for; few, because most of them only find that there is nothing to do."""
+"""Programs that a multiprocessor has room for; few, because most programs only find that they have no work."""
 LEAST_LISTED = 512  # keys that are read at once
 COUNTED = 512, 2048
-"""Fewest and most words of four keys that are counted at once: 64 bytes of each thread are on their way together."""
+"""Fewest and most words of four keys that are counted at once: each thread has 64 bytes in flight."""
 VECTOR = tl.constexpr(16)  # bytes that a thread loads at once
 SHARED_PERCENT = 100
-"""Share of L1 that is shared memory: behind a launch with the driver's choice, FlashAttention 3 takes 3 % longer at
+"""Share of L1 that is shared memory: after a launch with the driver's choice, FlashAttention 3 takes 3 % longer at
 head_dim 64, where it keeps some of its registers in L1."""
-PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # of `kernels.AttendToFirst`'s plan
+PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # parts and multiple of `kernels.AttendToFirst`'s plan
 
 
 def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
-        call: as of `masked_forward.attend`, with a key-padding mask and without causality.
-        attend_to_first: the kernel for the batch elements whose keys that exist come first.
+        call: as in `masked_forward.attend`, with a key-padding mask and without causality.
+        attend_to_first: the kernel for batch elements whose existing keys come first.
         row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
     """
     output, _ = call.new_outputs()
@@ -146,10 +146,10 @@ def nonprefix_forward(
     BITS: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Attend in one batch element unless its keys come first; write the lengths, or the plan, for those where they do.
+    """Attend in one batch element unless its keys come first; write the lengths, or the plan, where they do.
 
-    `bits` and `tiles` are each program's own: as of `masked_forward.list_tiles`, of one row of a mask. COUNTED is of
-    `count_adjacent`, or 0 where the bytes of a mask are not adjacent.
+    Each program has its own `bits` and `tiles`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
+    the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
     base = valid + batch.to(tl.int64) * valid_stride
@@ -178,7 +178,7 @@ def nonprefix_forward(
         base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,
         1, BLOCK_N, WIDTH, BITS, False,
     )  # fmt: skip
-    tl.debug_barrier()  # what one thread listed others read
+    tl.debug_barrier()  # threads read what other threads listed
     number = tl.load(tiles)
     scale = softmax_scale * LOG2E
     for item in range(part, q_heads * blocks, tl.num_programs(0)):
@@ -209,9 +209,9 @@ def nonprefix_forward(
 
 @triton.jit
 def count_adjacent(base, kv_len, WIDTH: tl.constexpr):
-    """Count the bytes from `base` on that are not 0, and find the place behind the last: WIDTH words at once.
+    """Count the bytes from `base` on that are not 0, and find the place after the last such byte: WIDTH words at once.
 
-    Every program waits for this, so loads are of whole vectors, and of bytes where a vector would not lie inside.
+    Every program waits for this, so it loads whole vectors, and single bytes where a vector would cross the ends.
     """
     first = (VECTOR - base.to(tl.int64) % VECTOR) % VECTOR
     first = tl.minimum(first.to(tl.int32), kv_len)
@@ -236,7 +236,7 @@ def count_adjacent(base, kv_len, WIDTH: tl.constexpr):
 
 @triton.jit
 def count_apart(base, kv_len, stride, WIDTH: tl.constexpr):
-    """Do as `count_adjacent` for bytes that lie apart."""
+    """Compute `count_adjacent` for bytes that are not adjacent."""
     lane = tl.arange(0, WIDTH)
     counts, ends = tl.zeros((WIDTH,), tl.int32), tl.zeros((WIDTH,), tl.int32)
     for start in range(0, kv_len, WIDTH):

@@ -81,13 +81,13 @@ def forward(
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
     Args:
-        operands: the call's.
+        operands: the call's operands.
         output: (batch, q_heads, tokens, v_head_dim), any strides, written; (1, q_heads, total tokens, v_head_dim) when
             packed.
         lse: float32 (batch, q_heads, tokens), written; or None.
         call: a result of `Call.for_kernel`; its unquantised keys are multiplied by the means of Q.
         capability, native: see `attend`.
-        tiles: the tiles that the mask leaves, or a block list's; None without either.
+        tiles: the tiles that the mask leaves, or the block list's tiles; None without mask and list.
     """
     (q_sequences, kv_sequences), heavy, recent = call.token_axes, operands.heavy, call.has_recent_keys
     tail_sequences = call.tail.token_axes[1]
@@ -234,8 +234,8 @@ def attend_tile(
 ):
     """Attend to one more tile of keys; return the new (row_max, total, denominator, accumulator).
 
-    Without MASKED every score of the tile counts. With it those are masked where `needs_mask` is not 0. Other arguments
-    are those of `nvfp4_forward`, pointers to tile 0 of its (batch, head).
+    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
+    arguments are as in `nvfp4_forward`; pointers are to tile 0 of this (batch, head).
     """
     start = tl.cast(tile, tl.int64) * BLOCK_N
     token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, accumulator.shape[1])[:, None]
@@ -260,7 +260,7 @@ def attend_tile(
             if needs_mask != 0:
                 s = mask_from(limit - tile * BLOCK_N, s)
         elif NATIVE:
-            # Were the branches' results the scores, they would leave the layout of the matrix instructions.
+            # If the branches returned the scores, the scores would leave the layout of the matrix instructions.
             column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
             if MASK == "bool":
                 bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
@@ -379,13 +379,13 @@ def nvfp4_forward(
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
-    A block list, which MASK "blocks" and "block_keys" (not all keys exist) have, is one for LIST_M rows; with it
-    FIRST and RECENT_N are 0. `kv_len`, `causal_offset` and `mask` count FIRST keys, which `key`, `value` and `delta` do
-    not have; in place of each of the LATE keys these have the first key that gave way to it. `source_query`,
-    `source_key` and `source_value` are the caller's tensors. Of recent keys, which begin as `call.recent_start` says,
-    the program attends to RECENT_N at once; 0: no key is recent.
+    With MASK "blocks" or "block_keys" (some keys are missing), LIST_M rows share a block list, and FIRST and RECENT_N
+    are 0. `kv_len`, `causal_offset` and `mask` include the FIRST keys; `key`, `value` and `delta` do not. The place of
+    each LATE key holds the first key that gave way to it. `source_query`, `source_key` and `source_value` are the
+    caller's tensors. The program attends to RECENT_N recent keys at once, from `call.recent_start` on; 0: no key is
+    recent.
     """
-    # Later rows attend to more keys: start with those, so that short programs fill the gaps at the end.
+    # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), first_sequence + tl.program_id(2).to(tl.int64)
     q_heads = tl.num_programs(1)
@@ -448,7 +448,7 @@ def nvfp4_forward(
         elif MASK == "blocks" or MASK == "block_keys":
             KEYS: tl.constexpr = (
                 "bool" if MASK == "block_keys" else "none"
-            )  # keys that exist: a mask, alike for all rows
+            )  # keys that exist: a mask, the same for all rows
             tiles += batch * tiles_stride_batch + head * tiles_stride_head
             tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
             if MASK == "block_keys":
@@ -475,7 +475,7 @@ def nvfp4_forward(
             tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             tail_mask = mask + FIRST * mask_stride_column
-            # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and what brings them to the
+            # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and their conversion to the
             # layout of the scores, before the wait for the copies of the tile.
             MASKED_STAGES: tl.constexpr = 1 if NATIVE and MASK == "additive" else STAGES
             for index in tl.range(0, tl.load(tiles_of_row), num_stages=MASKED_STAGES):

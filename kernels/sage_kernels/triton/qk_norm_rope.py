@@ -1,7 +1,7 @@
 """Norm and rotation of heads, and their gradients: one pass over memory each.
 
-A program has some heads of some tokens, or all heads of a token where they have one norm. Of each head it holds the
-first and the second channels of the pairs that are rotated: neighbours, which lie in one thread, or halves.
+A program has some heads of some tokens, or all heads of a token if they share a norm. For each head it holds the first
+and the second channels of the rotated pairs: neighbours, which lie in one thread, or halves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..spec.layout import ceil_div
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048  # of a block's heads, padding included (measured on an H200)
 WARPS = 4
-LARGE_TOKEN, LARGE_TOKEN_WARPS = 8192, 8  # elements of a token whose heads have one norm, from which on it is so many
-MOST_HEADS = 8  # of a token in one program, which read its angles once
+LARGE_TOKEN, LARGE_TOKEN_WARPS = 8192, 8  # elements of a token with one norm from which it takes so many warps
+MOST_HEADS = 8  # heads of a token in one program, which reads the token's angles once
 PARTS = 1056  # programs that share the sums for weight and bias: eight for each multiprocessor of an H200
 SUM_ROWS, SUM_COLUMNS = 128, 8
 AXES = ("batch", "token", "head")
@@ -30,8 +30,8 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
     """Return the heads, contiguous, in the dtype of x.
 
     Args:
-        x: (batch, tokens, heads, head_dim), float16 or bfloat16, whose channels lie one behind another.
-        norm, rope: what to do.
+        x: (batch, tokens, heads, head_dim), float16 or bfloat16, with contiguous channels.
+        norm, rope: the norm and the rotation.
     """
     output = x.new_empty(x.shape)
     if x.numel():
@@ -54,11 +54,11 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
 def backward(
     gradient: torch.Tensor, x: torch.Tensor, norm: Norm | None, rope: Rope | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of x, contiguous, and of the norm's weight and bias; None of what it has not.
+    """Return the gradients of x, contiguous, and of the norm's weight and bias; None where the norm has none.
 
     Args:
-        gradient: of the output, of its size and dtype, whose channels lie one behind another.
-        x, norm, rope: as in `forward`; each head has a norm of its own.
+        gradient: the output's gradient, of its size and dtype, with contiguous channels.
+        x, norm, rope: as in `forward`; each head has a separate norm.
     """
     x_gradient = x.new_empty(x.shape)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -89,7 +89,7 @@ def backward(
 
 
 def _sum(parts: torch.Tensor | None, vector: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of the parts of a vector's gradient, (…, head_dim) in float32, in its dtype, if there are any."""
+    """Return the sum of a vector gradient's parts, (…, head_dim) in float32, in the vector's dtype; None for None."""
     if parts is None or vector is None:
         return None
     head_dim = parts.shape[-1]
@@ -159,12 +159,12 @@ def _load(
     """Load the first and the second channels of pairs, (tokens, heads, PAIRS) each, in float32.
 
     Args:
-        base: of the tensor.
-        place: offset of each head, (tokens, heads), or fewer where several have the same values.
-        exists: whether there is such a head, alike.
+        base: the tensor's address.
+        place: offset of each head, (tokens, heads), or fewer if several heads have the same values.
+        exists: whether the head exists, in the same shape.
         pair: 0…PAIRS - 1.
         stride_channel: elements from one value to the next.
-        BY_PAIR: both channels of a pair have one value.
+        BY_PAIR: both channels of a pair share one value.
     """
     if HALVES or BY_PAIR:
         known = exists[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]
@@ -181,7 +181,7 @@ def _load(
 
 @triton.jit
 def _store(base, tile, inside, pair, a, b, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr):
-    """Store what `_load` loads, at places one behind another."""
+    """Store tensors as `_load` returns them, at contiguous places."""
     dtype: tl.constexpr = base.dtype.element_ty
     if HALVES:
         exists = inside[:, :, None] & (pair < HEAD_DIM // 2)[None, None, :]

@@ -34,17 +34,17 @@ from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, NVFP4Operands, Saved
 from ..spec.recipe import get_recipe
 
-SPLIT_ROWS = 64  # most queries times heads that share keys
-MAX_TOKEN_CHANNELS = 16384  # of a token in one program
-BLACKWELL_TRAINING_TRITON = (3, 6)  # an older one does not compile the backward kernels for compute capability 10.x
-# The oldest Triton that compiles native NVFP4 for a GPU, and the oldest whose assembler knows the GPU.
+SPLIT_ROWS = 64  # largest product of queries and heads that share keys
+MAX_TOKEN_CHANNELS = 16384  # channels of a token in one program
+BLACKWELL_TRAINING_TRITON = (3, 6)  # older versions do not compile the backward kernels for compute capability 10.x
+# The oldest Triton that compiles native NVFP4 for a GPU, and the oldest Triton whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
 EVERY_REQUEST = Requests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
 
 
 def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> str:
-    """Return why that GPU with that Triton runs no native NVFP4; "" when it does."""
+    """Return why this GPU with this Triton runs no native NVFP4; "" if it does."""
     if capability not in NVFP4_TRITON:
         return "NVFP4 needs a Blackwell GPU (compute capability 10.0, 10.3, 12.0 or 12.1)"
     if triton < NVFP4_TRITON[capability]:
@@ -131,12 +131,12 @@ class Int8Forward(TritonKernel):
         return _load("int8_forward").attend(call, quantizer, _capability(call.query))
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Attend and keep what gradients need; see `int8_forward.attend_and_save`."""
+        """Attend and save tensors for gradients; see `int8_forward.attend_and_save`."""
         return _load("int8_forward").attend_and_save(call, quantizer, _capability(call.query))
 
 
 class Int8Backward(TritonKernel):
-    """The INT8 backward kernels, of P and dS both in 16 bit or in INT8."""
+    """The INT8 backward kernels, with P and dS both in 16 bits or both in INT8."""
 
     name = "int8_backward"
     recipes = INT8_BACKWARD
@@ -182,7 +182,7 @@ class NVFP4Forward(TritonKernel):
 
 
 class TritonExact(TritonKernel):
-    """A kernel of exact attention, in the module of its name."""
+    """A kernel of exact attention, in the module of the same name."""
 
     name: str
     repeats = True
@@ -202,7 +202,7 @@ class TritonExact(TritonKernel):
 
 
 class MaskedForward(TritonExact):
-    """The kernel that skips what a mask hides; measured on Hopper only."""
+    """The kernel that skips tiles that a mask hides; measured on Hopper only."""
 
     name = "masked_forward"
     requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
@@ -233,7 +233,7 @@ class TritonHeadKernel:
     name = "qk_norm_rope"
 
     def unsupported(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> str:
-        """Return why it does not serve the call, or ""."""
+        """Return why it does not serve the call; "" if it does."""
         if not is_nvidia(x.device.type) or triton_version() is None:
             return "needs an NVIDIA GPU and Triton"
         batch, _, heads, head_dim = x.shape
@@ -278,7 +278,7 @@ class TritonKVKernel:
     native = True
 
     def unsupported(self, cache: KVCache, query: torch.Tensor | None) -> str:
-        """Return why it does not append (query None), or append and attend; or ""."""
+        """Return why it does not append (query None), or append and attend; "" if it does."""
         if not is_nvidia(cache.device.type) or triton_version() is None:
             return "needs an NVIDIA GPU and Triton"
         if torch.cuda.get_device_capability(cache.device) < (8, 0):
@@ -311,7 +311,7 @@ class TritonKVKernel:
 
 
 def register_kernels() -> None:
-    """Register the kernels, those preferred first."""
+    """Register the kernels in order of preference."""
     register_quantizer(NVFP4Quantizer())
     register_quantizer(Int8Quantizer())
     register_forward(NVFP4Forward("nvfp4_forward", True))
@@ -325,7 +325,7 @@ def register_kernels() -> None:
 
 
 def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
-    """Return `triton.routing`, the kernels of routers, or None where they cannot take Q and K (batch, heads, …)."""
+    """Return `triton.routing`, the kernels of routers, or None if they cannot take Q and K (batch, heads, …)."""
     if 0 in (*query.shape, *key.shape) or query.shape[3] > MAX_HEAD_DIM:
         return None
     return None if TritonKernel().unsupported(Request.of(query, key, key)) else _load("routing")

@@ -1,6 +1,6 @@
-"""Gradients of Q and K that were made of INT8 codes: undo the rotation and the equalizer of their channels.
+"""Gradients of Q and K that were computed from INT8 codes: undo the rotation and the equalizer of their channels.
 
-A kernel of its own, because the gradient kernels have no registers left for it.
+This is a separate kernel, because the gradient kernels have no registers left for it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def restore_gradient(
     """Write the gradient of Q or K as the caller gave it.
 
     Args:
-        transformed: `new_transformed`, filled.
+        transformed: a tensor of `new_transformed`, filled.
         gradient: (batch, heads, tokens, head_dim) in the caller's dtype.
-        call: its recipe and equalizer say what to undo.
+        call: the call; its recipe and equalizer say what to undo.
         sequences: the token axis.
         of_query: the gradient is Q's.
     """

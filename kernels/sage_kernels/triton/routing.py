@@ -1,8 +1,8 @@
-"""Kernels of routers: means of blocks, scores of pairs of blocks, and the tiles with the largest ones.
+"""Kernels of routers: means of blocks, scores of pairs of blocks, and the tiles with the largest scores.
 
-Three launches make a block list: one reads Q or K once; one keeps the scores of parts of blocks in registers and writes
-one score for a pair of blocks; one selects the tiles of a block of rows without sorting them, by searching the bits of
-the smallest score that is kept.
+Three launches make a block list: the first reads Q or K once; the second keeps the scores of parts of blocks in
+registers and writes one score for a pair of blocks; the third selects the tiles of a block of rows without sorting, by
+searching the bits of the smallest score that is kept.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BlockMeans(NamedTuple):
     """Means of the blocks of Q and K, of real tokens.
 
     Attributes:
-        query, key: bfloat16 (2, batch, heads, blocks, channels), contiguous: the means rounded, and what that leaves of
-            them. Their sums have 16 bits.
+        query, key: bfloat16 (2, batch, heads, blocks, channels), contiguous: the rounded means, and their rounding
+            errors. The sums of both have 16 bits.
         query_similarity, key_similarity: float32 (batch, heads, blocks), the mean cosine of all pairs of tokens of a
-            block; None if they were not asked for.
+            block; None if not requested.
     """
 
     query: torch.Tensor
@@ -38,11 +38,11 @@ class BlockMeans(NamedTuple):
 
 
 def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, similarity: bool = False) -> BlockMeans:
-    """Return the means of blocks, which reads Q and K once.
+    """Return the means of blocks, reading Q and K once.
 
     Args:
         query, key: (batch, heads, tokens, channels) float16, bfloat16 or float32, any strides.
-        rows, keys: tokens a block of Q and of K, powers of two up to 128.
+        rows, keys: tokens per block of Q and of K, powers of two up to 128.
         similarity: compute the mean cosines too.
     """
     batch, q_heads, q_len, channels = query.shape
@@ -56,7 +56,7 @@ def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, si
     )
     launch(
         reduce_blocks,
-        # Heads first: programs that run at the same time read neighbouring memory where tokens hold all heads.
+        # Heads first: programs that run at the same time read neighbouring memory if tokens hold all heads.
         (q_heads + kv_heads, max(q_shape[2], k_shape[2]), batch),
         query=query,
         key=key,
@@ -74,7 +74,7 @@ def block_means(query: torch.Tensor, key: torch.Tensor, rows: int, keys: int, si
         CHANNELS=power_of_two(channels),
         ROWS=rows,
         KEYS=keys,
-        # A warp for 32 tokens sums most of them in its registers, and many programs hide each other's loads.
+        # One warp per 32 tokens sums most of them in its registers, and many programs hide each other's loads.
         num_warps=max(1, max(rows, keys) * power_of_two(channels) // 4096),
     )
     return means
@@ -87,12 +87,13 @@ def block_scores(
 
     Args:
         q_means: `BlockMeans.query`, each `parts_m` of a block; the last block may have fewer.
-        k_means: `BlockMeans.key`, likewise with `parts_n`.
+        k_means: `BlockMeans.key`, each `parts_n` of a block.
         scale: factor of the products.
         parts_m, parts_n: powers of two up to 16; with 1 and 1 the result is the product itself.
 
     Returns:
-        float32 (batch, q_heads, blocks of rows, tiles); products differ from float32's by 2⁻¹⁶ of the means' lengths.
+        float32 (batch, q_heads, blocks of rows, tiles); products differ from float32 products by 2⁻¹⁶ of the means'
+        lengths.
     """
     _, batch, q_heads, q_parts, channels = q_means.shape
     kv_heads, k_parts = k_means.shape[2:4]
@@ -128,16 +129,16 @@ def list_most(
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the tiles with the largest scores, of equal ones the first.
+    """List the tiles with the largest scores; among equal scores, the first tiles.
 
     Args:
         scores: float32 (batch, heads, blocks of rows, tiles).
-        numbers: tiles of a block, at least 1, for each head.
-        rows: uint8 (1, 1, blocks of rows) or of the batch's and heads' sizes, not 0 where a block keeps all tiles.
-        columns: uint8 (1, 1, tiles), not 0 where all blocks keep a tile as well; sizes likewise.
+        numbers: the number of tiles of a block, at least 1, for each head.
+        rows: uint8 (1, 1, blocks of rows), or with the sizes of batch and heads, not 0 where a block keeps all tiles.
+        columns: uint8 (1, 1, tiles), not 0 where all blocks also keep a tile; or with the sizes of batch and heads.
 
     Returns:
-        (counts, tiles): of a `BlockList`, tiles in ascending order.
+        (counts, tiles): the fields of a `BlockList`, tiles in ascending order.
     """
     return _select(scores, numbers, 1.0, rows, columns)
 
@@ -365,7 +366,7 @@ def select_tiles(
 ):
     """Write the tiles that one block of rows of one (batch, head) keeps.
 
-    They are as many as `numbers` say for each head, or `most` without these; or reach `share`.
+    Their number is `numbers` for each head, or `most` without `numbers`; or they reach `share`.
     """
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + block
@@ -378,7 +379,7 @@ def select_tiles(
     order = tl.where(inside, tl.where(bits >> 31 == 0, bits | 0x80000000, bits ^ LARGEST), 0)
     bound = tl.full((1,), 0, tl.uint32)
     if not BY_SHARE:
-        # The largest bound that as many tiles reach as are kept.
+        # The largest bound that enough tiles reach.
         if numbers is not None:
             most = tl.load(numbers + head)
         for position in tl.static_range(32):
@@ -389,7 +390,7 @@ def select_tiles(
         equal = order == bound
         kept = kept | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= most - tl.sum(kept.to(tl.int32), 0)))
     else:
-        # The largest bound above which the shares sum to `share`: what lies above it is kept but for the last ties.
+        # The largest bound above which the shares sum to `share`: tiles above it are kept except for the last ties.
         weight = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)
         weight = weight / tl.sum(weight, 0)
         everything = (tl.sum(weight, 0) < share) | (share >= 1.0)

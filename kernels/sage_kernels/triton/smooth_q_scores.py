@@ -1,8 +1,9 @@
 """Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back.
 
-With up to 128 channels the matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose
-sum is the mean to 2⁻¹⁷ of it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. The
-rest of a mean then multiplies K's deviation from its mean only: K's own rounding to 16 bits is 2⁸ times as large.
+With up to 128 channels the matrix units multiply the unchanged 16-bit K by each mean in two parts of 16 bits. Their sum
+is the mean up to a relative error of 2⁻¹⁷ in bfloat16 and 2⁻²² in float16. The product with K's mean is subtracted
+afterwards. So the error of a mean multiplies only K's deviation from its mean: K's own rounding to 16 bits is 2⁸ times
+as large.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def smooth_q_scores(
     """Write the scores of Q's means for a range of blocks of rows, of a range of sequences.
 
     Args:
-        operands: the call's; they have a query_mean.
-        call: without heavy keys (`Call.tail`).
+        operands: the call's operands, with a query_mean.
+        call: the call without heavy keys (`Call.tail`).
         valid: uint8 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
         first_sequence, first_block: where the ranges begin.
         delta: float32 (sequences, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided by the
@@ -48,7 +49,7 @@ def smooth_q_scores(
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
     split = key.dtype != torch.float32 and channels <= 128
-    most = 64 if capability[0] == 9 else 32  # on other GPUs than Hopper's, 64 means spill
+    most = 64 if capability[0] == 9 else 32  # except on Hopper, 64 means spill
     means = max(16, min(most, power_of_two(blocks))) if split else 16
     keys, tiles = 64 if channels <= 128 else 32, 16 if split else 1
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
@@ -140,7 +141,7 @@ def smooth_q_scores_of_means(
     kv_head, kv_heads = head // group, q_heads // group
     _, q_len, q_operand_start = sequence_range(q_ranges, batch, q_len, RAGGED)
     k_start, kv_len, k_operand_start = sequence_range(kv_ranges, batch, kv_len, RAGGED)
-    # Whole blocks of keys are written, what is missing of the last one as zeros.
+    # Whole blocks of keys are written; missing keys of the last block are zeros.
     tiles = tl.minimum((tl.cdiv(kv_len, BLOCK_ROWS) * BLOCK_ROWS - first_column) // BLOCK_N, TILES)
     if tiles <= 0:
         return
@@ -155,7 +156,7 @@ def smooth_q_scores_of_means(
         high = mean.to(key.dtype.element_ty)
         low = (mean - high.to(tl.float32)).to(key.dtype.element_ty)
         shift = tl.sum((high.to(tl.float32) + low.to(tl.float32)) * k_mean[None, :], 1)
-    # Tensor scales are powers of two: their reciprocals are exact, as products with them are.
+    # Tensor scales are powers of two: their reciprocals, and products with them, are exact.
     factor = 1.0 / tl.load(query_tensor_scale + row, mask=inside, other=1.0)
     key_tensor_scale += operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
     if HAS_VALID:

@@ -1,4 +1,4 @@
-"""Exact attention of few queries over many keys, in the caller's 16 bits: programs share the keys of a sequence.
+"""Exact attention of few queries over many keys, in the caller's 16 bits: programs divide the keys of a sequence.
 
 The queries of all heads that share keys are rows of one program, so K and V are read once. Each program of a sequence
 attends to a part of its keys; a second kernel merges the parts by their maxima and sums.
@@ -19,18 +19,18 @@ from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import splitkv_forward_config
 
-MIN_ROWS = 16  # of a matrix instruction
-PROGRAMS = {64: 2, 128: 1, 256: 1}  # that a multiprocessor has room for, by padded channels
+MIN_ROWS = 16  # rows of a matrix instruction
+PROGRAMS = {64: 2, 128: 1, 256: 1}  # programs that fit on a multiprocessor, by padded channels
 MAX_PARTS = 64
-FEWEST_TILES = 2  # of a part
-KEYS_AT_ONCE = tl.constexpr(1024)  # of a mask, that a program looks at together
+FEWEST_TILES = 2  # tiles of a part
+KEYS_AT_ONCE = tl.constexpr(1024)  # keys of a mask that a program reads at once
 
 
 def attend(call: Call) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
-        call: not empty, not packed, with no mask but one of keys, in float16 or bfloat16; Q, K and V as
+        call: not empty, not packed, with at most a key-padding mask, in float16 or bfloat16; Q, K and V pass
             `layout.is_aligned`, and at most `registration.SPLIT_ROWS` queries that share keys.
     """
     output, _ = call.new_outputs()
@@ -100,10 +100,10 @@ def attend(call: Call) -> torch.Tensor:
 
 
 def parts_of(tiles: int, sequences: int, programs: int) -> int:
-    """Return into how many parts the keys of each of some (batch element, kv head) are divided.
+    """Return into how many parts the keys of each (batch element, kv head) are divided.
 
     Args:
-        tiles: of the keys.
+        tiles: the number of tiles of keys.
         sequences: number of pairs of batch element and kv head.
         programs: how many run at once.
     """
@@ -152,8 +152,8 @@ def attend_to_part(
 ):
     """Attend with all queries of one (batch, kv head) to one part of the keys.
 
-    With WHOLE the part is all, and `output` the call's; otherwise it is float32 (batch · kv heads, rows, parts,
-    V_CHANNELS), and `sums` and `maxima` are written as well.
+    With WHOLE there is one part, and `output` is the call's output; otherwise `output` is float32 (batch · kv heads,
+    rows, parts, V_CHANNELS), and `sums` and `maxima` are written as well.
     """
     part, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = kv_len
@@ -211,7 +211,7 @@ def attend_to_part(
 
 @triton.jit
 def existing_tiles(valid, stride_key, first, end, kv_len, BLOCK_N: tl.constexpr):
-    """Return the range of tiles, of tiles first…end - 1, from the first key that exists to the last one."""
+    """Return the range of tiles, of tiles first…end - 1, from the first existing key to the last."""
     first_key, end_key = kv_len, 0
     for start in range(first * BLOCK_N, end * BLOCK_N, KEYS_AT_ONCE):
         column = start + tl.arange(0, KEYS_AT_ONCE)

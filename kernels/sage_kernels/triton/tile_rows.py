@@ -1,4 +1,4 @@
-"""Block lists inverted, as the kernel of dK and dV walks them: the blocks of rows that attend to each tile of keys."""
+"""Inverted block lists, for the kernel of dK and dV: the blocks of rows that attend to each tile of keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TileRows:
     Keys that do not exist hide no block here: they change no other key's gradients.
 
     Attributes:
-        rows: int32 (list batch, list heads, places): the blocks of tile after tile, in ascending order; one place more
-            may be read. Sizes are 1 where the list is broadcast; the batch is that of packed sequences where they are,
-            whose lengths hide the blocks that they do not have.
+        rows: int32 (list batch, list heads, places): the blocks of each tile, tile after tile, in ascending order; one
+            place more may be read. Sizes are 1 where the list is broadcast. With packed sequences, sequences are the
+            batch, and their lengths hide blocks beyond their ends.
         spans: int32 (list batch, list heads, tiles, 3): for each tile the place of its first block that sees some of
-            the keys, of its first one that sees all of them, and the end of its blocks.
-        blocks: the list.
+            the keys, the place of its first block that sees all keys, and the end of its blocks.
+        blocks: the block list.
     """
 
     rows: torch.Tensor

@@ -1,4 +1,4 @@
-"""Choice of heavy keys, as `transforms.heavy_places` and `late_keys` say, for the kernels that take K's statistics."""
+"""Choice of heavy keys, by `transforms.heavy_places` and `late_keys`, for the kernels that compute K's statistics."""
 
 import triton
 import triton.language as tl
@@ -22,10 +22,10 @@ def is_finite(x):
 def mean_query(
     query, q_len, group, channels, stride_head, stride_token, stride_channel, CHANNELS: tl.constexpr, LATE: tl.constexpr
 ):
-    """Return the mean query by which heavy keys are found: float32 (CHANNELS,), 0 without one.
+    """Return the mean query by which heavy keys are found: float32 (CHANNELS,), 0 without a query.
 
-    `query` points to the sequence's first token in the first head that shares the head of K. LATE: the keys are late
-    ones, for which the later half of the queries counts.
+    `query` points to the sequence's first token in the first head that shares the head of K. With LATE, keys are late
+    keys, chosen by the later half of the queries.
     """
     if LATE:
         query += tl.cast(q_len // 2, tl.int64) * stride_token
@@ -60,9 +60,9 @@ def write_scores(
     A product counts by its magnitude where `transforms.heavy_places` says so.
 
     Args:
-        scores: pointer to those of the first token.
+        scores: pointer to the first token's score.
         mean: the result of `mean_query`, times the softmax scale.
-        x, valid, start, length, channels, stride_token, stride_channel: of K, as in `load_tokens`.
+        x, valid, start, length, channels, stride_token, stride_channel: K's, as in `load_tokens`.
     """
     channel = tl.arange(0, CHANNELS)
     for half in tl.static_range(2):
@@ -81,9 +81,9 @@ def write_scores(
 
 @triton.jit
 def choose_keys(scores, length, FIRST: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr):
-    """Return the keys of a sequence that the last PLACES of the FIRST keys give way to: int32 (PLACES,).
+    """Return the keys to which the last PLACES of the FIRST keys give way: int32 (PLACES,).
 
-    `scores` points to those of all keys. A key that stays has its own number, or NO_KEY with LATE.
+    `scores` points to the scores of all keys. The result for a key that stays is its own number, or NO_KEY with LATE.
     """
     place, row = tl.arange(0, PLACES), tl.arange(0, 1024 // PLACES)
     scores += FIRST - PLACES

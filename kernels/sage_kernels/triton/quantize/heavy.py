@@ -1,4 +1,4 @@
-"""Heavy keys as the forward kernels read them: in the caller's dtype, with NVFP4 without K's mean."""
+"""Heavy keys as the forward kernels read them: in the caller's dtype; with NVFP4, without K's mean."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def heavy_keys(
     *,
     centred: bool,
 ) -> HeavyKeys | None:
-    """Return the heavy keys of a call, or None where it has none.
+    """Return the heavy keys of a call; None if it has none.
 
     Args:
-        call: the whole call.
-        statistics: the call's.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all do.
-        channels, v_channels: of the operands, head_dim rounded up to a power of two.
-        centred: subtract K's mean.
+        call: the whole call, with its heavy keys.
+        statistics: the call's statistics.
+        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all exist.
+        channels, v_channels: channels of the operands, head_dim rounded up to a power of two.
+        centred: whether to subtract K's mean.
     """
     keys = call.heavy_keys
     if keys == 0:
@@ -75,7 +75,7 @@ def heavy_keys(
 
 
 def choice_places(statistics: Statistics) -> int:
-    """Return the number of first keys that may have given way to chosen ones, 0 where heavy keys are not chosen."""
+    """Return the number of first keys that may have given way to chosen keys; 0 if heavy keys are not chosen."""
     return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
 
 
@@ -110,7 +110,7 @@ def copy_heavy_keys(
     HAS_VALID: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Copy 16 heavy keys of one (batch, kv head): the first ones, of which PLACES may give way, then late ones."""
+    """Copy 16 heavy keys of one (batch, kv head): the first keys, of which PLACES may give way, then late keys."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     start, length, _ = sequence_range(ranges, batch, tokens, RAGGED)

@@ -1,7 +1,7 @@
 """Quantisation of Q and K to INT8, with the bits of `formats.int8` after `transforms`.
 
-Only the rotation by matrix instructions sums in another order than `transforms.rotate`: codes may differ by 1 where a
-number is almost a tie.
+Only the rotation by matrix instructions sums in another order than `transforms.rotate`: codes may differ by 1 for
+numbers that are almost ties.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Oper
     for heavy keys and the LSE.
 
     Args:
-        call: of a recipe with Q and K in INT8; not empty.
+        call: a call of a recipe with Q and K in INT8; not empty.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
@@ -62,8 +62,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Oper
 def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: bool) -> dict[str, Any]:
     """Return the arguments of a quantiser that transform the channels of Q or K.
 
-    16-bit tensors are rotated by matrix instructions, float32 ones, and more channels than shared memory has room for,
-    by butterflies. A program that has loaded the matrix quantises several tiles.
+    16-bit tensors are rotated by matrix instructions; float32 tensors, and more channels than fit in shared memory, by
+    butterflies. A program that has loaded the matrix quantises several tiles.
     """
     by_matrix = rotates and x.dtype != torch.float32 and channels <= MAX_MATRIX
     return {
@@ -86,8 +86,8 @@ def quantize_query(
         sequences: the token axis.
         batch: number of sequences.
         statistics: K's mean, and the equalizer.
-        rotates: rotate channels.
-        mean_score: make the third result.
+        rotates: whether to rotate channels.
+        mean_score: whether to compute the third result.
 
     Returns:
         (codes, scale, mean_score): int8 (operand batch, q_heads, rows, channels), float32 (operand batch, q_heads,
@@ -140,8 +140,8 @@ def quantize_key(
     Args:
         key: (batch, kv_heads, tokens, head_dim), any strides; (1, kv_heads, total tokens, head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: K's mean, the equalizer, and which keys are heavy: here others have their places.
-        rotates: rotate channels.
+        statistics: K's mean, the equalizer, and which keys are heavy: here other keys have their places.
+        rotates: whether to rotate channels.
         valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
 
     Returns:
@@ -188,7 +188,7 @@ def scaled_matrix(matrix, factor, CHANNELS: tl.constexpr):
     """Return the rotation's matrix of ±1 with a factor, a power of two, for each of its rows; exact in 16 bits."""
     channel = tl.arange(0, CHANNELS)
     x = tl.load(matrix + channel[:, None] * CHANNELS + channel[None, :])
-    if INTERPRETED:  # which takes bfloat16 factors for integers
+    if INTERPRETED:  # the interpreter treats bfloat16 factors as integers
         return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
     else:
         return x * factor.to(x.dtype)[:, None]
@@ -306,7 +306,7 @@ def quantize_key_int8(
         if equalizer is not None:
             inverse_factor = channel_factor(equalizer + first_channel, channel, head_dim, True)
         if matrix is not None:
-            # K itself is exact in 16 bits, without its mean it is not: subtract the rotated mean.
+            # K itself is exact in 16 bits, K without its mean is not: subtract the rotated mean.
             rotation = scaled_matrix(matrix, inverse_factor, CHANNELS)
             mean = tl.reshape(rotate((mean * inverse_factor)[None, :], CHANNELS, SIGN_BITS), (CHANNELS,))
         for tile in range(count):

@@ -24,7 +24,7 @@ from .reduction import reduce_block
 from .statistics import token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
-MIN_CHANNELS = 64  # of the FP4 matrix instructions
+MIN_CHANNELS = 64  # channels of the FP4 matrix instructions
 STEPS_ROW = tl.constexpr(nvfp4.STEPS_ROW)
 MAX_STEPS = tl.constexpr(nvfp4.MAX_STEPS)
 BIN_SHIFT, FIRST_BIN = tl.constexpr(nvfp4.BIN_SHIFT), tl.constexpr(nvfp4.FIRST_BIN)
@@ -39,7 +39,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`.
 
     Args:
-        call: of a recipe whose qk and pv are "nvfp4"; not empty.
+        call: a call of a recipe whose qk and pv are "nvfp4"; not empty.
         valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     recipe, batch, tail = call.recipe, call.batch, call.tail
@@ -210,7 +210,7 @@ def reciprocal(code):
 
 @triton.jit
 def split_groups(x):
-    """Split x (rows, 16·n) into sixteen (rows, n): elements 0…15 of every group.
+    """Split x (rows, 16·n) into sixteen tensors (rows, n): elements 0…15 of every group.
 
     With sixteen tensors every compiler version gives each thread whole groups.
     """
@@ -242,7 +242,7 @@ def round_magnitude(q):
 
 @triton.jit
 def squared_error(y, up, down):
-    """Return the errors of `nvfp4.search_groups`: y, sixteen float16 (rows, groups), and the ratios likewise."""
+    """Return the errors of `nvfp4.search_groups`: y, sixteen float16 (rows, groups), and the ratios."""
     sums = ()
     for half in tl.static_range(2):
         error = tl.zeros_like(y[0])
@@ -263,7 +263,7 @@ def search_groups(x, search, STEPS: tl.constexpr):
         search: `nvfp4.search_table`.
 
     Returns:
-        (low, high, scale): int32 (rows, groups), eight codes each, and the scale's, uint8.
+        (low, high, scale): int32 (rows, groups), eight codes each, and the scale's code, uint8.
     """
     h = ((x[0] + 0.0).to(tl.float16),)
     for i in tl.static_range(1, 16):
@@ -284,11 +284,11 @@ def search_groups(x, search, STEPS: tl.constexpr):
     code, up = word >> 16, tl.zeros_like(inverse) + 2.0**-11
     least = squared_error(y, up.to(tl.float16), (tl.zeros_like(inverse) + 2.0**11).to(tl.float16))
     best, up = code, up.to(tl.float16)
-    # Loop at run time: unrolled, it takes the compiler several times as long.
+    # Loop at run time: compiling an unrolled loop takes several times as long.
     for number in range(STEPS):
         ratio_up, ratio_down = halves_of_words(tl.load(row + number + 1))
         error = squared_error(y, ratio_up, ratio_down)
-        better = error < least  # not where the ratio is NaN
+        better = error < least  # false where the ratio is NaN
         best = tl.where(better, code + tl.load(search + STEPS_ROW * (MAX_STEPS + 1) + number + 1), best)
         least, up = tl.where(better, error, least), tl.where(better, ratio_up, up)
     low, high = tl.zeros_like(best), tl.zeros_like(best)

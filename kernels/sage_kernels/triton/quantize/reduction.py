@@ -32,10 +32,10 @@ def reduce_block(
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
 
-    The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which it adds them, then over
-    the 8. With FILTERED, tokens that do not count and elements that are not finite are left out; otherwise all elements
-    are reduced, zeros beyond the length included, and the last result is 1. With SQUARED, elements are squared first.
-    Of each 8 tokens only those that are `kept`, (8,), enter the sum.
+    The sum is a tree of halves over sixteen groups of 8 tokens, loaded in the order in which they are added, then over
+    the 8 tokens. With FILTERED, tokens that do not count and elements that are not finite are left out; otherwise all
+    elements are reduced, including zeros beyond the length, and the last result is 1. With SQUARED, elements are
+    squared first. Of each 8 tokens, only `kept` tokens, (8,), enter the sum.
     """
     channel = tl.arange(0, CHANNELS)
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
@@ -108,7 +108,7 @@ def tokens_of_groups(valid, blocks, length, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def sum_of_groups(x):
-    """Sum what belongs to 32 consecutive blocks, (32,), by group: (LOUD_GROUPS,)."""
+    """Sum the values of 32 consecutive blocks, (32,), by group: (LOUD_GROUPS,)."""
     return tl.sum(tl.reshape(x, (32 // LOUD_GROUPS, LOUD_GROUPS)), 0)
 
 
@@ -132,10 +132,10 @@ def quiet_groups(squares, counts, blocks, stride, CHANNELS: tl.constexpr):
 
 @triton.jit
 def mean_of_blocks(parts, tokens, blocks, stride, CHANNELS: tl.constexpr, groups=None):
-    """Return the mean over a sequence from its blocks' sums: a tree over each 128 blocks, then these sums in order.
+    """Return the mean over a sequence from its blocks' sums: a tree over each 128 blocks, then their sums in order.
 
-    `tokens` is the number of those that count. With `groups`, bool (LOUD_GROUPS,), only blocks of these are summed. A
-    mean that is not finite counts as 0.
+    `tokens` is the number of tokens that count. With `groups`, bool (LOUD_GROUPS,), only blocks of these groups are
+    summed. A mean that is not finite counts as 0.
     """
     total = tl.zeros((CHANNELS,), tl.float32)
     for first in range(0, blocks, BLOCK_ROWS):

@@ -1,7 +1,7 @@
-"""Means and extrema of K and V over tokens, which quantising any of their elements requires.
+"""Means and extrema of K and V over tokens: quantising any element requires them.
 
 Sums are taken in the order of `transforms.sum_of_tokens`, so that means have the specification's bits: a first kernel
-sums blocks of 128 tokens, a second one the block sums.
+sums blocks of 128 tokens, a second kernel the block sums.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def token_statistics(
     """Compute the statistics of K and V, and the equalizer of K and Q; choose the heavy keys.
 
     Args:
-        call: its recipe's smooth_k, smooth_v and equalize, and `chooses_heavy_keys`, decide which to take; not empty.
+        call: its recipe's smooth_k, smooth_v and equalize, and `chooses_heavy_keys`, decide which to compute; not
+            empty.
         valid: uint8 (batch or 1, kv_len), 0 where a key does not count; None: all count.
-        valid_queries: likewise (batch or 1, q_len), for the rows of Q that decide the equalizer.
+        valid_queries: the same for the rows of Q that decide the equalizer, (batch or 1, q_len).
     """
     key, value, recipe = call.key, call.value, call.recipe
     q_sequences, sequences = call.token_axes
@@ -216,7 +217,7 @@ def block_statistics(
     """Reduce 128 tokens of one (batch, kv head) into (…, operand blocks, CHANNELS) sums, or (…, PARTS, CHANNELS).
 
     With SQUARES, sums of squares follow each block's sums: (…, operand blocks, 2, CHANNELS). With `scores`, which are
-    float32 (…, operand blocks, 128), write the tokens' products with the mean of `query`: -inf where they do not
+    float32 (…, operand blocks, 128), write the tokens' products with the mean of `query`: -inf for tokens that do not
     count.
     """
     block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -350,7 +351,7 @@ def query_squares(
 ):
     """Compute the mean squares of 128 rows or fewer, at equal distances, of Q of one (batch, q head).
 
-    With SMOOTH these are squares of the distances from the mean of these rows.
+    With SMOOTH, squares are of the distances from the mean of these rows.
     """
     pair = tl.program_id(0).to(tl.int64)
     start, length, _ = sequence_range(ranges, pair // q_heads, tokens, RAGGED)
@@ -401,7 +402,7 @@ def value_statistics(
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Compute the mean and extrema of V of one (batch, kv head) from its blocks'."""
+    """Compute the mean and extrema of V of one (batch, kv head) from the statistics of its blocks."""
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
@@ -420,7 +421,7 @@ def value_statistics(
         largest = tl.maximum(largest, tl.load(part, mask=inside, other=float("-inf")))
         smallest = tl.minimum(smallest, tl.load(part + CHANNELS, mask=inside, other=float("inf")))
         finite = tl.minimum(finite, tl.load(part + 2 * CHANNELS, mask=inside, other=1.0))
-    # Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+    # Rounding is monotonic: the extrema of V - mean are the extrema of V, minus the mean.
     v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
     v_mean = tl.zeros((CHANNELS,), tl.float32)
     if SMOOTH:

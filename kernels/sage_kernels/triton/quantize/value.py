@@ -26,7 +26,8 @@ ONE_127TH = tl.constexpr(1 / INT8_MAX)
 ONE_448TH = tl.constexpr(1 / E4M3_MAX)
 ONE_128TH = tl.constexpr(1 / BLOCK)
 MAX_MOVE = tl.constexpr(LARGEST_MOVE)
-# float32 numbers around it are ERROR_STEP apart: adding it rounds to the nearest multiple of ERROR_STEP, ties to even.
+# float32 numbers around this constant are ERROR_STEP apart: adding it rounds to the nearest multiple of ERROR_STEP,
+# ties to even.
 ERROR_ROUNDER = tl.constexpr(1.5 * 2**23 * ERROR_STEP)
 SMALLEST_SCALE = tl.constexpr(SMALLEST_NORMAL)
 HEADROOM_EXPONENT = tl.constexpr(int(math.log2(FP16_HEADROOM)))
@@ -46,14 +47,15 @@ def quantize_value(
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
-        statistics: V's mean and extrema, and which keys are heavy: here others have their places.
+        statistics: V's mean and extrema, and which keys are heavy: here other keys have their places.
         valid: int32 or uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
-        pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with one per (batch, head).
+        pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with a scale per (batch, head).
 
     Returns:
-        (values, scale): in 8 bit (operand batch, kv_heads, channels, rows), in 16 bit (operand batch, kv_heads, rows,
+        (values, scale): in 8 bits (operand batch, kv_heads, channels, rows), in 16 bits (operand batch, kv_heads, rows,
         channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and their tokens are in the order of
-        `language.tiles.operand_token`: a thread's weights are then the operand of P·V where Q·Kᵀ left its scores.
+        `language.tiles.operand_token`: then the weights are the operand of P·V in the registers where Q·Kᵀ left the
+        scores.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
     channels = padded_channels(v_head_dim)
