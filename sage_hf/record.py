@@ -20,7 +20,7 @@ import torch
 from huggingface_hub.utils import logging
 from torch import nn
 
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.plan import Outcome, Plan
 from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.block_list import BlockList
@@ -231,5 +231,5 @@ def _log_once(key: tuple[str, ...], message: str) -> None:
         logger.warning(message)
 
 
-run.plan_listeners.append(file_plan)
-run.fallback_listeners.append(_log_exact)
+execution.plan_listeners.append(file_plan)
+execution.fallback_listeners.append(_log_exact)

@@ -31,7 +31,7 @@ from sage_hf.bench.providers import PROVIDERS, Provider
 from sage_hf.metrics import tensor_errors
 from sage_hf.text import markdown_table
 from sage_kernels import ops
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
@@ -74,12 +74,12 @@ def attend(inputs: Inputs, recipe: Recipe) -> tuple[Tensor, str]:
         RuntimeError: exact attention ran instead.
     """
     plans: list[Plan] = []
-    dispatch.plan_listeners.append(plans.append)
+    execution.plan_listeners.append(plans.append)
     try:
         with registered(recipe):
             output, _ = ops.attention(*inputs[:3], **inputs.options, recipe=recipe.name, fallback="emulate")
     finally:
-        dispatch.plan_listeners.pop()
+        execution.plan_listeners.pop()
     if plans[0].is_fallback:
         raise RuntimeError(f"{plans[0].recipe} attention ran instead of {recipe.name}: {plans[0].reason}")
     return output, plans[0].kernel

@@ -67,7 +67,7 @@ def test_a_backend_imports_the_floor_and_no_other_backend(folder):
 def test_the_floor_imports_neither_triton_nor_a_backend():
     """But for the file that registers all of them."""
     floor = [name for name in kernel_modules() if not backend_of(name) and name != "sage_kernels.backends"]
-    assert {"sage_kernels.dispatch.registry", "sage_kernels.dispatch.run", "sage_kernels.ops"} <= set(floor)
+    assert {"sage_kernels.dispatch.registry", "sage_kernels.dispatch.execution", "sage_kernels.ops"} <= set(floor)
     for name in floor:
         for imported in imported_names(name):
             assert imported.split(".")[0] not in ("triton", "cuda"), f"{name} imports {imported}"

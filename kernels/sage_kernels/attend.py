@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from . import ops, training
-from .dispatch import exact_choice, run
+from .dispatch import exact_choice, execution
 from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
@@ -60,7 +60,7 @@ def attend(
     if not options.dropout_p:
         entry = cache.find("sage_attention", (query, key, value, mask, *lists), (*options, *sizes), grad)
     if entry is not None and entry.replay is not None:
-        run.announce(entry.replay.plan)
+        execution.announce(entry.replay.plan)
         return entry.replay(query, key, value, mask, *lists)
 
     if (common := _in_common_sizes(query, key, value, options)) is not None:
@@ -165,7 +165,7 @@ def _run_exactly(
     """Run PyTorch's attention: because the caller asked for it, or in place of a recipe (`reason`)."""
     if blocks is not None:
         check_blocks(blocks, query, key)
-    plan = run.announce_exact(query, key, value, mask, blocks, options, reason)
+    plan = execution.announce_exact(query, key, value, mask, blocks, options, reason)
     exactly = partial(attend_exactly, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
     result = exactly(query, key, value, mask)
     if entry is not None and plan is not None and blocks is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch import replays, run
+from .dispatch import execution, replays
 from .exact import sdpa
 from .replay import cache
 from .spec import checks
@@ -150,7 +150,7 @@ def call_operator(
 def forward(
     call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Plan, announce and run a call without gradients, outside of operators; return the result of `run.compute`.
+    """Plan, announce and run a call without gradients, outside of operators; return the result of `execution.compute`.
 
     Args:
         call: the call.
@@ -158,9 +158,9 @@ def forward(
         fallback: the caller's `fallback`.
         entry: the call's entry in the replay cache.
     """
-    plan = run.choose(run.request_of(call), fallback)
-    run.announce(plan)
-    result = run.compute(call, plan)
+    plan = execution.choose(execution.request_of(call), fallback)
+    execution.announce(plan)
+    result = execution.compute(call, plan)
     if entry is not None:
         entry.consider(partial(replays.of_call, call, plan, mask, result))
     return result
@@ -205,7 +205,7 @@ def _attention(
     if lengths is None:
         entry = cache.find("attention", (query, key, value, mask, *lists), (*options, *sizes))
     if entry is not None and entry.replay is not None:
-        run.announce(entry.replay.plan)
+        execution.announce(entry.replay.plan)
         output, lse = entry.replay(query, key, value, mask, *lists)
     else:
         checks.check_tensors(query, key, value, mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import replays, run
+from .dispatch import execution, replays
 from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
 from .replay import cache
@@ -177,7 +177,7 @@ def forward(
     scale = softmax_scale(options.scale, query.shape[3])
     causality = options.is_causal, options.causal_offset
     call = Call(query, key, value, get_recipe(options.recipe), mask, *causality, scale)
-    run.announce(plan)
+    execution.announce(plan)
     output = replays.train(call, plan, options)
     entry.consider(partial(replays.of_training, call, plan, options))
     return output
@@ -208,7 +208,7 @@ def _training_attention(
     checks.check_lengths(query, key, given.lengths)
     if given.blocks is not None:
         check_blocks(given.blocks, query, key, given.lengths)
-    output, saved = run.attend_and_save(_call(query, key, value, valid, given), given.fallback)
+    output, saved = execution.attend_and_save(_call(query, key, value, valid, given), given.fallback)
     return with_tokens_first(output), *(part.contiguous() for part in saved)
 
 
@@ -230,12 +230,12 @@ def _training_attention_backward(
     recipe, mask, scale = get_recipe(given.recipe), _mask(valid, given.blocks), softmax_scale(given.scale, head_dim)
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
         forward = Call(output, value, value, recipe, mask, given.is_causal, lengths=given.lengths)
-        request = replace(run.request_of(forward, grad=True), head_dim=head_dim)
-        kernel = run.plan_training(request, given.fallback).backward
+        request = replace(execution.request_of(forward, grad=True), head_dim=head_dim)
+        kernel = execution.plan_training(request, given.fallback).backward
     causality = given.is_causal, given.causal_offset
     tensors = output_gradient, value, output, saved
     call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, given.lengths)
-    return tuple(map(with_tokens_first, run.backward(call, kernel)))
+    return tuple(map(with_tokens_first, execution.backward(call, kernel)))
 
 
 def _fake_training_attention_backward(
@@ -255,8 +255,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.set_materialize_grads(False)
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
-        request = run.request_of(_call(query, key, value, valid, given), grad=True)
-        kernel = run.plan_training(request, given.fallback).backward
+        request = execution.request_of(_call(query, key, value, valid, given), grad=True)
+        kernel = execution.plan_training(request, given.fallback).backward
     ctx.head_dim, ctx.kernel = query.shape[3], kernel
     ctx.given = given.with_tensors((None,) * len(given.tensors))
 

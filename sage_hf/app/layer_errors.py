@@ -19,7 +19,7 @@ from sage_hf.metrics import ErrorSums, TensorErrors
 from sage_hf.schedule import StepSchedule
 from sage_hf.targets import find_targets
 from sage_hf.text import text_table, to_ascii
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call, Mask, softmax_scale
@@ -227,7 +227,7 @@ def _attend_without_outlier_handling(call: record.AttentionCall) -> torch.Tensor
         return call.output
     mask = None if call.attn_mask is None else call.attn_mask[(None,) * (4 - call.attn_mask.dim())]
     kv_len = call.key.shape[2]
-    return run.attend_by_plan(
+    return execution.attend_by_plan(
         Call(
             call.query,
             call.key,

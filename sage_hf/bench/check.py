@@ -20,8 +20,7 @@ from sage_kernels.cuda.registration import (
     enforce_fused_backward,
     enforce_nvfp4_forward,
 )
-from sage_kernels.dispatch import examination, registry, self_check, verdicts
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import examination, execution, registry, self_check, verdicts
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.select import select
@@ -127,7 +126,7 @@ def _examinations(
 
     head_dims = HEAD_DIMS if device.type == "cuda" else HEAD_DIMS[:1]
     for where, case in _cases("exact", head_dims):
-        request = dispatch.request_of(case.draw(device))
+        request = execution.request_of(case.draw(device))
         for name in registry.exact_kernels(request):
             yield f"{name}, {where}", partial(examine_exact, name, where, case)
     for head_dim in head_dims:
@@ -138,7 +137,7 @@ def _examinations(
     cases = [pair for name in low_bit for pair in _cases(name, head_dims)]
 
     def examine(where: str, case: Case) -> None:
-        request = dispatch.request_of(case.draw(device), case.grad)
+        request = execution.request_of(case.draw(device), case.grad)
         while True:  # until a kernel is right, or no kernel is left
             try:
                 plan = select(request, "error" if device.type == "cuda" else "emulate")
@@ -166,7 +165,7 @@ def _examinations(
 
 def _run_once(device: torch.device, case: Case) -> None:
     """Run the kernels of a case, so that the caches on disk hold them."""
-    request = dispatch.request_of(case.draw(device), case.grad)
+    request = execution.request_of(case.draw(device), case.grad)
     if case.recipe != "exact":
         examination.examine(select(request, "error"), case, device)
     else:

@@ -19,11 +19,11 @@ from sage_hf.attention import attend, sage_attention
 from sage_hf.bench.cases import Case, Inputs
 from sage_hf.drop_in import STAND_INS
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
+from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.dispatch.plan import KernelUnavailableError, Plan
 from sage_kernels.dispatch.registry import get_forward, get_quantizer
 from sage_kernels.dispatch.request import Request
-from sage_kernels.dispatch.run import request_of
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call

@@ -17,7 +17,7 @@ from sage_hf.transformers.bridge import cuts_masks
 from sage_hf.transformers.exact import exact_attention
 from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_hf.transformers.masks import Causality, causality_of
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.request import Request
 from sage_kernels.exact.attend import attend_exactly
 from sage_kernels.spec.autocast import in_autocast_dtype
@@ -157,7 +157,7 @@ class _Call:
         """Record that the call runs exactly, with the reason; raise KernelUnavailableError if the fallback is
         "error"."""
         options = Options(self.is_causal, recipe=self.recipe, fallback=self.fallback)
-        run.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
+        execution.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
 def _attend_by_recipe(
@@ -231,7 +231,7 @@ def _gains(causality: Causality, call: _Call) -> bool:
     if not get_recipe(call.recipe).recent_keys:
         return False
     request = Request.of(call.query, call.key, call.value, call.mask, True, call.recipe)
-    return run.choose(request, call.fallback).recipe == call.recipe
+    return execution.choose(request, call.fallback).recipe == call.recipe
 
 
 def _eager(

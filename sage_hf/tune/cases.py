@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_hf.bench.cases import Case, draw
 from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
-from sage_kernels.dispatch import cost_model, run
+from sage_kernels.dispatch import cost_model, execution
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.exact.attend import attend_exactly
@@ -48,7 +48,7 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     def exactly(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
             if not case.training:
-                return run.compute(call, run.choose(run.request_of(call), "native"))[0]
+                return execution.compute(call, execution.choose(execution.request_of(call), "native"))[0]
             options = Options(case.is_causal, case.causal_offset, enable_gqa=inputs.grouped)
             return attend_exactly(query, key, value, mask, blocks=None, options=options)[0]
 
@@ -56,7 +56,7 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
         if name in BACKENDS:
             return partial(exactly, BACKENDS[name])
         if (own := get_exact(name)) is not None:
-            if reason := own.unsupported(run.request_of(call)):
+            if reason := own.unsupported(execution.request_of(call)):
                 raise ValueError(f"{name}: {reason}")
             return partial(own.attend, call)
         if case.training:

@@ -8,7 +8,7 @@ import torch
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
 from sage_kernels import ops, training
 from sage_kernels.cuda import compiler
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
@@ -69,13 +69,13 @@ def test_the_kernels_error_is_the_references(device, recipe, options, block_m, b
         keys[0, ..., 200:600] = False
         mask = mask & keys
     heard = []
-    run.plan_listeners.append(heard.append)
+    execution.plan_listeners.append(heard.append)
     try:
         output, lse = ops.attention(
             *inputs, mask=keys, blocks=blocks, recipe=recipe, fallback="emulate", return_lse=True, **options
         )
     finally:
-        run.plan_listeners.remove(heard.append)
+        execution.plan_listeners.remove(heard.append)
     kind = "blocks" if keys is None else "block_keys"
     kernel = "nvfp4_forward" if recipe == "sage3" else int8_kernel(device, (block_m, block_n), head_dim)
     assert [(plan.kernel.removesuffix("_emulated"), plan.recipe, plan.request.mask) for plan in heard] == [
@@ -191,11 +191,11 @@ def test_packed_sequences_have_the_gradients_over_lists_that_they_have_alone(rec
 def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(device):
     inputs = [x.requires_grad_() for x in draw(device)]
     blocks, heard = on(device, draw_blocks(2, 4, 1000, 1100)), []
-    run.plan_listeners.append(heard.append)
+    execution.plan_listeners.append(heard.append)
     try:
         outputs = [training.attention(*inputs, blocks=blocks)[0] for _ in range(2)]
     finally:
-        run.plan_listeners.remove(heard.append)
+        execution.plan_listeners.remove(heard.append)
     assert {(plan.kernel, plan.backward, plan.request.mask) for plan in heard} == {
         (int8_kernel(device, (128, 128)), "int8_backward", "blocks")
     }
@@ -241,14 +241,14 @@ def test_packed_sequences_have_lists_of_their_own(device, recipe):
     seqused_k = torch.tensor(used, dtype=torch.int32, device=device)
     blocks = on(device, draw_blocks(3, 4, 1000, 1100, share=0.3))
     heard = []
-    run.plan_listeners.append(heard.append)
+    execution.plan_listeners.append(heard.append)
     try:
         output, lse = ops.packed_attention(
             *inputs, *starts, 1000, 1100, seqused_k=seqused_k, blocks=blocks, recipe=recipe, fallback="emulate",
             return_lse=True,
         )  # fmt: skip
     finally:
-        run.plan_listeners.remove(heard.append)
+        execution.plan_listeners.remove(heard.append)
     kernel = "nvfp4_forward" if recipe == "sage3" else "int8_forward"
     assert [(plan.kernel.removesuffix("_emulated"), plan.request.mask) for plan in heard] == [(kernel, "blocks")]
     for index, (q_len, kv_len) in enumerate(zip(q_lengths, used, strict=True)):

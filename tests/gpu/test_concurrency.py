@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import sage_attention
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.replay import cache
@@ -99,13 +99,13 @@ def test_repeated_calls_write_to_no_others_memory(device, sizes, recipe):
 def test_threads_that_never_used_the_gpu_begin_a_layout_at_once(device, name):
     inputs = [draw(device, 1, 8, 64, 128, count=1) + draw(device, 1, 2, 3000, 128, count=2) for _ in range(4)]
     calls = [Call(*tensors, get_recipe("exact"), scale=0.1) for tensors in inputs]
-    if reason := get_exact(name).unsupported(dispatch.request_of(calls[0])):
+    if reason := get_exact(name).unsupported(execution.request_of(calls[0])):
         pytest.skip(reason)
-    plan = exact_plan(dispatch.request_of(calls[0]), kernel=name)
-    expected, found = [dispatch.compute(call, plan)[0] for call in calls], {}
+    plan = exact_plan(execution.request_of(calls[0]), kernel=name)
+    expected, found = [execution.compute(call, plan)[0] for call in calls], {}
     torch.cuda.synchronize()
     for _ in range(10):
-        at_once(*[lambda n=n: found.update({n: dispatch.compute(calls[n], plan)[0]}) for n in range(4)])
+        at_once(*[lambda n=n: found.update({n: execution.compute(calls[n], plan)[0]}) for n in range(4)])
         torch.cuda.synchronize()
         assert all(torch.equal(found[n], expected[n]) for n in range(4))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
-from sage_kernels.dispatch.run import request_of
+from sage_kernels.dispatch.execution import request_of
 from sage_kernels.formats import int8
 from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order

@@ -8,7 +8,7 @@ import torch
 from sage_kernels import backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NVFP4Quantizer
-from sage_kernels.dispatch.run import request_of
+from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe

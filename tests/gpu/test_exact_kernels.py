@@ -7,8 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch import cost_model, registry, replays
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import cost_model, execution, registry, replays
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.dispatch.select import select
@@ -57,7 +56,7 @@ def draw_call(device, sizes, head_dim, kind="none", dtype=torch.bfloat16, scale=
 
 def run(call, name):
     kernel = get_exact(name)
-    assert kernel.unsupported(dispatch.request_of(call)) == ""
+    assert kernel.unsupported(execution.request_of(call)) == ""
     output = kernel.attend(call)
     # What a pool hands out next is this call's memory: poison it, so that an unwritten element shows.
     torch.full_like(output, torch.nan)
@@ -129,13 +128,13 @@ def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
 )
 def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kind, sizes):
     call = draw_call(device, sizes, 64, kind)
-    if reason := get_exact(name).unsupported(dispatch.request_of(call)):
+    if reason := get_exact(name).unsupported(execution.request_of(call)):
         pytest.skip(reason)
-    plan = exact_plan(dispatch.request_of(call), kernel=name)
-    replay = replays.of_call(call, plan, call.mask.tensor, dispatch.compute(call, plan))
+    plan = exact_plan(execution.request_of(call), kernel=name)
+    replay = replays.of_call(call, plan, call.mask.tensor, execution.compute(call, plan))
     for seed in range(1, 3):
         other = draw_call(device, sizes, 64, kind, seed=seed)
-        expected, _ = dispatch.compute(other, plan)
+        expected, _ = execution.compute(other, plan)
         output, _ = replay(other.query, other.key, other.value, other.mask.tensor)
         assert torch.equal(output, expected)
     assert len(repeated) == 2
@@ -144,7 +143,7 @@ def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kin
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_3_where_it_is_installed(device, causal):
     call = draw_call(device, (2, 8, 2, 300, 700), 128, "causal none" if causal else "none")
-    if reason := get_exact("fa3").unsupported(dispatch.request_of(call)):
+    if reason := get_exact("fa3").unsupported(execution.request_of(call)):
         pytest.skip(reason)
     assert_rounded_twice(call, run(call, "fa3"))
 
@@ -158,7 +157,7 @@ def test_flash_attention_3_where_it_is_installed(device, causal):
 )
 def test_flash_attention_3_with_padding_and_another_kernel_with_holes(device, sizes, kind, head_dim):
     call = draw_call(device, sizes, head_dim, kind, heads_first=sizes[0] == 2)
-    if reason := get_exact("fa3_padded").unsupported(dispatch.request_of(call)):
+    if reason := get_exact("fa3_padded").unsupported(execution.request_of(call)):
         pytest.skip(reason)
     assert_rounded_twice(call, run(call, "fa3_padded"))
 
@@ -198,7 +197,7 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
-    request = replace(dispatch.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
+    request = replace(execution.request_of(draw_call(device, (2, 8, 2, 1, 3000), 128)), recipe="sage2")
     if registry.exact_kernels(request):
         assert select(replace(request, mask="keys")).kernel == "splitkv_forward"
         assert select(request).kernel in ("sdpa_without_cudnn", "fa3")  # which take any length

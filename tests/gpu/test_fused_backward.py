@@ -12,7 +12,7 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward
 from sage_kernels.cuda.registration import HopperFusedBackward, enforce_fused_backward
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference import backward as reference_backward
@@ -33,7 +33,7 @@ SUMS = tuple(int8_backward.SUMS)
 def served(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
+    request = execution.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
     with enforce_fused_backward(True):
         if reason := get_backward(FUSED).unsupported(request):
             pytest.skip(reason)
@@ -56,7 +56,7 @@ def summed_in(sums: torch.dtype):
 
 
 def gradients(call: TrainingCall, sums: torch.dtype = torch.int32, kept=None) -> tuple[torch.Tensor, ...]:
-    output, saved = kept or dispatch.attend_and_save(call.forward, "error")
+    output, saved = kept or execution.attend_and_save(call.forward, "error")
     with summed_in(sums):
         return get_backward(FUSED).backward(call.backward(output, saved))
 
@@ -69,7 +69,7 @@ def judge(call: TrainingCall, sums: torch.dtype | None = None) -> GradientErrors
 
 def test_calls_take_the_kernel_everywhere_or_nowhere_while_it_is_measured(device):
     for q_len in (200, 4096):
-        request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, q_len, 300, 128).forward, grad=True)
+        request = execution.request_of(Draw(device).call("sage_bwd", 1, 2, 1, q_len, 300, 128).forward, grad=True)
         assert select(request).backward == FUSED
         with enforce_fused_backward(False):
             assert select(request).backward not in (FUSED, "")
@@ -116,7 +116,7 @@ def test_rows_and_keys_that_attend_to_nothing_have_gradient_0(head_dim, sums, de
     valid[0], valid[1, 100:250], valid[2, :131] = False, False, False
     call = replace(call, valid=valid)
     judge(call, sums)
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, sums, kept)
     call.value.transpose(1, 2)[~valid] = torch.nan  # that such keys hold must not count
     query, key, value = found = gradients(call, sums, kept)
@@ -138,7 +138,7 @@ def test_gradients_do_not_depend_on_how_tensors_lie_in_memory(sizes, layout, pad
     names = ("value", "output_gradient")
     laid_out = replace(call, **{name: lay_out(getattr(call, name), layout) for name in names})
     plain = replace(call, **{name: getattr(laid_out, name).contiguous() for name in names})
-    kept = dispatch.attend_and_save(plain.forward, "error")
+    kept = execution.attend_and_save(plain.forward, "error")
     assert_equal(gradients(laid_out, kept=kept), gradients(plain, kept=kept))
 
 
@@ -146,7 +146,7 @@ def test_gradients_do_not_depend_on_how_tensors_lie_in_memory(sizes, layout, pad
 def test_reruns_are_equal_to_the_bit_where_pytorch_is_deterministic(head_dim, is_causal, device):
     """DK and dV are so always."""
     call = Draw(device).call("sage_bwd", 2, 8, 4, 2000, 2000, head_dim, is_causal=is_causal)
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     backward = partial(get_backward(FUSED).backward, call.backward(*kept))
     with deterministic():
         fixed = backward()
@@ -173,7 +173,7 @@ def test_repeated_gradients_are_replayed_though_sums_are_taken_in_any_order(devi
 def test_scaled_sums_fit_gradients_of_any_size(magnitude, sums, device):
     """Float16 takes one block of keys, so that sums have one order."""
     call = Draw(device).call("sage_bwd", 1, 2, 1, 300, 400 if sums == torch.int32 else 128, 128)
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, sums, kept)
     found = gradients(replace(call, output_gradient=call.output_gradient * magnitude), sums, kept)
     assert_equal(found, tuple(x * magnitude for x in expected))
@@ -191,7 +191,7 @@ def test_sums_in_float16_serve_rows_of_any_size_next_to_each_other(loud, kv_len,
         call.value[..., 7] *= 50
     if loud in ("key", "both"):
         call.key[..., 5] *= 30
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     expected, others = gradients(call, torch.float32, kept), gradients(call, torch.float16, kept)
     assert_equal(others[1:], expected[1:])
     distance, size = ((x.double().abs().sum(-1)) for x in (others[0] - expected[0], expected[0]))
@@ -212,7 +212,7 @@ def test_sums_in_float16_are_as_near_to_exact_attention_as_the_reference(is_caus
 def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is_causal, causal_offset, device):
     """Its query and K of the keys that its row sees; V's channel of those, and of others in tiles of 64."""
     call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, head_dim, is_causal=is_causal, causal_offset=causal_offset)
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     clean = gradients(call, kept=kept)
     call.output_gradient[0, 1, 140, 7] = bad
     found, expected = gradients(call, kept=kept), reference_backward.backward(call.backward(*kept))
@@ -234,7 +234,7 @@ def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is
 def test_a_bad_input_spoils_what_it_spoils_in_the_reference(position, bad, sums, device):
     call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, 128)
     getattr(call, position)[0, 1, 140, 7] = bad
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     query, expected = gradients(call, sums, kept)[0], reference_backward.backward(call.backward(*kept))[0]
     assert torch.equal(query.isfinite().all(-1), expected.isfinite().all(-1))
 
@@ -242,7 +242,7 @@ def test_a_bad_input_spoils_what_it_spoils_in_the_reference(position, bad, sums,
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(monkeypatch, head_dim, device):
     call = Draw(device).call("sage_bwd", 3, 6, 2, 700, 600, head_dim, is_causal=True)
-    kept = dispatch.attend_and_save(call.forward, "error")
+    kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, kept=kept)
     for heads in (1, 4, 5, 100):
         monkeypatch.setattr(int8_backward, "heads_together", lambda call, heads=heads: heads)
@@ -255,7 +255,7 @@ def test_blocks_of_keys_may_be_split(monkeypatch, head_dim, kv_len, is_causal, d
     whole = torch.cuda.get_device_properties(device).multi_processor_count // 2
     for heads in (3, whole + 1):
         call = Draw(device).call("sage_bwd", 1, 2 * heads, heads, 600, kv_len, head_dim, is_causal=is_causal)
-        kept = dispatch.attend_and_save(call.forward, "error")
+        kept = execution.attend_and_save(call.forward, "error")
         with monkeypatch.context() as patch:
             patch.setattr(int8_backward, "parts_of_last", lambda *_: 1)
             expected = gradients(call, kept=kept)

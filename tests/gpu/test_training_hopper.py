@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
 from sage_kernels.dispatch.select import select
 from sage_kernels.language.launch import recording
@@ -43,7 +43,7 @@ LENGTHS = (
 def hopper(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    request = dispatch.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
+    request = execution.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
     if reason := get_backward(HOPPER).unsupported(request):
         pytest.skip(reason)
 
@@ -110,7 +110,7 @@ def assert_forms_agree(call: TrainingCall) -> None:
 @pytest.mark.parametrize("dims", [(64,), (80,), (128,), (128, 64)], ids=str)
 def test_a_call_that_hoppers_kernels_serve_runs_them(dims, device):
     call = Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, *dims)
-    request = dispatch.request_of(call.forward, grad=True)
+    request = execution.request_of(call.forward, grad=True)
     served = {padded_channels(x) for x in dims} in ({64}, {128})
     assert (select(request).backward == PLAIN) != served
     assert (not get_backward(HOPPER).unsupported(request)) == served

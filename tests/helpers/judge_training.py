@@ -14,7 +14,7 @@ import torch
 
 from sage_hf import record
 from sage_kernels import training
-from sage_kernels.dispatch import run
+from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.examination import uncertainty
 from sage_kernels.exact.gradients import Gradients, exact_gradients
 from sage_kernels.reference import backward as reference_backward
@@ -87,11 +87,11 @@ def assert_equal(found, expected):
 
 def of_kernel(call: TrainingCall, backward: str = "") -> tuple[Gradients, Saved]:
     """By the kernels that serve the call, or with gradients by the backward kernel of that name."""
-    plan = run.plan_training(run.request_of(call.forward, grad=True), "emulate")
+    plan = execution.plan_training(execution.request_of(call.forward, grad=True), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS
-    output, saved = run.attend_and_save(call.forward, "emulate")
-    return Gradients(output, *run.backward(call.backward(output, saved), backward or plan.backward)), saved
+    output, saved = execution.attend_and_save(call.forward, "emulate")
+    return Gradients(output, *execution.backward(call.backward(output, saved), backward or plan.backward)), saved
 
 
 def of_reference(call: TrainingCall) -> tuple[Gradients, Saved]:

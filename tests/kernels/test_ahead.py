@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.dispatch import precompile
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution, precompile
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.replay import trace
@@ -64,7 +63,7 @@ def draw(traced, valid=None, **options):
 
 
 def plan_of(call, backward):
-    request = dispatch.request_of(call, grad=True)
+    request = execution.request_of(call, grad=True)
     return Plan(request, "int8_forward", "sage_bwd", "native", backward=backward)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.dispatch import cost_model, registry, run
+from sage_kernels.dispatch import cost_model, execution, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
 from sage_kernels.dispatch.plan import exact_plan
@@ -257,7 +257,7 @@ def test_a_step_of_decoding_with_padding_reads_grouped_keys_without_repeating_th
     query, key, value = (torch.randn(2, heads, n, 32, generator=generator) for heads, n in ((8, 1), (2, 40), (2, 40)))
     mask = (torch.arange(40) >= torch.tensor([[3], [7]]))[:, None, None]
     expected, expected_lse = ops.attention(query, key, value, mask=mask, recipe="exact", return_lse=True)
-    monkeypatch.setattr(run, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    monkeypatch.setattr(execution, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
     given, sdpa = [], exact.sdpa
     monkeypatch.setattr(
         exact, "sdpa", lambda query, key, value, **options: given.append(key) or sdpa(query, key, value, **options)
@@ -377,7 +377,7 @@ def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_w
 def test_a_call_says_how_its_causality_is_aligned(offset, lower_right, shifted):
     x = torch.zeros(1, 2, 64, 64)
     call = Call(x[:, :, :16], x, x, get_recipe("sage2"), is_causal=True, causal_offset=offset)
-    request = run.request_of(call)
+    request = execution.request_of(call)
     assert (request.lower_right, request.shifted) == (lower_right, shifted)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.dispatch import replays, run
+from sage_kernels.dispatch import execution, replays
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.dispatch.request import Request
@@ -110,9 +110,9 @@ def test_its_output_is_that_of_the_call(operator, causal, scale):
     query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 130, 64)
     options = {"is_causal": causal, "causal_offset": 30 if causal else 0, "scale": scale}
     call = Call(query, key, key, get_recipe("exact"), **options)
-    plan = exact_plan(run.request_of(call), kernel="fa3")
+    plan = exact_plan(execution.request_of(call), kernel="fa3")
     expected, _ = sdpa.attention(query, key, key, **options)
-    output, _ = run.compute(call, plan)
+    output, _ = execution.compute(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     replayed, _ = replays.of_call(call, plan, None, (output, None))(query, key, key, None)
     assert torch.equal(replayed, output)

@@ -9,7 +9,7 @@ from sage_hf import sage_attention
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.cuda.registration import NOT_FASTER, enforce_fused_backward
-from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
 from sage_kernels.dispatch.request import Request
@@ -402,7 +402,7 @@ def test_a_variant_of_a_recipe_runs_by_the_kernels_of_a_plan_or_by_the_reference
     expected, _ = reference.attention(query, key, value, variant, is_causal=True, scale=0.2)
     for plan in (emulated, foreign):
         call = Call(query, key, value, variant, is_causal=True, scale=0.2)
-        assert torch.equal(run.attend_by_plan(call, plan), expected)
+        assert torch.equal(execution.attend_by_plan(call, plan), expected)
 
 
 @pytest.mark.parametrize("recipe", ["sage2", "sage_bwd"])

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend
-from sage_kernels.dispatch import registry
-from sage_kernels.dispatch import run as dispatch
+from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.exact import sdpa as exact
 from sage_kernels.replay import cache
@@ -129,8 +128,8 @@ def test_an_exact_call_without_a_mask_is_repeated_by_pytorchs_function_alone(mon
     mask = MASKS["keys"] if options.pop("mask", False) else None
     call = partial(sage_attention, query, key, value, mask, recipe="sage2", **options)
     outputs = [call() for _ in range(3)]
-    computed = mock.Mock(wraps=dispatch.compute)
-    monkeypatch.setattr(dispatch, "compute", computed)
+    computed = mock.Mock(wraps=execution.compute)
+    monkeypatch.setattr(execution, "compute", computed)
     outputs.append(call())
     assert computed.called != alone
     first, *_, last = [x if options.get("return_lse") else (x,) for x in outputs]
@@ -359,7 +358,7 @@ def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch, replayed, enabled):
     """And reads grouped keys as rows of one head, as the first time."""
-    monkeypatch.setattr(dispatch, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
+    monkeypatch.setattr(execution, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
     query, key, value = (torch.randn(2, heads, tokens, 32) for heads, tokens in ((8, 1), (2, 40), (2, 40)))
     mask = (torch.arange(40) >= torch.tensor([[3], [40]]))[:, None, None]
     call = partial(sage_attention, query, key, value, mask, enable_gqa=True, recipe="sage2")
@@ -391,7 +390,7 @@ def test_a_plan_depends_on_the_call_and_on_settings_alone():
     def plan_of(queries, keys, recipe, grad, causal):
         announced = []
         tensors = [torch.randn(1, 2, tokens, 16, requires_grad=grad) for tokens in (queries, keys, keys)]
-        with mock.patch.object(dispatch, "plan_listeners", [announced.append]):
+        with mock.patch.object(execution, "plan_listeners", [announced.append]):
             sage_attention(*tensors, is_causal=causal, recipe=recipe)
         return announced
 
@@ -409,11 +408,11 @@ def test_gradients_are_low_bit_whatever_ran_before(forks):
     """Steps without gradients once made those with gradients exact."""
     output = forks.run(
         "import torch, sage_hf\n"
-        "from sage_kernels.dispatch import run as dispatch\n"
+        "from sage_kernels.dispatch import execution\n"
         "tensors = [torch.randn(1, 2, 12, 16, requires_grad=True) for _ in range(3)]\n"
         "with torch.no_grad():\n"
         "    for _ in range(4): sage_hf.sage_attention(*tensors, recipe='sage_bwd')\n"
-        "dispatch.plan_listeners.append(lambda plan: print(plan.recipe))\n"
+        "execution.plan_listeners.append(lambda plan: print(plan.recipe))\n"
         "sage_hf.sage_attention(*tensors, recipe='sage_bwd')\n"
     )
     assert output.split() == ["sage_bwd"]

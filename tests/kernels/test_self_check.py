@@ -9,7 +9,7 @@ import torch
 import sage_hf
 from sage_hf import record
 from sage_kernels import kv_cache
-from sage_kernels.dispatch import examination, head_kernels, kv_kernels, registry, run, self_check, verdicts
+from sage_kernels.dispatch import examination, execution, head_kernels, kv_kernels, registry, self_check, verdicts
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
@@ -89,60 +89,60 @@ def test_a_wrong_kernel_is_found_passed_over_and_explained(kind, why, ran, caplo
     register(kind, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
     with caplog.at_level(logging.WARNING):
-        plan = run.choose(REQUEST, "native")
+        plan = execution.choose(REQUEST, "native")
     assert (plan.recipe, plan.kernel) == ("sage2", "right")
     (who, reason), *_ = plan.passed_over
     assert who == "sage3 by wrong" and reason.startswith("failed its self-check: ") and why in reason
     (warning,) = caplog.messages
     assert "\n" not in warning and "wrong" in warning
     ran.clear()
-    assert run.choose(REQUEST, "native") == plan
+    assert execution.choose(REQUEST, "native") == plan
     assert ran == []  # no kernel is checked twice
 
 
 def test_verdicts_outlive_the_process_until_something_changes(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
-    run.choose(REQUEST, "native")
+    execution.choose(REQUEST, "native")
     ran.clear()
     self_check.forget()  # as a new process begins
     assert select(REQUEST).kernel == "right"
-    assert run.choose(REQUEST, "native").kernel == "right"
+    assert execution.choose(REQUEST, "native").kernel == "right"
     assert ran == []
     monkeypatch.setattr(verdicts, "_source_digest", lambda: "other")
     self_check.forget()
     assert select(REQUEST).kernel == "wrong"
-    assert run.choose(REQUEST, "native").kernel == "right"
+    assert execution.choose(REQUEST, "native").kernel == "right"
     assert "wrong" in ran
 
 
 def test_a_file_that_cannot_be_read_holds_no_verdict(ran, tmp_path):
     register(StandInForward, "right", "sage3", ran)
     for content in ("", "[]", '{"verdicts": 1}', '{"verdicts": {"x": 1}}'):
-        run.choose(REQUEST, "native")
+        execution.choose(REQUEST, "native")
         (path,) = tmp_path.rglob("*.json")
         path.write_text(content)
         self_check.forget()
         ran.clear()
-        assert run.choose(REQUEST, "native").kernel == "right"
+        assert execution.choose(REQUEST, "native").kernel == "right"
         assert ran == ["right"]
 
 
 def test_switched_off_nothing_is_checked_and_no_verdict_counts(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
-    assert run.choose(REQUEST, "native").kernel == "wrong"
+    assert execution.choose(REQUEST, "native").kernel == "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "1")
-    assert run.choose(REQUEST, "native").kernel != "wrong"
+    assert execution.choose(REQUEST, "native").kernel != "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
     select.cache_clear()
-    assert run.choose(REQUEST, "native").kernel == "wrong"
+    assert execution.choose(REQUEST, "native").kernel == "wrong"
 
 
 def test_a_tested_gpu_checks_nothing(ran):
     register(StandInForward, "right", "sage3", ran)
     for capability in self_check.TESTED:
-        assert run.choose(replace(REQUEST, capability=capability), "native").kernel == "right"
+        assert execution.choose(replace(REQUEST, capability=capability), "native").kernel == "right"
     assert ran == []
 
 
@@ -150,7 +150,7 @@ def test_the_quantizer_is_passed_over_where_another_makes_the_kernel_right(ran):
     registry.register_quantizer(DoubledValues("wrong", "sage3", ran=ran.append))
     registry.register_quantizer(StandInQuantizer("right", "sage3", ran=ran.append))
     register(OfOperands, "forward", "sage3", ran)
-    plan = run.choose(REQUEST, "native")
+    plan = execution.choose(REQUEST, "native")
     assert (plan.kernel, plan.quantizer) == ("forward", "right")
     ((who, reason),) = plan.other_phases
     assert who == "wrong" and "self-check" in reason
@@ -160,7 +160,7 @@ def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     registry.register_backward(StandInBackward("right", "sage_bwd", ran=ran.append))
-    plan = run.choose(TRAINING, "native")
+    plan = execution.choose(TRAINING, "native")
     assert (plan.kernel, plan.backward) == ("forward", "right")
     assert not plan.is_fallback and plan.reason.startswith("wrong: failed its self-check")
 
@@ -170,7 +170,7 @@ def test_it_checks_gradients_in_any_mode(mode, ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     with mode(), torch.autocast("cpu", torch.bfloat16):
-        assert run.choose(TRAINING, "native").backward != "wrong"
+        assert execution.choose(TRAINING, "native").backward != "wrong"
         assert examination.examine_heads(64, torch.device("cpu")).reason == ""
 
 
@@ -181,7 +181,7 @@ def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
     register(StandInForward, "right", "sage3", ran)
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceForward, "attend", fails)
-        assert run.choose(REQUEST, "native").kernel == "right"
+        assert execution.choose(REQUEST, "native").kernel == "right"
     self_check.forget()
     assert not verdicts.is_known(verdicts.subject("right", "sage3", 64), UNTESTED)
 
@@ -191,9 +191,9 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 
     register(StandInForward, "right", "sage3", ran)
     with TorchDispatchMode():
-        run.choose(REQUEST, "native")
+        execution.choose(REQUEST, "native")
     assert ran == []
-    run.choose(REQUEST, "native")
+    execution.choose(REQUEST, "native")
     assert ran == ["right"]
 
 
@@ -213,7 +213,7 @@ def test_the_check_is_a_call_like_the_one_that_waits(facts, ran):
     asked = replace(REQUEST, aligned=True, **facts)
     plan = Plan(asked, "kernel", "sage3", "native")
     call = examination.Case.like(plan).draw(torch.device("cpu"))
-    found = run.request_of(call)
+    found = execution.request_of(call)
     names = ("dtype", "head_dim", "mask", "is_causal", "lower_right", "packed", "return_lse", "list_sizes")
     assert [getattr(found, name) for name in names] == [getattr(asked, name) for name in names]
     assert (found.q_heads > found.kv_heads) == (asked.q_heads > asked.kv_heads)
@@ -224,8 +224,8 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
         request = original(call, grad)
         return replace(request, device_type="cuda", capability=UNTESTED)
 
-    original = run.request_of
-    monkeypatch.setattr(run, "request_of", on_untested_gpu)
+    original = execution.request_of
+    monkeypatch.setattr(execution, "request_of", on_untested_gpu)
     register(DoubledScale, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
     layer = torch.nn.Identity()

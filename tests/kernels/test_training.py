@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import attend as door
 from sage_kernels import ops, training
-from sage_kernels.dispatch import registry, run
+from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.exact_choice import choose_training
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.verdicts import FAILED
@@ -351,11 +351,11 @@ def another_choice(ran):
 @pytest.mark.parametrize("attend", [training.attention, partial(door.attend, mask=None, blocks=None, options=OPTIONS)])
 def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran, attend):
     heard = []
-    run.plan_listeners.append(heard.append)
+    execution.plan_listeners.append(heard.append)
     try:
         attend(*draw())[0].sum().backward()
     finally:
-        run.plan_listeners.remove(heard.append)
+        execution.plan_listeners.remove(heard.append)
     assert ran == ["fast", "fast_backward"]
     facts = [(plan.kernel, plan.backward, plan.numerics, plan.request.grad) for plan in heard]
     assert facts == [("fast", "fast_backward", "native", True)]

@@ -17,7 +17,7 @@ from ..spec.call import Call, Mask, MaskKind
 from ..spec.derivatives import has_tangent
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
-from . import cost_model, run
+from . import cost_model, execution
 from .plan import KernelUnavailableError, Plan
 from .request import Request
 from .select import routing, select
@@ -100,7 +100,7 @@ def choose_training(
         facts = str(query.device), str(query.dtype), mask.kind, *head_dims
         return None, _why_exact_at_any_size(recipe, fallback, *facts)
     call = Call(query, key, value, get_recipe(recipe), mask, options.is_causal, options.causal_offset)
-    plan = run.choose(run.request_of(call, grad=True), fallback)
+    plan = execution.choose(execution.request_of(call, grad=True), fallback)
     if plan.numerics == "exact":
         return plan, plan.reason
     routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival

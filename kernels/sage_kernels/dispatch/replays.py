@@ -22,7 +22,7 @@ from ..spec.operands import Saved
 from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from ..spec.saved import empty_saved
-from . import run
+from . import execution
 from .kernels import ExactOperator, TrainingForward
 from .plan import Plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
@@ -39,7 +39,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         call: the call.
         plan: the plan that ran.
         mask: the caller's mask, 4-D; a call whose mask is derived from it is not replayed.
-        result: the result of `run.compute`.
+        result: the result of `execution.compute`.
 
     Returns:
         The replay; None if anything but launches depends on addresses and values, or a replay would gain nothing.
@@ -59,13 +59,13 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         return None
     attend = _exact_function(call, plan)
     if attend is None:
-        return cache.compared(plan, lambda *tensors: run.compute(alike(*tensors), plan), tensors, result)
+        return cache.compared(plan, lambda *tensors: execution.compute(alike(*tensors), plan), tensors, result)
     return cache.compared(plan, lambda query, key, value, *_: (attend(query, key, value), None), tensors, result)
 
 
 def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | None:
     """Return a function of (query, key, value) that computes a whole call like this; None if there is none."""
-    if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `run.compute` turns it off
+    if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `compute` turns it off
         return None
     if (own := get_exact(plan.kernel)) is not None:
         return cast(ExactOperator, own).repeated(call)
@@ -171,7 +171,7 @@ def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
     alike = calls_like(call, plan)
 
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _with_own_memory(*run.run_and_save(alike(*tensors), plan))
+        return _with_own_memory(*execution.run_and_save(alike(*tensors), plan))
 
     training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=False)
     output: torch.Tensor = _Attention.apply(call.query, call.key, call.value, call.mask.tensor, training)
@@ -210,7 +210,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
         return _with_own_memory(*kernel.attend_and_save(alike(*tensors), quantizer))
 
     with torch.no_grad():
-        output, saved = run.run_and_save(call, plan)
+        output, saved = execution.run_and_save(call, plan)
     tensors = call.query, call.key, call.value, call.mask.tensor
     forward = cache.traced(plan, launched, tensors, [output, *saved])
     if forward is None:
