@@ -55,9 +55,9 @@ def attend(
     if mask is not None and mask.dim() < (least := 2 if keeps_dims else 4):
         mask = mask[(None,) * (least - mask.dim())]
     grad = wants_gradient(query, key, value, mask)
-    lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
+    lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
-    if not options.dropout_p:
+    if not options.dropout_p and not torch.compiler.is_compiling():
         entry = cache.find("sage_attention", (query, key, value, mask, *lists), (*options, *sizes), grad)
     if entry is not None and entry.replay is not None:
         execution.announce(entry.replay.plan)
@@ -100,7 +100,7 @@ def _attend_tokens_first(
 ) -> Result:
     """Attend to tensors (batch, tokens, heads, channels)."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    output, lse = attend(query, key, value, mask, blocks, options._replace(tokens_first=False))
+    output, lse = attend(query, key, value, mask, blocks, options.but(tokens_first=False))
     return output.transpose(1, 2), lse
 
 
@@ -141,7 +141,7 @@ def _in_common_sizes(
     if batch == heads == -1 and (options.enable_gqa or not is_grouped):
         return None
     query, key, value = (x.expand(batch, heads, -1, -1) for x in tensors)
-    return query, key, value, options._replace(enable_gqa=options.enable_gqa or is_grouped)
+    return query, key, value, options.but(enable_gqa=options.enable_gqa or is_grouped)
 
 
 def _repeated_size(*sizes: int) -> int:

@@ -200,7 +200,7 @@ def _attention(
     """Replay a call without gradients, or run it as an operator must: with outputs that share no memory."""
     given = Arguments(*arguments)
     blocks, lengths, options = given.blocks, given.lengths, given.options
-    lists, sizes = ((), ()) if blocks is None else (blocks[:2], blocks[2:])
+    lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
     if lengths is None:
         entry = cache.find("attention", (query, key, value, mask, *lists), (*options, *sizes))

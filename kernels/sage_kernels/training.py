@@ -144,7 +144,7 @@ def call_operator(
 
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
-    given = Arguments.of(blocks, lengths, options)[:-1]
+    given = Arguments.of(blocks, lengths, options).for_training()
     output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *given)
     if not options.return_lse:
         return output, None
@@ -267,7 +267,7 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
         return None, None, None, *rest
     kept = ctx.saved_tensors
     forward, valid, tensors = kept[: _PARTS + 2], kept[_PARTS + 2], kept[_PARTS + 3 :]
-    given = ctx.given.with_tensors(tensors)[:-1]
+    given = ctx.given.with_tensors(tensors).for_training()
     gradients = torch.ops.sage_kernels.training_attention_backward(
         output_gradient, *forward, ctx.head_dim, ctx.kernel, valid, *given
     )

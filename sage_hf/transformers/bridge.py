@@ -118,6 +118,9 @@ def keeps_weights() -> bool:
 
 # Masks
 
+MASKING_UTILS = "transformers.masking_utils"
+"""The file that asks for masks; PyTorch 2.8 compiles no function that imports it from the package."""
+
 
 def cuts_masks() -> bool:
     """Check whether masks may be longer than the keys, so that attention cuts them: before transformers 5."""
@@ -126,8 +129,7 @@ def cuts_masks() -> bool:
 
 def is_causal_mask(mask_function: object) -> bool:
     """Check whether a mask function means causality and nothing else; False if this version's function is unknown."""
-    from transformers import masking_utils
-
+    masking_utils = sys.modules[MASKING_UTILS]
     return mask_function is not None and mask_function is getattr(masking_utils, "causal_mask_function", None)
 
 
@@ -136,8 +138,7 @@ def implies_causality(mask_function: Any) -> bool:
 
     transformers makes masks of windows, chunks and packed sequences by `and_masks`, whose functions are in its closure.
     """
-    from transformers import masking_utils
-
+    masking_utils = sys.modules[MASKING_UTILS]
     if is_causal_mask(mask_function):
         return True
     code = getattr(mask_function, "__code__", None)
@@ -148,8 +149,7 @@ def implies_causality(mask_function: Any) -> bool:
 
 def is_full_mask(mask_function: object) -> bool:
     """Check whether a mask function lets every query attend to every key; False if it is unknown in this version."""
-    from transformers import masking_utils
-
+    masking_utils = sys.modules[MASKING_UTILS]
     return mask_function is not None and mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
 
 

@@ -34,18 +34,18 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
         their masks, or that ask whether the implementation is `sdpa`, never get None for causal attention. Models of
         the first kind that refuse `sdpa` get transformers' mask for `eager`, which is additive.
     """
-    from transformers import masking_utils  # imported here, because it registers these functions at import
+    from transformers.masking_utils import eager_mask, sdpa_mask  # imported here: that file registers this function
 
     reading = _reading_of(type(kwargs.get("config")))
     if reading == "additive":
-        return masking_utils.eager_mask(**kwargs)
+        return eager_mask(**kwargs)
     mask: torch.Tensor | None
     never_skipped = {"allow_is_causal_skip": False} if reading == "boolean" else {}
     if _is_traced(kwargs.get("attention_mask")):
         mask = _padding_of_causality(kwargs)
-        return masking_utils.sdpa_mask(**kwargs | never_skipped) if mask is None else mask
+        return sdpa_mask(**kwargs | never_skipped) if mask is None else mask
     with torch.inference_mode(False), torch.no_grad():  # otherwise there is no version counter that shows changes
-        mask = masking_utils.sdpa_mask(**kwargs | never_skipped)
+        mask = sdpa_mask(**kwargs | never_skipped)
     if mask is not None and not mask.is_inference():
         causality = _causality(kwargs)
         if causality is not None:

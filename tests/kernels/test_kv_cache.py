@@ -199,7 +199,7 @@ def test_decoding_needs_a_past_few_tokens_a_scale_and_a_mask_of_bools():
     query, key, value = draw(100)
     last = [x[:, :, 99:] for x in (query, key, value)]
     cache = fill("int8", query, key, value)
-    with pytest.raises(ValueError, match="behind at least 1"):
+    with pytest.raises(ValueError, match="after at least 1"):
         kv_cache.decode(KVCache(get_format("int8"), key), *last, None, 0.125)
     with pytest.raises(ValueError, match=r"takes 1…16 tokens .* got 17 behind 100"):
         kv_cache.decode(cache, *(x[:, :, :17] for x in (query, key, value)), None, 0.125)

@@ -147,7 +147,7 @@ class _Training:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
         *given, valid = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options)[:-1]
+            *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options).for_training()
         )
         if entry is not None:
             # A kernel may sum dQ in any order.

@@ -52,6 +52,10 @@ class Arguments(NamedTuple):
         fields: tuple[Any, ...] = (*listed, *packed, *causality, *others)
         return cls(*fields)
 
+    def for_training(self) -> tuple[Any, ...]:
+        """Return the arguments of the operators with gradients: all except `return_lse`."""
+        return tuple(self[index] for index in range(len(Arguments._fields) - 1))  # Dynamo 2.8 takes no slice of these
+
     @property
     def blocks(self) -> BlockList | None:
         """Return the block list, if any."""

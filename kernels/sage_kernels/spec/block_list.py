@@ -33,6 +33,16 @@ class BlockList(NamedTuple):
     block_m: int = 128
     block_n: int = 128
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors."""
+        return self.counts, self.tiles
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the rows of a block and the keys of a tile."""
+        return self.block_m, self.block_n
+
     @classmethod
     def of_kept(
         cls, kept: torch.Tensor, block_m: int = 128, block_n: int = 128, places: int | None = None

@@ -37,7 +37,7 @@ def without_causal_bias(
         raise ValueError(f"a CausalBias of (queries, keys) {lengths} was given for {given}: make one for these")
     offset = lengths[1] - lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
     offset = min(offset, options.causal_offset) if options.is_causal else offset
-    return None, options._replace(is_causal=True, causal_offset=offset)
+    return None, options.but(is_causal=True, causal_offset=offset)
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:

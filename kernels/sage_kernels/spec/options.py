@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Fallback = Literal["native", "emulate", "error"]
 FALLBACKS: tuple[Fallback, ...] = ("native", "emulate", "error")
@@ -32,6 +32,11 @@ class Options(NamedTuple):
     fallback: Fallback = "native"
     return_lse: bool = False
     tokens_first: bool = False
+
+    def but(self, **fields: Any) -> Options:
+        """Return the options with other values of some fields, as `_replace` does, which Dynamo 2.8 cannot trace."""
+        values: Any = [fields.get(name, value) for name, value in zip(Options._fields, self, strict=True)]
+        return Options(*values)
 
 
 def check_fallback(fallback: str) -> Fallback:

@@ -154,7 +154,7 @@ def test_queries_behind_a_cache_attend_causally_without_a_mask(static: bool) -> 
     assert (logits - exact).abs().max() <= 2 * (masked - exact).abs().max()
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=behind_a_cache)])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_causality_and_padding_are_said_apart_and_attend_as_one_mask_does(

@@ -17,6 +17,7 @@ from sage_hf.names import NAMES
 from sage_hf.transformers import attention_layers, masks
 from sage_hf.transformers.masks import Causality, causality_of
 from tests.helpers.tiny_transformers import MODELS, run
+from tests.hf.transformers.test_transformers_generation import behind_a_cache
 
 TOKENS, HEADS, WIDTH = 80, 2, 32
 
@@ -134,6 +135,7 @@ def test_a_mask_without_values_decides_nothing(name: str) -> None:
     assert logits.shape == run(model, **inputs).shape
 
 
+@behind_a_cache
 def test_the_values_of_a_mask_decide_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is replayed with other padding, and reading a value would end its capture."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -173,10 +175,11 @@ def test_a_mask_that_accelerate_copies_to_another_device_says_what_the_original_
     parameters = inspect.signature(masking_utils.create_causal_mask).parameters
     mask = masking_utils.create_causal_mask(
         config=LlamaConfig(attn_implementation="sage3"),
-        inputs_embeds=torch.empty(1, 40, 8),
         attention_mask=padding,
         position_ids=torch.arange(40)[None],
+        **{"inputs_embeds" if "inputs_embeds" in parameters else "input_embeds": torch.empty(1, 40, 8)},
         **{"cache" if "cache" in parameters else "past_key_values": None},
+        **({"cache_position": torch.arange(40)} if "cache_position" in parameters else {}),
     )
     assert causality_of(mask, 40, 40).keys.equal(padding)
     sent = hooks.send_to_device({"attention_mask": mask, "use_cache": False}, torch.device("meta"))
