@@ -4,7 +4,10 @@ import re
 
 import long_chat
 
+from tests.helpers.cached_models import hands_on
 
+
+@hands_on
 def test_fewer_bits_take_less_memory_and_explain_says_which_kernel_decoded(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["long_chat.py", "--tokens", "700", "--new", "3"])
     long_chat.main()

@@ -18,6 +18,7 @@ from sage_hf.bench import measure
 from sage_hf.config import SageConfig
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers import tiny_pipelines as tiny
+from tests.helpers.cached_models import hands_on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -165,6 +166,7 @@ def test_compare_tells_how_a_language_models_predictions_change(language_model, 
     assert 0 == found["exact"] <= found["sage1"] < found["sage3_paper"]
 
 
+@hands_on
 def test_compare_predicts_the_second_half_of_each_window_through_a_configurations_kv_cache(tmp_path, capsys):
     text, config, model_config = tmp_path / "text.txt", tmp_path / "kv.json", tiny.llama().config
     model_config.head_dim = 64

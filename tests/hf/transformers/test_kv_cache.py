@@ -23,12 +23,11 @@ from tests.helpers.cached_models import (
     build,
     distance,
     half_windowed,
+    hands_on,
     new_cache,
     prompt,
     windowed,
 )
-
-hands_on = pytest.mark.skipif(not NEW, reason="this transformers does not hand a cache's keywords to attention")
 
 
 def logits(model, cache, chunks: tuple[int, ...], inputs=None) -> torch.Tensor:
@@ -378,6 +377,7 @@ def test_a_users_own_generate_is_called_and_comes_back():
     assert model.generate is mine
 
 
+@hands_on
 def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
     model = build("eager")
     kwargs = {**prompt(), "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
@@ -398,6 +398,7 @@ def test_apply_makes_a_cache_for_each_generate_and_restore_takes_it_away():
     assert type(model.generate(**kwargs)[NAME]) is transformers.DynamicCache
 
 
+@hands_on
 def test_a_cache_of_an_earlier_switch_is_not_explained():
     model = build("eager")
     handle = sage_hf.apply(model, "sage2", kv_cache="int8")
