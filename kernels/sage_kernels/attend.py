@@ -113,14 +113,17 @@ def _attend_in_four_dims(
     options: Options,
 ) -> Result:
     """Attend to tensors with fewer or more leading dimensions than batch and heads."""
-    dims, sizes = query.ndim, (*query.shape[:-1], value.shape[-1])
-    if dims < 4:
-        query, key, value = (x[(None,) * (4 - dims)] for x in (query, key, value))
+    missing = max(0, 4 - query.ndim)
+    if missing:
+        query, key, value = (x[(None,) * missing] for x in (query, key, value))
+        outer: tuple[int, ...] = ()
     else:
+        outer = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        query, key, value = (x.expand(*outer, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if mask is not None and mask.dim() > 3:
-            mask = mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-        query, key, value = (x.flatten(0, -4) for x in (query, key, value))
+            mask = mask.expand(*outer, *mask.shape[-3:]).flatten(0, -4)
     output, lse = attend(query, key, value, mask, blocks, options)
+    sizes = (*outer, *output.shape[missing or 1 :])
     return output.reshape(sizes), lse.reshape(sizes[:-1]) if options.return_lse and lse is not None else None
 
 

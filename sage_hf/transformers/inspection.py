@@ -155,7 +155,7 @@ def source_of(code: CodeType) -> ast.Module | None:
     """Return the syntax tree of a function's source; None if there is no source file."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except OSError:
+    except (OSError, SyntaxError):  # a part of a statement, such as a lambda
         return None
 
 

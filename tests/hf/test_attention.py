@@ -468,7 +468,9 @@ LEADING = {
         (4,),
         {"attn_mask": torch.rand(4, 1, 90, generator=torch.Generator().manual_seed(1)) < 0.5},
     ),
+    "one head of queries": ((1,), (4,), {}),
     "two batches": ((2, 3, 4), (2, 3, 4), {"is_causal": True}),
+    "batches of one": ((1, 3, 4), (2, 1, 4), {}),
     "mask of batches": (
         (2, 3, 4),
         (2, 3, 4),
@@ -496,8 +498,8 @@ def test_tensors_of_any_leading_dimensions_are_served(name, recipe):
         torch.testing.assert_close(output, expected)
     elif len(leading) == 3:  # the same as one batch after the other
         masks = options.pop("attn_mask", torch.ones((), dtype=torch.bool)).expand(2, 3, 4, 70, 90)
-        masks = [None] * 2 if options else masks
-        parts = zip(query, key, value, masks, strict=True)
+        masks = [None] * 2 if name in ("two batches", "batches of one") else masks
+        parts = zip(*(x.expand(2, 3, *x.shape[2:]) for x in (query, key, value)), masks, strict=True)
         one_by_one = torch.stack([sage_attention(*part, recipe=recipe, **options) for part in parts])
         torch.testing.assert_close(output, one_by_one)
     else:

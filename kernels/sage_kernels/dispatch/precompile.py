@@ -92,7 +92,7 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
     sizes = replace(request, batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1)
     kept = call.heavy_keys, call.late_keys, call.chooses_heavy_keys, tensors[-1].dtype
     width = power_of_two(call.kv_len) if plan.numerics == "exact" else 0
-    kind = (sizes, plan.recipe, plan.kernel, plan.quantizer, *kept, width, *layouts)
+    kind = (sizes, call.query.device, plan.recipe, plan.kernel, plan.quantizer, *kept, width, *layouts)
     if not _begins(kind):
         return
     device = call.query.device

@@ -127,10 +127,17 @@ def _repetition(
             launches.run(device.index, changing)
 
     def run_again() -> list[torch.Tensor]:
-        if counts is not None and before is not None:
-            counts.copy_(before)
         again = torch.empty_like(output)
-        run({**changing, "output": again.data_ptr()})
+        address = {"output": again.data_ptr()}
+        if counts is None or before is None:
+            run({**changing, **address})
+            return [again]
+        after = counts.clone()
+        counts.copy_(before)
+        try:
+            run({**changing, **address})
+        finally:
+            counts.copy_(after)
         return [again]
 
     cache.check(run_again, (), [output])

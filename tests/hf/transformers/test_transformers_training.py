@@ -24,7 +24,7 @@ from sage_hf import SageConfig, record
 from sage_hf.config import LayerRule
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.inspection import models_of
+from sage_hf.transformers.inspection import models_of, source_of
 from sage_hf.transformers.masks import sage_mask, sage_training_mask
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.tiny_transformers import (
@@ -266,6 +266,15 @@ def test_a_layer_of_your_own_that_computes_with_its_mask_keeps_causality(model_c
         model = model_class._from_config(config, attn_implementation=implementation).eval()
         outputs.append(of_real_tokens(run(model, **inputs), inputs))
     assert (outputs[1] - outputs[0]).norm() < 0.1 * outputs[0].norm()
+
+
+FUNCTIONS = {
+    "near": lambda attention_mask: attention_mask & NEAR_KEYS,
+}
+
+
+def test_code_whose_source_is_a_part_of_a_statement_may_compute_with_its_mask() -> None:
+    assert source_of(FUNCTIONS["near"].__code__) is None
 
 
 CASES = [
