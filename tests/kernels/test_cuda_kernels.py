@@ -60,8 +60,8 @@ def test_int8_forward_overlaps_its_matrix_products(
     image = tmp_path / "kernel.cubin"
     image.write_bytes(cubin.image)
     code = subprocess.run([NVDISASM, "-c", image], capture_output=True, text=True, check=True).stdout
-    # Two steps; three warpgroups have few registers, which NVRTC 13.0, 13.2 and 13.5 use in different ways. For the LSE
-    # of padded batches they lack about ten.
+    # Two steps; three warpgroups have few registers, which NVRTC 13.0 and 13.5 use in different ways. For the LSE of
+    # padded batches they lack about ten.
     loop = loop_without_mask(code, 2 * head_dim // 32)
     # A wait for each product of a step: more would keep them from overlapping.
     assert sum("WARPGROUP.DEPBAR" in line for line in loop) <= 4
@@ -69,7 +69,7 @@ def test_int8_forward_overlaps_its_matrix_products(
     if config.warpgroups == 3 and padded and return_lse:
         assert spills <= 12
     else:
-        assert spills <= (0 if config.block_n == 128 else 6 if return_lse else 2)
+        assert spills <= (0 if config.block_n == 128 else 4 if return_lse else 2)
     assert len(loop) <= (1300 if return_lse else 1200)
     # An item's first tile, and four steps (odd and even, masked or not), or two more: with half of the softmax, or
     # where a list's tiles without a mask end.
