@@ -157,6 +157,18 @@ def test_every_request_equals_untiled_softmax_of_the_same_operands(recipe, reque
     assert_close_to_untiled(query, key, value, recipe, mask=mask, is_causal=kind == "causal", scale=scale)
 
 
+@pytest.mark.parametrize("recipe", TIGHT, ids=lambda recipe: recipe.name)
+def test_strides_and_scale_do_not_matter(recipe):
+    query, key, value = draw(2, 4, 2, 150, 170, 64, 64)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    wide = torch.randn(2, 4, 150, 128)
+    wide[..., ::2] = query
+    strided[0] = wide[..., ::2]
+    plain = reference.attention(query, key, value, recipe, scale=0.3)
+    assert all(torch.equal(x, y) for x, y in zip(plain, reference.attention(*strided, recipe, scale=0.3), strict=True))
+    assert_close_to_untiled(query, key, value, recipe, scale=0.3)
+
+
 @pytest.mark.parametrize("recipe", LOW_BIT, ids=lambda recipe: recipe.name)
 def test_chunks_of_rows_do_not_change_the_result(recipe, monkeypatch):
     query, key, value = draw(1, 2, 1, 700, 300, 32, 32)
