@@ -17,7 +17,7 @@ MOST_OPERATIONS = 6e12
 """Largest number of multiplications and additions of a call, without regard to its mask."""
 
 
-def _capped(case: Case, most_operations: float = MOST_OPERATIONS) -> Case:
+def capped(case: Case, most_operations: float = MOST_OPERATIONS) -> Case:
     """Return the case; if it has too many operations, with a smaller batch and then with fewer heads."""
     batch, kv_heads, group = case.batch, case.kv_heads, case.q_heads // case.kv_heads
     of_a_head = case.dense_operations / (batch * case.q_heads) * (BACKWARD if case.training else 1)
@@ -153,7 +153,7 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
         elif kind == "decoding":
             q_len = 1
         case = Case(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
-        found.append(_capped(case, most_operations))
+        found.append(capped(case, most_operations))
     return found
 
 
@@ -190,7 +190,7 @@ def _training() -> Iterator[Case]:
 
 def _all_cases() -> tuple[Case, ...]:
     forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *drawn(66, seed=17))
-    return tuple(dict.fromkeys(_capped(case) for case in (*forward, *_training())))
+    return tuple(dict.fromkeys(capped(case) for case in (*forward, *_training())))
 
 
 CASES = _all_cases()

@@ -44,6 +44,9 @@ CACHED = ((32, 4, 128), (16, 1, 64))
 """Heads, heads that share keys, and head_dim of calls with a few queries behind a cache."""
 TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
+TRAINED_DRAWN, TRAINED_OPERATIONS = 64, 4e12
+"""Number of random calls with gradients, and most multiplications and additions of one: few heads with short lengths
+leave multiprocessors idle, which systematic calls do not show."""
 
 SECONDS, COMPILING = 420.0, 0.45
 """Longest time of a measurement, and the share of it after which no compilation begins."""
@@ -87,6 +90,7 @@ def points() -> list[Case]:
         train(2, 16, 16, n, head_dim, mask)
     for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINED[:2]):
         train(batch, 20, 20, n, head_dim, mask)
+    found += _drawn_training()
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
     for case in dict.fromkeys(found):
         kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)
@@ -94,6 +98,19 @@ def points() -> list[Case]:
         random.Random(index).shuffle(calls)
     turns = itertools.zip_longest(*kinds.values())
     return [case for turn in turns for case in turn if case is not None]
+
+
+def _drawn_training() -> list[Case]:
+    """Draw calls with gradients, of lengths and numbers of heads that are no powers of two."""
+    random_ = random.Random(SEED)
+    cases = []
+    for _ in range(TRAINED_DRAWN):
+        mask, head_dim = random_.choice(TRAINED), random_.choice((64, 128))
+        kv_heads, group = random_.choice((2, 4, 8, 12, 16, 24, 32)), random_.choice((1, 1, 1, 4))
+        batch, tokens = random_.choice((1, 1, 2, 4)), round(2 ** random_.uniform(8.5, 14))
+        case = Case("training", batch, kv_heads * group, kv_heads, tokens, tokens, head_dim, mask, training=True)
+        cases.append(grid.capped(case, TRAINED_OPERATIONS))
+    return cases
 
 
 def _measured(head_dim: int) -> int:

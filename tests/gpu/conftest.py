@@ -84,6 +84,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
         before = len(ran)
         result = original(self, *tensors)
         plans.extend(ran[before:])
+        del ran[before:]  # a replay that runs another one counts no launches twice
         return result
 
     ran: list[LaunchPlan] = []
