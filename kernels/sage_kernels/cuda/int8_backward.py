@@ -69,8 +69,11 @@ FLOAT16_KEYS = 2**15
 """Keys up to which dQ may be summed in float16."""
 SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
 """Names in CUDA C++ of the dtypes in which dQ is summed."""
-HEADS_TOGETHER = 4
+HEADS_TOGETHER, FEW_ROUNDS = 4, 4
+"""Heads of Q whose blocks are taken in turn, and rounds of the multiprocessors up to which all heads may be."""
 MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
+STEPS_OF_CAUSAL_PART = 32
+"""Fewest tiles of a part of the longest block of a causal call with one round."""
 SUMS_BYTES = 24 * 2**20
 """Bytes of sums of dQ to which blocks may add at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
@@ -374,24 +377,31 @@ def unsupported(request: Request) -> str:
     return found.backward.source.unavailable() or found.finish.source.unavailable()
 
 
-def heads_together(call: BackwardCall) -> int:
+def heads_together(call: BackwardCall, multiprocessors: int) -> int:
     """Return the number of heads of K whose blocks are taken in turn.
 
-    Blocks of a causal head differ in length: taken head after head, the longest blocks of the last head would start
-    when all others end. More heads at once add to more sums, which should stay in the cache.
+    Blocks of a causal head differ in length: taken head after head, the longest blocks of the last heads would start
+    when all others end, which matters if there are few rounds. More heads at once add to more sums, which should stay
+    in the cache. Equal numbers of heads are taken in turn, unless that would halve them.
     """
     if not call.is_causal:
         return 1
-    group = call.output.shape[1] // call.value.shape[1]
+    kv_heads = call.value.shape[1]
+    group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
     sums = sums_of(call.channels, call.value.dtype, call.kv_len)
-    bytes_of_head = sums.itemsize * group * call.channels * call.q_len
-    return max(1, min(HEADS_TOGETHER // group, SUMS_BYTES // bytes_of_head))
+    most = SUMS_BYTES // (sums.itemsize * group * call.channels * call.q_len)
+    if call.token_axes[1].blocks * heads > FEW_ROUNDS * multiprocessors:
+        return max(1, min(HEADS_TOGETHER // group, most))
+    most = max(1, min(heads, most))
+    equal = next(count for count in range(most, 0, -1) if heads % count == 0)
+    return equal if 2 * equal >= most else most
 
 
 def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
     """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
 
-    Items of a causal call with more than one round are short, so they are not split.
+    Blocks of a causal call with more than one round are short, so they are not split. In one round the longest block
+    takes as long as the call, and twice as long as blocks take on average.
     """
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
@@ -399,7 +409,10 @@ def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
     if call.is_causal and blocks > multiprocessors:
         return 1
     steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
-    return last_parts(blocks, multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
+    parts = last_parts(blocks, multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
+    if not call.is_causal:
+        return parts
+    return max(parts, last_parts(blocks, 2 * multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_CAUSAL_PART))))
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -445,7 +458,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     left = blocks % multiprocessors if parts > 1 else 0
     if left:
         partials = saved.lse.new_empty((left, parts, 2, BLOCK, channels))
-    order = Order(call.batch * kv_heads, kv_heads, heads_together(call), blocks - left)
+    order = Order(call.batch * kv_heads, kv_heads, heads_together(call, multiprocessors), blocks - left)
 
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)
