@@ -23,7 +23,7 @@ def call_of(batch, q_heads, kv_heads, tokens, head_dim, is_causal=True):
 
 
 def tiles_taken(call, together: int) -> tuple[int, float]:
-    """How many tiles pass until a call ends if a free multiprocessor takes the next block, and if none is ever idle."""
+    """Count the tiles that pass until a call ends if free multiprocessors take the next block, and if none is idle."""
     q_heads, kv_heads, tokens = call.output.shape[1], call.value.shape[1], call.kv_len
     heads, group, blocks = call.batch * kv_heads, q_heads // kv_heads, -(-tokens // BLOCK)
     parts = int8_backward.parts_of_last(call, MULTIPROCESSORS)
