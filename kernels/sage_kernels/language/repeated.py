@@ -17,18 +17,18 @@ from ..runtime import torch_private
 from . import triton_abi
 from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
 
-Call = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
+KernelLaunch = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 """Kernel, grid, and the arguments and options of `launch.launch`."""
 
 
 class RepeatedLaunches:
     """Launches that run one after the other, again for each step that differs only in `changing`."""
 
-    def __init__(self, calls: Sequence[Call], changing: Mapping[str, int]) -> None:
+    def __init__(self, launches: Sequence[KernelLaunch], changing: Mapping[str, int]) -> None:
         """Pack the launches; their kernels must be compiled.
 
         Args:
-            calls: the launches, in order.
+            launches: the launches, in order.
             changing: names of parameters whose values change, the same in all kernels. They are addresses, or 32-bit
                 numbers for which no kernel is specialised.
 
@@ -36,24 +36,24 @@ class RepeatedLaunches:
             NotRepeatableError: a kernel needs more than parameters at launch.
         """
         self._lock = threading.Lock()
-        self._launches: list[Launch] = []
+        self._packed: list[Launch] = []
         self._patches: list[tuple[memoryview, int, str]] = []
-        for kernel, grid, arguments in calls:
+        for kernel, grid, arguments in launches:
             arguments = dict(arguments)
             options = {name: arguments.pop(name, default) for name, default in DEFAULT_OPTIONS.items()}
             dependent = arguments.pop("dependent", False)
             kernel = fitting(kernel, arguments)
             packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
-            one = Launch(packed)
+            packed_launch = Launch(packed)
             signature = triton_abi.compile_kernel(kernel, grid, arguments, options).src.signature
             names = [name for name, kind in signature.items() if kind != "constexpr"]
-            numbers = one.words.cast("B").cast("i")
+            numbers = packed_launch.words.cast("B").cast("i")
             for name, start in zip(names, packed.starts, strict=False):
                 if name in changing:
                     is_address = isinstance(arguments[name], torch.Tensor)
-                    view, size = (one.words, 8) if is_address else (numbers, 4)
+                    view, size = (packed_launch.words, 8) if is_address else (numbers, 4)
                     self._patches.append((view, start // size, name))
-            self._launches.append(one)
+            self._packed.append(packed_launch)
 
     def run(self, index: int, values: Mapping[str, int]) -> None:
         """Launch on the current stream of GPU `index`, which must be the current GPU.
@@ -65,17 +65,17 @@ class RepeatedLaunches:
         with self._lock:
             for view, place, name in self._patches:
                 view[place] = values[name]
-            for one in self._launches:
-                one.config.stream = stream
-                if status := one.launch():
+            for packed_launch in self._packed:
+                packed_launch.config.stream = stream
+                if status := packed_launch.launch():
                     if driver.ensure_context(index):  # the thread had no context, so nothing was launched
-                        status = one.launch()
+                        status = packed_launch.launch()
                     driver.check("cuLaunchKernelEx", status)
 
 
 def run_step(
     kind: str,
-    calls: Callable[[], Sequence[Call]],
+    make_launches: Callable[[], Sequence[KernelLaunch]],
     output: torch.Tensor,
     counts: torch.Tensor | None,
     changing: Mapping[str, int],
@@ -88,7 +88,7 @@ def run_step(
 
     Args:
         kind: name of the function that makes the steps.
-        calls: a function that makes the launches.
+        make_launches: a function that makes the launches.
         output: the step's output, written.
         counts: the device's counts, which the launches update; None if the host counts.
         changing: as in `RepeatedLaunches`; it includes the output's address.
@@ -100,7 +100,7 @@ def run_step(
         entry.replay(changing)
         return
     before = None if counts is None or entry is None or entry.calls else counts.clone()
-    launches = calls()
+    launches = make_launches()
     for kernel, grid, arguments in launches:
         launch(kernel, grid, **arguments)
     if entry is not None:
@@ -108,7 +108,7 @@ def run_step(
 
 
 def _repetition(
-    calls: Sequence[Call],
+    launches: Sequence[KernelLaunch],
     output: torch.Tensor,
     counts: torch.Tensor | None,
     before: torch.Tensor | None,
@@ -119,12 +119,12 @@ def _repetition(
     Raises:
         NotRepeatableError: the repeated launches give another output.
     """
-    launches, device = RepeatedLaunches(calls, changing), output.device
+    repeated, device = RepeatedLaunches(launches, changing), output.device
 
     def run(changing: Mapping[str, int]) -> None:
         current = torch.cuda.current_device()
         with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
-            launches.run(device.index, changing)
+            repeated.run(device.index, changing)
 
     def run_again() -> list[torch.Tensor]:
         again = torch.empty_like(output)

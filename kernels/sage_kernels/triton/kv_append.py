@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.repeated import Call
+from ..language.repeated import KernelLaunch
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..language.scores import round_finite
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
@@ -58,7 +58,7 @@ def _append(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after:
     )
 
 
-def step_call(
+def append_launch(
     cache: KVCache,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,7 +67,7 @@ def step_call(
     rows: torch.Tensor,
     constants: torch.Tensor,
     overlap: bool,
-) -> Call:
+) -> KernelLaunch:
     """Return the launch that stores the tokens of a step of decoding, and prepares its queries for `kv_decode`.
 
     Args:
