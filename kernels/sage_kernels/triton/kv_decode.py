@@ -396,7 +396,7 @@ def attend_to_part(
     place = pair * parts + part
     row = tl.program_id(0) // parts * BLOCK_M + tl.arange(0, BLOCK_M)
     first_token = tl.load(start + batch)
-    if OVERLAP:
+    if OVERLAP:  # `append_tokens` writes neither `counts` nor `start`, and earlier kernels have ended: `append_launch`
         # While the tokens are appended, prefetch the codes of the first tile.
         if part < code_parts:
             tile = tl.cdiv(coded, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
