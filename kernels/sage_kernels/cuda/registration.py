@@ -139,7 +139,7 @@ class HopperForward(CudaKernel):
             return reason
         quantizer = HopperQuantizer()
         return int8_forward.unsupported(
-            request, quantizes_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
+            request, may_leave_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
         )
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
