@@ -5,7 +5,6 @@ import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,7 +194,8 @@ def sources_of(request, monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, to=sources, **__: to.append(kernel.source))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
     monkeypatch.setattr(int8_forward, "compile_together", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    for module in (int8_forward, block_lists):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
 
     def new(heads, tokens, channels):
         return torch.empty(request.batch, heads, tokens, channels, dtype=request.dtype, device="meta")

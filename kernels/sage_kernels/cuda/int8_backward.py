@@ -27,6 +27,7 @@ from functools import cache
 import torch
 
 from ..dispatch.request import Request
+from ..runtime.hardware import multiprocessors
 from ..spec.call import BackwardCall
 from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, ceil_div, is_aligned, power_of_two
 from ..spec.operands import KeyPadding, Saved
@@ -388,7 +389,7 @@ def heads_together(call: BackwardCall) -> int:
     return max(1, min(HEADS_TOGETHER // group, SUMS_BYTES // bytes_of_head))
 
 
-def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
+def parts_of_last(call: BackwardCall, blocks_at_once: int) -> int:
     """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
 
     Items of a causal call with more than one round are short, so they are not split.
@@ -396,10 +397,10 @@ def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
     blocks = keys.blocks * call.batch * kv_heads
-    if call.is_causal and blocks > multiprocessors:
+    if call.is_causal and blocks > blocks_at_once:
         return 1
     steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
-    return last_parts(blocks, multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
+    return last_parts(blocks, blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -440,9 +441,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
     of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics(summed_in)))
     sums = torch.empty_like(saved.query, dtype=summed_in)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, multiprocessors), None
-    left = blocks % multiprocessors if parts > 1 else 0
+    blocks_at_once = multiprocessors(call.value.get_device())
+    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, blocks_at_once), None
+    left = blocks % blocks_at_once if parts > 1 else 0
     if left:
         partials = saved.lse.new_empty((left, parts, 2, BLOCK, channels))
     order = Order(call.batch * kv_heads, kv_heads, heads_together(call), blocks - left)

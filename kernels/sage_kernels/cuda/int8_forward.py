@@ -16,6 +16,7 @@ from ..dispatch.request import Request
 from ..dispatch.support import HEAVY_KEYS
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, MaskKind, heavy_keys_of, late_keys_of
 from ..spec.layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
 from ..spec.operands import MEAN_PARTS, Int8Operands, KeyPadding, Saved
@@ -350,10 +351,10 @@ def forward(
         value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks_at_once = multiprocessors(output.get_device())
     parts = 1
     if (config.heavy or config.warpgroups == 2) and not is_causal and lists is None:
-        parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
+        parts = last_parts(items, blocks_at_once, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
     if config.quantizes_query:
         query = tensor_map(operands.query, box, LINE_BYTES)
     else:
@@ -408,7 +409,7 @@ def forward(
     )
     launch(
         kernel(config, is_causal, lse is not None, output.dtype, call.late_keys),
-        min(items * parts, multiprocessors),
+        min(items * parts, blocks_at_once),
         parameters,
         device,
         dependent=True,

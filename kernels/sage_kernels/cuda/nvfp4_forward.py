@@ -17,6 +17,7 @@ from ..dispatch.request import Request
 from ..dispatch.support import HEAVY_KEYS
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import KeyPadding, NVFP4Operands
@@ -270,7 +271,7 @@ def forward(
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
     valid_stride, spans_stride = (0, 0) if key_padding is None else key_padding.strides
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks_at_once = multiprocessors(output.get_device())
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
         if delta is not None:
@@ -325,4 +326,4 @@ def forward(
             arguments=arguments,
         )
         items = present * q_heads * arguments.blocks
-        launch(kernel(config, output.dtype), min(items, processors), parameters, device)
+        launch(kernel(config, output.dtype), min(items, blocks_at_once), parameters, device)

@@ -9,6 +9,7 @@ import torch
 
 from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
@@ -241,14 +242,14 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 
 
 @cache
-def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
-    """Return how many blocks of tokens, of so many, a block of the grid takes one after the other.
+def _blocks_in_a_row(blocks: int, index: int) -> int:
+    """Return how many blocks of tokens, of so many, a block of GPU `index`'s grid takes one after the other.
 
     If there are few, each block of the grid takes one, so that all multiprocessors have work. If there are many, the
     next block of tokens is loaded in advance, and shared factors are found once. More than four are no faster, as
     measured on an H200.
     """
-    return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
+    return max(1, min(4, blocks // (8 * multiprocessors(index))))
 
 
 def unsupported(request: Request) -> str:
@@ -324,8 +325,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         found,
         heavy,
     )
-    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, device)
-    sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, device)
+    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
+    sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
     statistics = Statistics(
         lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,

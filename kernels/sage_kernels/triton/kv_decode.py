@@ -21,11 +21,11 @@ from ..language.repeated import KernelLaunch, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.cache import CALLS
+from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
 from .configs import LITTLE_SHARED_MEMORY
 from .kv_append import BIAS, append_launch, counted_step
-from .splitkv_forward import multiprocessors
 
 MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""

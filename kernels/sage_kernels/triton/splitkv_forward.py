@@ -6,8 +6,6 @@ attends to a part of its keys; a second kernel merges the parts by their maxima 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import splitkv_forward_config
@@ -109,12 +108,6 @@ def parts_of(tiles: int, sequences: int, programs: int) -> int:
     """
     wanted = max(1, programs // sequences)
     return max(1, min(wanted, tiles // FEWEST_TILES, MAX_PARTS))
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: int) -> int:
-    """Return the number of a GPU's multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group_rows", "part_tiles"])
