@@ -137,8 +137,10 @@ def _compile_on(device: torch.device, compile: Callable[[], object]) -> None:
 
 def _begin(work: Callable[[], object]) -> threading.Thread:
     def run() -> None:
-        with contextlib.suppress(Exception):
+        try:
             work()
+        except Exception as error:  # the launch compiles again, and raises the error
+            logger.info("a kernel did not compile ahead of its launch: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=run, name="sage-kernels-compile")
     thread.start()
