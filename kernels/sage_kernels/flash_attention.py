@@ -192,13 +192,13 @@ def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, i
     left, right = window_size
     if left < 0 and right < 0:
         return None
-    own = torch.arange(q.shape[1], device=q.device)[:, None] + offset
+    diagonal = torch.arange(q.shape[1], device=q.device)[:, None] + offset
     keys = torch.arange(kv_len, device=q.device)
     mask = torch.ones(q.shape[1], kv_len, dtype=torch.bool, device=q.device)
     if left >= 0:
-        mask &= keys >= own - left
+        mask &= keys >= diagonal - left
     if right >= 0:
-        mask &= keys <= own + right
+        mask &= keys <= diagonal + right
     return mask
 
 

@@ -267,4 +267,4 @@ def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
     plain = sdpa.sdpa
     monkeypatch.setattr(sdpa, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
     output = masked_rows.attend_with_zero_rows(*tensors, mask=mask)
-    assert set(masked_rows._found.values()) == {False} and not output[:, :, 3].any()
+    assert set(masked_rows._gives_zeros_by_kind.values()) == {False} and not output[:, :, 3].any()

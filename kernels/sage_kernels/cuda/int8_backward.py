@@ -371,8 +371,8 @@ def shared_memory(channels: int, sums: torch.dtype) -> int:
 def unsupported(request: Request) -> str:
     """Return why the kernels for a request of `registration.HopperFusedBackward` are unavailable; "" if available."""
     channels = power_of_two(request.head_dim)
-    found = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
-    return found.backward.source.unavailable() or found.finish.source.unavailable()
+    needed = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
+    return needed.backward.source.unavailable() or needed.finish.source.unavailable()
 
 
 def heads_together(call: BackwardCall) -> int:
@@ -425,8 +425,8 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
     summed_in = sums_of(channels, call.value.dtype, keys.tokens)
-    used = kernels(channels, call.value.dtype, summed_in)
-    compile_together((used.finish, used.backward), device)
+    fused = kernels(channels, call.value.dtype, summed_in)
+    compile_together((fused.finish, fused.backward), device)
     padding = None if call.mask.valid is None else key_padding(call.mask.valid)
 
     key = torch.empty_like(saved.key, dtype=call.value.dtype)
@@ -451,7 +451,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)
     launch(
-        used.prepare_keys,
+        fused.prepare_keys,
         key_tiles * call.batch * kv_heads,
         KeyParameters(
             KeyArguments(
@@ -474,7 +474,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     lse_batch, lse_head, _ = batch_strides(saved.lse, queries)
     tiles = ceil_div(queries.tokens, TILE) * call.batch * q_heads
     launch(
-        used.prepare_queries,
+        fused.prepare_queries,
         tiles,
         QueryParameters(
             QueryArguments(
@@ -535,7 +535,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         v_head_dim=call.value.shape[3],
         softmax_scale=call.scale,
     )
-    launch(used.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
+    launch(fused.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
     if partials is not None:
         finishing = KeyFinishingArguments(
             key_gradient=of_key,
@@ -548,9 +548,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
             v_head_dim=call.value.shape[3],
         )
         threads = 2 * BLOCK * channels // THREAD_CHANNELS
-        launch(used.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
+        launch(fused.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
     launch(
-        used.finish,
+        fused.finish,
         tiles * (channels // PART_CHANNELS),
         FinishingParameters(
             FinishingArguments(

@@ -248,9 +248,9 @@ def forward(
     sequences, blocks, delta = batch, q_blocks, None
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
-        most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * kv_rows))
-        blocks = min(blocks, max(1, most // batch))
-        sequences = min(batch, most // blocks)
+        most_blocks = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * kv_rows))
+        blocks = min(blocks, max(1, most_blocks // batch))
+        sequences = min(batch, most_blocks // blocks)
         delta = output.new_empty((sequences, q_heads, blocks, kv_rows), dtype=torch.float32)
     config = Config(
         channels,

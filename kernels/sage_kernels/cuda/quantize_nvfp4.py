@@ -300,7 +300,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
-    found = FoundStatistics(
+    operand_statistics = FoundStatistics(
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
@@ -320,9 +320,9 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         codes(operand_batch, kv_heads, channels, rows // 2),
         codes(operand_batch, kv_heads, channels, rows // GROUP),
         new(batch, kv_heads),
-        found.value_mean,
+        operand_statistics.value_mean,
         new(operand_batch, q_heads, q_rows) if call.wants_mean_score else None,
-        found,
+        operand_statistics,
         heavy,
     )
     run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
@@ -331,14 +331,14 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),
-        key_mean=found.key_mean,
-        equalizer=found.equalizer,
-        value_mean=found.value_mean,
-        value_amax=found.value_amax,
-        value_tensor_amax=found.value_tensor_amax,
+        key_mean=operand_statistics.key_mean,
+        equalizer=operand_statistics.equalizer,
+        value_mean=operand_statistics.value_mean,
+        value_amax=operand_statistics.value_amax,
+        value_tensor_amax=operand_statistics.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
-        scores=new(operand_batch, kv_heads, sums * BLOCK) if found.chosen is not None else None,
-        chosen=found.chosen,
+        scores=new(operand_batch, kv_heads, sums * BLOCK) if operand_statistics.chosen is not None else None,
+        chosen=operand_statistics.chosen,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
         key_ranges=key_sequences.ranges,

@@ -74,10 +74,10 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if call.is_empty:
             return call.new_outputs()
         if plan.numerics == "exact":
-            if (own := get_exact(plan.kernel)) is not None:
-                if own.repeats:
-                    precompile.compile_forward(call, plan, own.attend)
-                return own.attend(call), None
+            if (exact_kernel := get_exact(plan.kernel)) is not None:
+                if exact_kernel.repeats:
+                    precompile.compile_forward(call, plan, exact_kernel.attend)
+                return exact_kernel.attend(call), None
             by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)
             return by_pytorch(call) if call.lengths is None else _attend_one_by_one(by_pytorch, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)

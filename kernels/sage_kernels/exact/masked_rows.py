@@ -25,7 +25,7 @@ from . import sdpa
 
 ROWS, NEAR = 128, 0.02
 """Queries and keys of a trial, and the largest error of an output of about 1: more than rounding causes."""
-_found: dict[tuple[object, ...], bool] = {}
+_gives_zeros_by_kind: dict[tuple[object, ...], bool] = {}
 
 
 def attend_with_zero_rows(
@@ -70,13 +70,13 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
         return False
     kind = query.device, query.dtype, query.shape[3], value.shape[3]
     allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
-    if (found := _found.get((*kind, *allowed))) is None:
+    if (gives_zeros := _gives_zeros_by_kind.get((*kind, *allowed))) is None:
         if torch.cuda.is_current_stream_capturing():
             return False
         with driver.relaxed_capture():
-            found = all(_gives_zeros_by(by, *kind) for by in (_cudnn, _efficient, _math))
-        _found[(*kind, *allowed)] = found
-    return found
+            gives_zeros = all(_gives_zeros_by(by, *kind) for by in (_cudnn, _efficient, _math))
+        _gives_zeros_by_kind[(*kind, *allowed)] = gives_zeros
+    return gives_zeros
 
 
 def _gives_zeros_by(

@@ -99,22 +99,22 @@ def run_step(
     if entry is not None and entry.replay is not None:
         entry.replay(changing)
         return
-    before = None if counts is None or entry is None or entry.calls else counts.clone()
+    counts_before = None if counts is None or entry is None or entry.calls else counts.clone()
     launches = make_launches()
     for kernel, grid, arguments in launches:
         launch(kernel, grid, **arguments)
     if entry is not None:
-        entry.consider(partial(_repetition, launches, output, counts, before, changing), at_once=True)
+        entry.consider(partial(_repetition, launches, output, counts, counts_before, changing), at_once=True)
 
 
 def _repetition(
     launches: Sequence[KernelLaunch],
     output: torch.Tensor,
     counts: torch.Tensor | None,
-    before: torch.Tensor | None,
+    counts_before: torch.Tensor | None,
     changing: Mapping[str, int],
 ) -> cache.Replay:
-    """Return the replay of a step that has just run: (changing) -> None; `before` copies the counts before the step.
+    """Return the replay of a step that has just run: (changing) -> None; `counts_before` copies them before the step.
 
     Raises:
         NotRepeatableError: the repeated launches give another output.
@@ -129,15 +129,15 @@ def _repetition(
     def run_again() -> list[torch.Tensor]:
         again = torch.empty_like(output)
         address = {"output": again.data_ptr()}
-        if counts is None or before is None:
+        if counts is None or counts_before is None:
             run({**changing, **address})
             return [again]
-        after = counts.clone()
-        counts.copy_(before)
+        counts_after = counts.clone()
+        counts.copy_(counts_before)
         try:
             run({**changing, **address})
         finally:
-            counts.copy_(after)
+            counts.copy_(counts_after)
         return [again]
 
     cache.check(run_again, (), [output])

@@ -62,7 +62,7 @@ def forward(call: Call) -> tuple[torch.Tensor, Saved]:
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
     saved = _empty(call, lse, *rows, sequences)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
-        own = replace(
+        sequence_call = replace(
             call,
             query=query[:, :, queries],
             key=key[:, :, keys],
@@ -70,7 +70,7 @@ def forward(call: Call) -> tuple[torch.Tensor, Saved]:
             mask=_mask_of_sequence(call, index, queries, keys),
             lengths=None,
         )
-        output[:, :, queries], part = _forward(own)
+        output[:, :, queries], part = _forward(sequence_call)
         for whole, of_sequence in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
             whole.copy_(of_sequence)
     return output, saved
@@ -103,7 +103,7 @@ def backward(
         return _backward(call, block_m, block_n)
     gradients = call.new_gradients()
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(call.lengths)):
-        own = replace(
+        sequence_call = replace(
             call,
             output_gradient=call.output_gradient[:, :, queries],
             value=call.value[:, :, keys],
@@ -113,7 +113,7 @@ def backward(
             lengths=None,
         )
         for gradient, tokens, part in zip(
-            gradients, (queries, keys, keys), _backward(own, block_m, block_n), strict=True
+            gradients, (queries, keys, keys), _backward(sequence_call, block_m, block_n), strict=True
         ):
             gradient[:, :, tokens] = part
     return gradients
@@ -186,8 +186,8 @@ def _mask_of_sequence(call: Call | BackwardCall, index: int, queries: slice, key
     if blocks is None or lengths is None:
         return NO_MASK
     kv_len = keys.stop - keys.start
-    own = blocks.of_sequence(index, queries.stop - queries.start, kv_len, lengths.max_seqlen_k)
-    return Mask.of_blocks(own, None, kv_len)
+    sequence_blocks = blocks.of_sequence(index, queries.stop - queries.start, kv_len, lengths.max_seqlen_k)
+    return Mask.of_blocks(sequence_blocks, None, kv_len)
 
 
 def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:

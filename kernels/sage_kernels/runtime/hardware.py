@@ -23,8 +23,8 @@ def device_of(capability: Capability | None) -> torch.device:
     if capability is None or not torch.cuda.is_available():
         return torch.device("cpu")
     indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
-    found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
-    return torch.device("cuda", next(found, indices[0]))
+    matching = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
+    return torch.device("cuda", next(matching, indices[0]))
 
 
 @cache

@@ -557,12 +557,12 @@ def merge_kv_parts(
     channel = tl.arange(0, CHANNELS)
     acc = tl.zeros((AT_ONCE, CHANNELS), tl.float32)
     for begin in range(0, number, AT_ONCE):
-        some = begin + tl.arange(0, AT_ONCE)
-        there = some < number
-        place = pair * number + some
-        maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=there, other=float("-inf"))
+        chunk = begin + tl.arange(0, AT_ONCE)
+        exists = chunk < number
+        place = pair * number + chunk
+        maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=exists, other=float("-inf"))
         x = tl.load(
-            partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
+            partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=exists[:, None], other=0.0
         )
         acc += x * tl.exp2(maximum - largest)[:, None]
     acc = tl.sum(acc, 0)[None, :] * (tl.load(value_unit + pair) / tl.where(total == 0.0, 1.0, total))

@@ -170,9 +170,9 @@ def nonprefix_forward(
                 tl.store(plan + 3 * part_size, 0)
     if come_first:
         return
-    own = batch.to(tl.int64) * tl.num_programs(0) + part
-    bits += own * words
-    tiles += own * places
+    program = batch.to(tl.int64) * tl.num_programs(0) + part
+    bits += program * words
+    tiles += program * places
     first_row = tl.arange(0, 1)
     pack_rows(
         base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,

@@ -234,13 +234,13 @@ def merge_parts(
     """Merge the parts of one row, a query of one of the heads that share a (batch, kv head)."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, V_CHANNELS)
-    there = part < number
+    exists = part < number
     place = (pair * tl.num_programs(0) + row) * number + part
-    maximum = tl.load(maxima + place, mask=there, other=float("-inf"))
+    maximum = tl.load(maxima + place, mask=exists, other=float("-inf"))
     largest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * weight, 0)
-    acc = tl.load(parts + place[:, None] * V_CHANNELS + channel[None, :], mask=there[:, None], other=0.0)
+    total = tl.sum(tl.load(sums + place, mask=exists, other=0.0) * weight, 0)
+    acc = tl.load(parts + place[:, None] * V_CHANNELS + channel[None, :], mask=exists[:, None], other=0.0)
     acc = tl.sum(acc * (weight / tl.where(total == 0.0, 1.0, total))[:, None], 0)
     group = tl.num_programs(0) // q_len
     into = output + (pair // kv_heads) * output_stride_batch
