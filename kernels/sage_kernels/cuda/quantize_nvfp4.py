@@ -13,7 +13,7 @@ from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
-from ..spec.operands import Statistics as FoundStatistics
+from ..spec.operands import Statistics as OperandStatistics
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
     EQUALIZER_QUERIES,
@@ -300,7 +300,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
-    operand_statistics = FoundStatistics(
+    operand_statistics = OperandStatistics(
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),

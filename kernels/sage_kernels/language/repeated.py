@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ..replay import cache, driver, trace
-from ..replay.launch_plan import Launch
+from ..replay.launch_plan import DriverLaunch
 from ..runtime import torch_private
 from . import triton_abi
 from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
@@ -36,7 +36,7 @@ class RepeatedLaunches:
             NotRepeatableError: a kernel needs more than parameters at launch.
         """
         self._lock = threading.Lock()
-        self._packed: list[Launch] = []
+        self._launches: list[DriverLaunch] = []
         self._patches: list[tuple[memoryview, int, str]] = []
         for kernel, grid, arguments in launches:
             arguments = dict(arguments)
@@ -44,16 +44,16 @@ class RepeatedLaunches:
             dependent = arguments.pop("dependent", False)
             kernel = fitting(kernel, arguments)
             packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
-            packed_launch = Launch(packed)
+            driver_launch = DriverLaunch(packed)
             signature = triton_abi.compile_kernel(kernel, grid, arguments, options).src.signature
             names = [name for name, kind in signature.items() if kind != "constexpr"]
-            numbers = packed_launch.words.cast("B").cast("i")
+            numbers = driver_launch.words.cast("B").cast("i")
             for name, start in zip(names, packed.starts, strict=False):
                 if name in changing:
                     is_address = isinstance(arguments[name], torch.Tensor)
-                    view, size = (packed_launch.words, 8) if is_address else (numbers, 4)
+                    view, size = (driver_launch.words, 8) if is_address else (numbers, 4)
                     self._patches.append((view, start // size, name))
-            self._packed.append(packed_launch)
+            self._launches.append(driver_launch)
 
     def run(self, index: int, values: Mapping[str, int]) -> None:
         """Launch on the current stream of GPU `index`, which must be the current GPU.
@@ -65,11 +65,11 @@ class RepeatedLaunches:
         with self._lock:
             for view, place, name in self._patches:
                 view[place] = values[name]
-            for packed_launch in self._packed:
-                packed_launch.config.stream = stream
-                if status := packed_launch.launch():
+            for driver_launch in self._launches:
+                driver_launch.config.stream = stream
+                if status := driver_launch.launch():
                     if driver.ensure_context(index):  # the thread had no context, so nothing was launched
-                        status = packed_launch.launch()
+                        status = driver_launch.launch()
                     driver.check("cuLaunchKernelEx", status)
 
 

@@ -22,7 +22,7 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Size, strides and dtype of a tensor."""
 
 
-class Launch:
+class DriverLaunch:
     """Launch in the driver's format, in memory that lives as long as this object.
 
     Attributes:
@@ -53,7 +53,7 @@ def launch_now(packed: PackedLaunch, index: int) -> None:
     Raises:
         RuntimeError: the driver reports an error.
     """
-    launch = Launch(packed)
+    launch = DriverLaunch(packed)
     launch.config.stream = torch_private.current_stream(index)
     driver.check("cuLaunchKernelEx", launch.launch())
 
@@ -100,8 +100,8 @@ class LaunchPlan:
         self._constants: list[torch.Tensor] = []
         self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(call_tensors) + 1)]
         self._addresses, self._stream = [0] * len(self._patches), -1  # addresses and stream of the latest run
-        self._launches: list[Launch] = []
-        self._side_launches: list[Launch] = []
+        self._launches: list[DriverLaunch] = []
+        self._side_launches: list[DriverLaunch] = []
         self._steps: list[Callable[[], int] | _Operator | str] = []
         for step in trace.steps:
             if isinstance(step, str):
@@ -110,7 +110,7 @@ class LaunchPlan:
                 self._steps.append(_Operator(step, call_tensors, bases))
             else:
                 packed, on_side = step
-                launch = Launch(packed)
+                launch = DriverLaunch(packed)
                 self._constants += packed.constants
                 for place in packed.addresses:
                     address = ADDRESS.unpack_from(packed.parameters, place)[0]
