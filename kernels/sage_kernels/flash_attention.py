@@ -159,8 +159,8 @@ def flash_attn_forward(
         NotImplementedError, ValueError: see `flash_attn_func`.
     """
     sinks = kwargs.pop("s_aux", None)
-    for name, given in kwargs.items():
-        if name not in HARMLESS and given is not None and given is not False:
+    for name, argument in kwargs.items():
+        if name not in HARMLESS and argument is not None and argument is not False:
             raise TypeError(
                 f"{type(module).__name__} hands {name}= to its attention, which this kernel does not support: use "
                 'attn_implementation="eager", or install sage-hf and use attn_implementation="sage2"'

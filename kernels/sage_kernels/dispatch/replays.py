@@ -71,8 +71,8 @@ def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | Non
         return cast(ExactOperator, exact_kernel).repeated(call)
     if call.is_causal and call.causal_offset:
         return None
-    by = None if plan.kernel == "sdpa" else sdpa.without_cudnn
-    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, by=by)
+    backend = None if plan.kernel == "sdpa" else sdpa.without_cudnn
+    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=backend)
 
 
 def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:

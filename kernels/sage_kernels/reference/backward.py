@@ -163,14 +163,14 @@ def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequen
 def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Yield for each sequence its queries, its keys that take part, and the rows of `Saved` for both."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
-    stored = lengths.cu_seqlens_k.diff()
-    for name, own, longest in (
+    kv_stored = lengths.cu_seqlens_k.diff()
+    for name, stored_lengths, longest in (
         ("q", lengths.cu_seqlens_q.diff(), lengths.max_seqlen_q),
-        ("k", stored, lengths.max_seqlen_k),
+        ("k", kv_stored, lengths.max_seqlen_k),
     ):
-        if (own > longest).any():
+        if (stored_lengths > longest).any():
             raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
-    k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
+    k_lengths = (kv_stored if lengths.seqused_k is None else torch.minimum(kv_stored, lengths.seqused_k)).tolist()
     for index, (start, stop, k_start, k_length) in enumerate(
         zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False)
     ):
