@@ -159,8 +159,8 @@ def flash_attn_forward(
         NotImplementedError, ValueError: see `flash_attn_func`.
     """
     sinks = kwargs.pop("s_aux", None)
-    for name, given in kwargs.items():
-        if name not in HARMLESS and given is not None and given is not False:
+    for name, argument in kwargs.items():
+        if name not in HARMLESS and argument is not None and argument is not False:
             raise TypeError(
                 f"{type(module).__name__} hands {name}= to its attention, which this kernel does not support: use "
                 'attn_implementation="eager", or install sage-hf and use attn_implementation="sage2"'
@@ -192,13 +192,13 @@ def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, i
     left, right = window_size
     if left < 0 and right < 0:
         return None
-    own = torch.arange(q.shape[1], device=q.device)[:, None] + offset
+    diagonal = torch.arange(q.shape[1], device=q.device)[:, None] + offset
     keys = torch.arange(kv_len, device=q.device)
     mask = torch.ones(q.shape[1], kv_len, dtype=torch.bool, device=q.device)
     if left >= 0:
-        mask &= keys >= own - left
+        mask &= keys >= diagonal - left
     if right >= 0:
-        mask &= keys <= own + right
+        mask &= keys <= diagonal + right
     return mask
 
 

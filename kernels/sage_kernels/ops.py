@@ -195,11 +195,11 @@ def new_call(
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *arguments: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replay a call without gradients, or run it as an operator must: with outputs that share no memory."""
-    given = Arguments(*arguments)
-    blocks, lengths, options = given.blocks, given.lengths, given.options
+    arguments = Arguments(*flat)
+    blocks, lengths, options = arguments.blocks, arguments.lengths, arguments.options
     lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
     if lengths is None:
@@ -229,9 +229,9 @@ def _fake_log_sum_exp(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _fake_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (batch, q_heads, q_len, _), return_lse = query.shape, arguments[-1]
+    (batch, q_heads, q_len, _), return_lse = query.shape, flat[-1]
     output = query.new_empty(batch, q_len, q_heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty((batch, q_heads, q_len) if return_lse else 0, dtype=torch.float32)
 

@@ -115,16 +115,16 @@ def _run(
 
 def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
     """Return all tensors of norm and rotation in a fixed order."""
-    given = []
+    tensors = []
     if norm is not None and norm.weight is not None:
-        given.append(norm.weight)
+        tensors.append(norm.weight)
     if norm is not None and norm.bias is not None:
-        given.append(norm.bias)
+        tensors.append(norm.bias)
     if rope is not None:
-        given.append(rope.cosine)
+        tensors.append(rope.cosine)
     if rope is not None and rope.sine is not None:
-        given.append(rope.sine)
-    return given
+        tensors.append(rope.sine)
+    return tensors
 
 
 def _with_tensors(
@@ -166,10 +166,10 @@ class _NormRope(torch.autograd.Function):
             gradient = gradient.contiguous()
 
         def run(kernel: HeadKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
-            found = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
-            return [one for one in found if one is not None]
+            gradients = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
+            return [one for one in gradients if one is not None]
 
-        x_gradient, *found = _run("qk_norm_rope backward", run, [gradient, x, *others], x, norm, rope)
-        weight_gradient = found.pop(0) if norm is not None and norm.weight is not None else None
-        bias_gradient = found.pop(0) if norm is not None and norm.bias is not None else None
+        x_gradient, *vector_gradients = _run("qk_norm_rope backward", run, [gradient, x, *others], x, norm, rope)
+        weight_gradient = vector_gradients.pop(0) if norm is not None and norm.weight is not None else None
+        bias_gradient = vector_gradients.pop(0) if norm is not None and norm.bias is not None else None
         return x_gradient, weight_gradient, bias_gradient, None, None

@@ -144,8 +144,8 @@ def call_operator(
 
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
-    given = Arguments.of(blocks, lengths, options).for_training()
-    output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *given)
+    arguments = Arguments.of(blocks, lengths, options).for_training()
+    output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *arguments)
     if not options.return_lse:
         return output, None
     with torch.no_grad():
@@ -190,58 +190,59 @@ def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
 
 
 def _call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, given: Arguments
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, arguments: Arguments
 ) -> Call:
-    causality, scale = (given.is_causal, given.causal_offset), softmax_scale(given.scale, query.shape[3])
-    mask = _mask(valid, given.blocks)
-    return Call(query, key, value, get_recipe(given.recipe), mask, *causality, scale, given.lengths)
+    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, query.shape[3])
+    mask = _mask(valid, arguments.blocks)
+    return Call(query, key, value, get_recipe(arguments.recipe), mask, *causality, scale, arguments.lengths)
 
 
 def _training_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *arguments: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    given = Arguments(*arguments)
+    arguments = Arguments(*flat)
     checks.check_tensors(query, key, value, None)
     checks.check_head_dims(query, value)
     checks.check_memory(valid)
     checks.check_valid(valid, key)
-    checks.check_lengths(query, key, given.lengths)
-    if given.blocks is not None:
-        check_blocks(given.blocks, query, key, given.lengths)
-    output, saved = execution.attend_and_save(_call(query, key, value, valid, given), given.fallback)
+    checks.check_lengths(query, key, arguments.lengths)
+    if arguments.blocks is not None:
+        check_blocks(arguments.blocks, query, key, arguments.lengths)
+    output, saved = execution.attend_and_save(_call(query, key, value, valid, arguments), arguments.fallback)
     return with_tokens_first(output), *(part.contiguous() for part in saved)
 
 
 def _fake_training_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *arguments: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    given = Arguments(*arguments)
-    call = Call(query, key, value, get_recipe(given.recipe), NO_MASK, lengths=given.lengths)
+    arguments = Arguments(*flat)
+    call = Call(query, key, value, get_recipe(arguments.recipe), NO_MASK, lengths=arguments.lengths)
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
     return output, *empty_saved(call, lse)
 
 
 def _training_attention_backward(
-    output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *arguments: Any
+    output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    *parts, head_dim, kernel, valid = arguments[: _PARTS + 3]
-    saved, given = Saved(*parts), Arguments(*arguments[_PARTS + 3 :])
-    recipe, mask, scale = get_recipe(given.recipe), _mask(valid, given.blocks), softmax_scale(given.scale, head_dim)
+    *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
+    saved, arguments = Saved(*parts), Arguments(*flat[_PARTS + 3 :])
+    recipe, mask = get_recipe(arguments.recipe), _mask(valid, arguments.blocks)
+    scale = softmax_scale(arguments.scale, head_dim)
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
-        forward = Call(output, value, value, recipe, mask, given.is_causal, lengths=given.lengths)
+        forward = Call(output, value, value, recipe, mask, arguments.is_causal, lengths=arguments.lengths)
         request = replace(execution.request_of(forward, grad=True), head_dim=head_dim)
-        kernel = execution.plan_training(request, given.fallback).backward
-    causality = given.is_causal, given.causal_offset
+        kernel = execution.plan_training(request, arguments.fallback).backward
+    causality = arguments.is_causal, arguments.causal_offset
     tensors = output_gradient, value, output, saved
-    call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, given.lengths)
+    call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, arguments.lengths)
     return tuple(map(with_tokens_first, execution.backward(call, kernel)))
 
 
 def _fake_training_attention_backward(
-    output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *arguments: Any
+    output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    (batch, q_heads, q_len, _), head_dim = output.shape, arguments[_PARTS]
+    (batch, q_heads, q_len, _), head_dim = output.shape, flat[_PARTS]
     kv_heads, kv_len, v_head_dim = value.shape[1:]
     sizes = ((q_len, q_heads, head_dim), (kv_len, kv_heads, head_dim), (kv_len, kv_heads, v_head_dim))
     return tuple(value.new_empty(batch, *size).transpose(1, 2) for size in sizes)
@@ -249,30 +250,30 @@ def _fake_training_attention_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, valid = inputs[:4]
-    given = Arguments(*inputs[4:])
-    ctx.save_for_backward(value, *output, valid, *given.tensors)
+    arguments = Arguments(*inputs[4:])
+    ctx.save_for_backward(value, *output, valid, *arguments.tensors)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
-        request = execution.request_of(_call(query, key, value, valid, given), grad=True)
-        kernel = execution.plan_training(request, given.fallback).backward
+        request = execution.request_of(_call(query, key, value, valid, arguments), grad=True)
+        kernel = execution.plan_training(request, arguments.fallback).backward
     ctx.head_dim, ctx.kernel = query.shape[3], kernel
-    ctx.given = given.with_tensors((None,) * len(given.tensors))
+    ctx.arguments = arguments.with_tensors((None,) * len(arguments.tensors))
 
 
 def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * (len(ctx.needs_input_grad) - 3)
+    no_gradients = (None,) * (len(ctx.needs_input_grad) - 3)
     if output_gradient is None:
-        return None, None, None, *rest
-    kept = ctx.saved_tensors
-    forward, valid, tensors = kept[: _PARTS + 2], kept[_PARTS + 2], kept[_PARTS + 3 :]
-    given = ctx.given.with_tensors(tensors).for_training()
+        return None, None, None, *no_gradients
+    saved_tensors = ctx.saved_tensors
+    forward, valid, tensors = saved_tensors[: _PARTS + 2], saved_tensors[_PARTS + 2], saved_tensors[_PARTS + 3 :]
+    arguments = ctx.arguments.with_tensors(tensors).for_training()
     gradients = torch.ops.sage_kernels.training_attention_backward(
-        output_gradient, *forward, ctx.head_dim, ctx.kernel, valid, *given
+        output_gradient, *forward, ctx.head_dim, ctx.kernel, valid, *arguments
     )
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-    return *(gradient if needed else None for gradient, needed in wanted), *rest
+    return *(gradient if needed else None for gradient, needed in wanted), *no_gradients
 
 
 def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:

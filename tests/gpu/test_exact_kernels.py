@@ -184,7 +184,7 @@ def test_without_cudnn_the_output_is_that_of_the_backends_that_are_left(device, 
     left = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(left):
         expected = sdpa.sdpa(*tensors, **options)
-    assert torch.equal(sdpa.sdpa(*tensors, **options, by=sdpa.without_cudnn), expected)
+    assert torch.equal(sdpa.sdpa(*tensors, **options, backend=sdpa.without_cudnn), expected)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], ids=lambda x: x.name)
@@ -193,7 +193,7 @@ def test_without_cudnn_the_callers_own_switches_hold(device, backend):
     tensors = call.query, call.key, call.value
     with sdpa_kernel(backend):
         expected = sdpa.pytorch_sdpa(*tensors, scale=call.scale)
-        assert torch.equal(sdpa.sdpa(*tensors, scale=call.scale, by=sdpa.without_cudnn), expected)
+        assert torch.equal(sdpa.sdpa(*tensors, scale=call.scale, backend=sdpa.without_cudnn), expected)
 
 
 def test_plans_name_the_kernel_that_shares_keys_for_decoding(device, routed):
@@ -267,4 +267,4 @@ def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
     plain = sdpa.sdpa
     monkeypatch.setattr(sdpa, "sdpa", lambda *inputs, **options: plain(*inputs, **options) + 1.0)
     output = masked_rows.attend_with_zero_rows(*tensors, mask=mask)
-    assert set(masked_rows._found.values()) == {False} and not output[:, :, 3].any()
+    assert set(masked_rows._gives_zeros_by_kind.values()) == {False} and not output[:, :, 3].any()

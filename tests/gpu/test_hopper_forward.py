@@ -44,6 +44,7 @@ VALID = (
 )
 HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))
 SAGE1, SAGE2 = RECIPES["sage1"], RECIPES["sage2"]
+OF_CALL = hopper.Config.of_call
 
 
 pytestmark = pytest.mark.usefixtures("needs_hopper")
@@ -61,7 +62,7 @@ class Operands:
             x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
             return x + torch.randn(1, heads, 1, channels, generator=generator, device="cuda")
 
-        self.padding = None
+        self.valid = self.padding = None
         self.query = draw(q_heads, self.q_len, head_dim).to(dtype)
         self.key = draw(kv_heads, self.kv_len, head_dim).to(dtype)
         self.value = draw(kv_heads, self.kv_len, v_head_dim).to(dtype)
@@ -69,11 +70,11 @@ class Operands:
 
     def call(self, **options):
         inputs = self.query, self.key, self.value
-        return calls.new_call(*inputs, self.recipe, return_lse=self.return_lse, **options)
+        return calls.new_call(*inputs, self.recipe, valid=self.valid, return_lse=self.return_lse, **options)
 
     def quantize(self, valid=None):
         """For calls without and with causality, whose heavy keys differ."""
-        self.padding = None if valid is None else key_padding(valid)
+        self.valid, self.padding = valid, None if valid is None else key_padding(valid)
         made = [self.call(is_causal=is_causal) for is_causal in (False, True)]
         self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in made]
         return self
@@ -86,7 +87,7 @@ class Operands:
         call = self.call(is_causal=is_causal, causal_offset=causal_offset).for_kernel()
         operands = self.quantized[is_causal]
         if kernel is hopper:
-            hopper.forward(operands, output, lse, call, self.padding)
+            hopper.forward(operands, output, lse, call, hopper.Config.of_call(call), self.padding)
         else:
             int8_forward.forward(operands, output, lse, call, (9, 0), padding=self.padding)
         return output, lse
@@ -247,7 +248,7 @@ def test_it_quantises_queries_as_the_quantiser_does(dtype, monkeypatch):
             changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
             queries = query.clone(), changed
             with monkeypatch.context() as patched:
-                patched.setattr(hopper, "_leaves_query", lambda *_: False)
+                patched.setattr(hopper.Config, "of_call", lambda call, _: OF_CALL(call))
                 expected = [attend(x, key, value) for x in queries]
             outputs = []
             for x, output in zip(3 * queries, 3 * expected, strict=True):
@@ -294,7 +295,7 @@ def test_queries_that_it_quantises_itself_are_those_of_each_replay_and_stream():
 def test_ten_thousand_random_requests(group, forms, monkeypatch):
     """In forms that share layouts, heads, head dimensions, recipe and whether the LSE is wanted."""
     choose = random.Random(group)
-    ways = hopper._leaves_query, lambda *_: False
+    ways = OF_CALL, lambda call, _: OF_CALL(call)
     dtype = choose.choice((torch.float16, torch.bfloat16))
     errors = {(recipe, return_lse): Error() for recipe in ("sage1", "sage2") for return_lse in (False, True)}
     all_dims = ((64, 64), (128, 128), (40, 56), (80, 128), (96, 96))
@@ -315,7 +316,7 @@ def test_ten_thousand_random_requests(group, forms, monkeypatch):
             sparse = torch.rand(batch, 1, 1, kv_len, generator=generator, device="cuda") < choose.random()
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
-        monkeypatch.setattr(hopper, "_leaves_query", choose.choice(ways))
+        monkeypatch.setattr(hopper.Config, "of_call", choose.choice(ways))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:

@@ -56,11 +56,12 @@ def test_rows_do_not_depend_on_the_blocks_that_take_them(recipe, head_dim, dtype
     options = {"is_causal": True, "causal_offset": SIZES[sizes][5], "valid": valid, "return_lse": return_lse}
     call = new_call(*inputs, recipe, **options).for_kernel()
     padding = None if valid is None else KeyPadding.empty(call.mask.valid)
-    operands = quantize.quantize_operands(call, padding, leaves_query=not return_lse)
+    config = int8_forward.Config.of_call(call, may_leave_query=not return_lse)
+    operands = quantize.quantize_operands(call, padding, leaves_query=config.quantizes_query)
 
     def attend(operands):
         output, lse = call.new_outputs()
-        int8_forward.forward(operands, output, lse, call, padding)
+        int8_forward.forward(operands, output, lse, call, config, padding)
         return output if lse is None else torch.cat([output, lse[..., None].to(dtype)], -1)
 
     dealt_out = attend(replace(operands, queue=None))

@@ -3,11 +3,10 @@
 import contextlib
 import itertools
 import struct
-from types import SimpleNamespace
 
 import torch
 
-from sage_kernels.cuda import launch
+from sage_kernels.cuda import block_lists, int8_backward, int8_forward, launch, nvfp4_forward, quantize_nvfp4
 from sage_kernels.language import triton_abi
 from sage_kernels.replay import driver, trace
 
@@ -25,8 +24,8 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(launch, "_try_to_compile", lambda source, arch: None)
     monkeypatch.setattr(triton_abi, "pack", pack)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    for module in (block_lists, int8_backward, int8_forward, nvfp4_forward, quantize_nvfp4):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     stand_in = trace.Trace.stand_in

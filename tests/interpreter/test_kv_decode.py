@@ -151,12 +151,12 @@ class Repeated:
 
     error, runs = 0.0, 0
 
-    def __init__(self, calls, changing):
-        self.calls = calls
+    def __init__(self, launches, changing):
+        self.launches = launches
 
     def run(self, index, changing):
         type(self).runs += 1
-        for kernel, grid, arguments in self.calls:
+        for kernel, grid, arguments in self.launches:
             changed = {name: self.changed(name, arguments[name], changing) for name in arguments.keys() & changing}
             launch.launch(kernel, grid, **arguments | changed)
             if "output" in changed:

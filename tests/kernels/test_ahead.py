@@ -1,5 +1,6 @@
 """Kernels of a backward pass are compiled while its forward pass is: each once, and as the launches want them."""
 
+import logging
 import threading
 from dataclasses import replace
 from functools import partial
@@ -215,7 +216,7 @@ def test_calls_that_tell_too_little_begin_nothing(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("refused_by", ["the host code", "the compiler"])
-def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compiled, monkeypatch, refused_by):
+def test_a_kernel_that_does_not_compile_ahead_raises_nothing_and_is_logged(compiled, monkeypatch, caplog, refused_by):
     begun, raised = [], []
 
     def refuse():
@@ -231,7 +232,9 @@ def test_a_kernel_that_does_not_compile_says_so_only_when_it_is_launched(compile
     monkeypatch.setattr(precompile, "get_backward", lambda name: SimpleNamespace(backward=backward))
     with trace.tracing() as traced:
         call = draw(traced)
-    precompile.compile_backward(call, plan_of(call, "int8_backward"))
-    precompile.finish()
+    with caplog.at_level(logging.INFO, "sage_kernels.dispatch.precompile"):
+        precompile.compile_backward(call, plan_of(call, "int8_backward"))
+        precompile.finish()
     assert len(begun) == (1 if refused_by == "the host code" else 2)
     assert not raised and threading.main_thread() not in begun
+    assert [message.endswith("RuntimeError: refused") for message in caplog.messages] == [True] * len(begun)

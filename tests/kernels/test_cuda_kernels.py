@@ -5,7 +5,6 @@ import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 
-# Of `Config.of`: head_dim, format of P·V and kv_len.
+# Of a call: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
 SELF_QUANTIZED = (SIZES[0], SIZES[1], SIZES[4])  # the kernel quantises Q of causal calls
 LISTED = (SIZES[0], SIZES[1], SIZES[3], SIZES[4])
@@ -50,8 +49,15 @@ def test_int8_forward_overlaps_its_matrix_products(
     tmp_path, monkeypatch, size, is_causal, return_lse, padded, dtype, quantizes_query, heavy, lists
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
-    head_dim, pv, _ = size
-    config = int8_forward.Config.of(*size, is_causal, padded, heavy, True, quantizes_query, lists)
+    head_dim, pv, kv_len = size
+    config = int8_forward.Config.of(
+        recipe=replace(get_recipe("sage2"), pv=pv, heavy_keys=64 * heavy),
+        head_dim=head_dim,
+        kv_len=kv_len,
+        mask=(("none", "blocks"), ("keys", "block_keys"))[padded][lists],
+        is_causal=is_causal,
+        may_leave_query=quantizes_query,
+    )
     late_keys = 16 * (heavy and is_causal)
     cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, late_keys).source.compile()
     # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
@@ -188,7 +194,8 @@ def sources_of(request, monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, to=sources, **__: to.append(kernel.source))
     monkeypatch.setattr(int8_forward, "tensor_map", lambda *_: NO_TENSOR_MAP)
     monkeypatch.setattr(int8_forward, "compile_together", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    for module in (int8_forward, block_lists):
+        monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
 
     def new(heads, tokens, channels):
         return torch.empty(request.batch, heads, tokens, channels, dtype=request.dtype, device="meta")

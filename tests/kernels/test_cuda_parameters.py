@@ -9,13 +9,16 @@ import torch
 
 from sage_kernels.cuda import block_lists, compiler, int8_forward, parameters, quantize
 from sage_kernels.cuda.parameters import ConstFloats, Float, Int, Int64, Map, TensorMap, UInt32, packer
+from sage_kernels.spec.recipe import get_recipe
 
 pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missing())
 
 SOURCE = """#include "parameters.cuh"
 extern "C" __global__ void kernel(KERNEL_PARAMETERS) {}
 """
-CONFIG = int8_forward.Config.of(128, "fp8", 4096, False, False, True, True)
+CONFIG = int8_forward.Config.of(
+    recipe=get_recipe("sage2"), head_dim=128, kv_len=4096, mask="none", is_causal=False, may_leave_query=False
+)
 SOURCES = {
     "int8_forward.cu": int8_forward.kernel(CONFIG, False, False, torch.bfloat16).source,
     "sort_lists.cu": block_lists.kernel(False, False).source,

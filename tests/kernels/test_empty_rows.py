@@ -97,6 +97,6 @@ def test_a_backend_is_tried(monkeypatch):
         raise RuntimeError("out of memory")
 
     assert given(lambda *inputs, **options: sdpa(*inputs, **options))
-    assert not given(lambda *inputs, mask, by: sdpa(*inputs, mask=mask.clamp(min=-1e4), by=by))
+    assert not given(lambda *inputs, mask, backend: sdpa(*inputs, mask=mask.clamp(min=-1e4), backend=backend))
     assert not given(lambda *inputs, **options: sdpa(*inputs, **options) + 0.1 * mean(inputs[2]))
     assert not given(fails)

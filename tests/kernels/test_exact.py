@@ -281,7 +281,9 @@ def test_the_outputs_gradient_reaches_a_gpus_kernel_in_the_outputs_layout(monkey
     query, key, value = (torch.randn(2, 3, 5, 16, dtype=torch.float16) for _ in range(3))
 
     def total(query):
-        output = exact.sdpa(query, key, value, by=lambda query, key, value, **options: Kernel.apply(query, key, value))
+        output = exact.sdpa(
+            query, key, value, backend=lambda query, key, value, **options: Kernel.apply(query, key, value)
+        )
         return output.float().sum() if transform else output
 
     if transform:

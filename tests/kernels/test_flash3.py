@@ -177,7 +177,7 @@ def test_with_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, p
         operators.get_scheduler_metadata = planned_by
     monkeypatch.setattr(flash_attention3, "_operators", lambda: operators)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(flash_attention3, "_row_blocks_found", {})
+    monkeypatch.setattr(flash_attention3, "_row_blocks_by_size", {})
     flash_attention3._takes_plans.cache_clear()
     query, key = torch.randn(2, 128, 200, 64), torch.randn(2, 64, 10, 64)
     others = Others()

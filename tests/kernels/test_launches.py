@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.language.launch import Launch, recording
+from sage_kernels.language.launch import RecordedLaunch, recording
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.calls import new_backward_call, new_call
@@ -32,7 +32,7 @@ def kinds():
     }
 
 
-def assert_named(launches: list[Launch]) -> None:
+def assert_named(launches: list[RecordedLaunch]) -> None:
     assert launches
     for launch in launches:
         parameters = set(inspect.signature(launch.kernel.fn).parameters)

@@ -18,7 +18,7 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.dispatch.registry import get_backward, get_forward
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import Launch, recording
+from sage_kernels.language.launch import RecordedLaunch, recording
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import NO_MASK, Mask
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
@@ -135,7 +135,7 @@ def record_backward(
     capability: tuple[int, int],
     hopper: bool = False,
     sizes: tuple[int, int, int, int] = SIZES,
-) -> list[Launch]:
+) -> list[RecordedLaunch]:
     """The launches of a backward pass, by Hopper's own kernels or by the portable ones."""
     channels = padded_channels(head_dim)
     batch, q_heads, kv_heads, tokens = sizes
@@ -168,7 +168,7 @@ def record(
     capability: tuple[int, int],
     return_lse: bool = True,
     sizes: tuple[int, int, int, int] = SIZES,
-) -> list[Launch]:
+) -> list[RecordedLaunch]:
     """The launches of a call with grouped queries, up to the kernel's."""
     if kernel in BACKWARD:
         launches = record_backward(recipe, head_dim, mask, capability, kernel in HOPPER_BACKWARD, sizes)

@@ -364,9 +364,9 @@ def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch
     call = partial(sage_attention, query, key, value, mask, enable_gqa=True, recipe="sage2")
     seen, sdpa = [], exact.sdpa
 
-    def watched(query, *others, by=None, **options):
-        seen.append((query.shape[1:3], by, torch.backends.cuda.cudnn_sdp_enabled()))
-        return sdpa(query, *others, by=by, **options)
+    def watched(query, *others, backend=None, **options):
+        seen.append((query.shape[1:3], backend, torch.backends.cuda.cudnn_sdp_enabled()))
+        return sdpa(query, *others, backend=backend, **options)
 
     monkeypatch.setattr(exact, "sdpa", watched)
     with switched(SDP.cudnn_sdp_enabled, SDP.enable_cudnn_sdp, enabled):

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div
 from ..spec.operands import KeyPadding
@@ -168,7 +169,7 @@ def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_
         kv_len=call.kv_len,
         causal_offset=call.causal_offset,
         heads_at_once=heads_at_once,
-        blocks_at_once=torch.cuda.get_device_properties(call.query.device).multi_processor_count,
+        blocks_at_once=multiprocessors(call.query.get_device()),
     )
     grid = 1 + ceil_div(batches * heads * row_blocks, WARPS)
     sort = kernel(call.is_causal, padding is not None)

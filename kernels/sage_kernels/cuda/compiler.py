@@ -187,8 +187,8 @@ class _Program:
         """Return the versions of NVRTC with machine code in the cache folder, or not stored, newest first."""
         folder = cache_folder()
         paths = [*folder.glob(f"{self.prefix}*.cubin"), *(path for path in _unstored if path.parent == folder)]
-        found = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
-        return sorted({(int(match[1]), int(match[2])) for match in found if match}, reverse=True)
+        matches = (_VERSION.fullmatch(path.name.removeprefix(self.prefix)) for path in paths)
+        return sorted({(int(match[1]), int(match[2])) for match in matches if match}, reverse=True)
 
     @cached_property
     def prefix(self) -> str:
@@ -294,8 +294,8 @@ def _cached(program: _Program) -> Cubin | None:
         versions = [_nvrtc_version()]
     else:
         versions = [version for version in program.versions() if not _outdated(version)]
-    found = (_unstored.get(path) or read(path) for path in map(program.path, versions))
-    return next(filter(None, found), None)
+    cubins = (_unstored.get(path) or read(path) for path in map(program.path, versions))
+    return next(filter(None, cubins), None)
 
 
 def read(path: Path) -> Cubin | None:

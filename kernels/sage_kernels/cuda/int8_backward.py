@@ -27,6 +27,7 @@ from functools import cache
 import torch
 
 from ..dispatch.request import Request
+from ..runtime.hardware import multiprocessors
 from ..spec.call import BackwardCall
 from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, ceil_div, is_aligned, power_of_two
 from ..spec.operands import KeyPadding, Saved
@@ -373,11 +374,11 @@ def shared_memory(channels: int, sums: torch.dtype) -> int:
 def unsupported(request: Request) -> str:
     """Return why the kernels for a request of `registration.HopperFusedBackward` are unavailable; "" if available."""
     channels = power_of_two(request.head_dim)
-    found = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
-    return found.backward.source.unavailable() or found.finish.source.unavailable()
+    needed = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
+    return needed.backward.source.unavailable() or needed.finish.source.unavailable()
 
 
-def heads_together(call: BackwardCall, multiprocessors: int) -> int:
+def heads_together(call: BackwardCall, blocks_at_once: int) -> int:
     """Return the number of heads of K whose blocks are taken in turn.
 
     Blocks of a causal head differ in length: taken head after head, the longest blocks of the last heads would start
@@ -390,14 +391,14 @@ def heads_together(call: BackwardCall, multiprocessors: int) -> int:
     group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
     sums = sums_of(call.channels, call.value.dtype, call.kv_len)
     most = SUMS_BYTES // (sums.itemsize * group * call.channels * call.q_len)
-    if call.token_axes[1].blocks * heads > FEW_ROUNDS * multiprocessors:
+    if call.token_axes[1].blocks * heads > FEW_ROUNDS * blocks_at_once:
         return max(1, min(HEADS_TOGETHER // group, most))
     most = max(1, min(heads, most))
     equal = next(count for count in range(most, 0, -1) if heads % count == 0)
     return equal if 2 * equal >= most else most
 
 
-def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
+def parts_of_last(call: BackwardCall, blocks_at_once: int) -> int:
     """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
 
     Blocks of a causal call with more than one round are short, so they are not split. In one round the longest block
@@ -406,13 +407,13 @@ def parts_of_last(call: BackwardCall, multiprocessors: int) -> int:
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
     blocks = keys.blocks * call.batch * kv_heads
-    if call.is_causal and blocks > multiprocessors:
+    if call.is_causal and blocks > blocks_at_once:
         return 1
     steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
-    parts = last_parts(blocks, multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
+    parts = last_parts(blocks, blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
     if not call.is_causal:
         return parts
-    return max(parts, last_parts(blocks, 2 * multiprocessors, max(1, min(MOST_PARTS, steps // STEPS_OF_CAUSAL_PART))))
+    return max(parts, last_parts(blocks, 2 * blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_CAUSAL_PART))))
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -437,8 +438,8 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
     summed_in = sums_of(channels, call.value.dtype, keys.tokens)
-    used = kernels(channels, call.value.dtype, summed_in)
-    compile_together((used.finish, used.backward), device)
+    fused = kernels(channels, call.value.dtype, summed_in)
+    compile_together((fused.finish, fused.backward), device)
     padding = None if call.mask.valid is None else key_padding(call.mask.valid)
 
     key = torch.empty_like(saved.key, dtype=call.value.dtype)
@@ -453,17 +454,17 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
     of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics(summed_in)))
     sums = torch.empty_like(saved.query, dtype=summed_in)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, multiprocessors), None
-    left = blocks % multiprocessors if parts > 1 else 0
+    blocks_at_once = multiprocessors(call.value.get_device())
+    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, blocks_at_once), None
+    left = blocks % blocks_at_once if parts > 1 else 0
     if left:
         partials = saved.lse.new_empty((left, parts, 2, BLOCK, channels))
-    order = Order(call.batch * kv_heads, kv_heads, heads_together(call, multiprocessors), blocks - left)
+    order = Order(call.batch * kv_heads, kv_heads, heads_together(call, blocks_at_once), blocks - left)
 
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)
     launch(
-        used.prepare_keys,
+        fused.prepare_keys,
         key_tiles * call.batch * kv_heads,
         KeyParameters(
             KeyArguments(
@@ -486,7 +487,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     lse_batch, lse_head, _ = batch_strides(saved.lse, queries)
     tiles = ceil_div(queries.tokens, TILE) * call.batch * q_heads
     launch(
-        used.prepare_queries,
+        fused.prepare_queries,
         tiles,
         QueryParameters(
             QueryArguments(
@@ -547,7 +548,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         v_head_dim=call.value.shape[3],
         softmax_scale=call.scale,
     )
-    launch(used.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
+    launch(fused.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
     if partials is not None:
         finishing = KeyFinishingArguments(
             key_gradient=of_key,
@@ -560,9 +561,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
             v_head_dim=call.value.shape[3],
         )
         threads = 2 * BLOCK * channels // THREAD_CHANNELS
-        launch(used.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
+        launch(fused.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
     launch(
-        used.finish,
+        fused.finish,
         tiles * (channels // PART_CHANNELS),
         FinishingParameters(
             FinishingArguments(

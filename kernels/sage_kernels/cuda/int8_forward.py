@@ -16,10 +16,11 @@ from ..dispatch.request import Request
 from ..dispatch.support import HEAVY_KEYS
 from ..formats.fp16 import FP16_HEADROOM
 from ..formats.weights import P_SCALE
-from ..spec.call import Call, late_keys_of
+from ..runtime.hardware import multiprocessors
+from ..spec.call import Call, MaskKind, heavy_keys_of, late_keys_of
 from ..spec.layout import KEY_BLOCK, THREAD_TOKENS, ceil_div, power_of_two
-from ..spec.operands import MEAN_PARTS, PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
-from ..spec.recipe import get_recipe
+from ..spec.operands import MEAN_PARTS, Int8Operands, KeyPadding, Saved
+from ..spec.recipe import Recipe, get_recipe
 from ..spec.saved import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
@@ -58,35 +59,44 @@ class Config:
     padded: bool
     heavy: bool
     centred: bool
-    quantizes_query: bool = False
-    lists: bool = False
+    quantizes_query: bool
+    lists: bool
 
     @classmethod
     def of(
-        cls,
-        head_dim: int,
-        pv: str,
-        kv_len: int,
-        is_causal: bool,
-        padded: bool,
-        heavy: bool,
-        centred: bool,
-        quantizes_query: bool = False,
-        lists: bool = False,
+        cls, *, recipe: Recipe, head_dim: int, kv_len: int, mask: MaskKind, is_causal: bool, may_leave_query: bool
     ) -> Config:
-        """Return the fastest configuration.
+        """Return the fastest configuration for such calls; the operands may leave Q to the kernel.
 
         Three warpgroups have no shared memory for 16-bit Q with 128 channels; with P in float16 the compiler would wait
         for each matrix product.
         """
+        head_dim, pv, heavy = power_of_two(head_dim), recipe.pv, heavy_keys_of(recipe, kv_len, mask) > 0
+        padded, lists = mask in ("keys", "block_keys"), mask in ("blocks", "block_keys")
         if lists:
             warpgroups = block_lists.BLOCK_M // WARPGROUP_ROWS
         elif head_dim == 128:
             warpgroups = 2 if padded or pv == "fp16" or is_causal or kv_len < LONG_KV_LEN else 3
         else:
             warpgroups = 2 if padded and pv == "fp16" else 3
-        quantizes_query &= warpgroups == 2 or (head_dim == 64 and pv == "fp8")
-        return cls(head_dim, warpgroups, pv, padded, heavy, centred, quantizes_query, lists)
+        has_memory = warpgroups == 2 or (head_dim == 64 and pv == "fp8")
+        quantizes_query = may_leave_query and heavy and recipe.rotate and has_memory
+        return cls(head_dim, warpgroups, pv, padded, heavy, recipe.smooth_k, quantizes_query, lists)
+
+    @classmethod
+    def of_call(cls, call: Call, may_leave_query: bool = False) -> Config:
+        """Return the fastest configuration for a call.
+
+        The tensor memory accelerator reads no Q whose heads, or tokens, share an address.
+        """
+        return cls.of(
+            recipe=call.recipe,
+            head_dim=call.query.shape[3],
+            kv_len=call.kv_len,
+            mask=call.mask.kind,
+            is_causal=call.is_causal,
+            may_leave_query=may_leave_query and 0 not in call.query.stride(),
+        )
 
     @property
     def block_m(self) -> int:
@@ -243,30 +253,27 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
     return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
 
 
-def unsupported(request: Request, quantizes_query: bool) -> str:
+def unsupported(request: Request, may_leave_query: bool) -> str:
     """Return why the kernel for a request of `registration.HopperForward` is unavailable; "" if available.
 
     Args:
         request: the request.
-        quantizes_query: whether `quantize` makes the operands, and may leave Q to the kernel.
+        may_leave_query: whether `quantize` makes the operands, and may leave Q to the kernel.
     """
-    recipe, lists = get_recipe(request.recipe), request.mask in ("blocks", "block_keys")
-    padded, return_lse = request.mask in ("keys", "block_keys"), request.return_lse or request.grad
-    heavy = 0 < recipe.heavy_keys < request.kv_len and not lists
+    recipe, return_lse = get_recipe(request.recipe), request.return_lse or request.grad
     config = Config.of(
-        power_of_two(request.head_dim),
-        recipe.pv,
-        request.kv_len,
-        request.is_causal,
-        padded,
-        heavy,
-        recipe.smooth_k,
-        quantizes_query and heavy and not return_lse and recipe.rotate,
-        lists,
+        recipe=recipe,
+        head_dim=request.head_dim,
+        kv_len=request.kv_len,
+        mask=request.mask,
+        is_causal=request.is_causal,
+        may_leave_query=may_leave_query and not return_lse,
     )
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
     reason = kernel(config, request.is_causal, return_lse, request.dtype, late_keys).source.unavailable()
-    return reason or (block_lists.kernel(request.is_causal, padded).source.unavailable() if lists else "")
+    if reason or not config.lists:
+        return reason
+    return block_lists.kernel(request.is_causal, config.padded).source.unavailable()
 
 
 def attend(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -294,43 +301,20 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, may_leave_query: bool, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
-    padded, return_lse = padding is not None, lse is not None
+    config = Config.of_call(call, may_leave_query and lse is None)
     # Allocate before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if may_leave_query:
-        leaves_query = _leaves_query(call, padded, return_lse)
-        config = _config(call, padded, leaves_query)
-        attend = kernel(config, call.is_causal, return_lse, output.dtype, call.late_keys)
-        sorts = () if call.mask.blocks is None else (block_lists.kernel(call.is_causal, padded),)
-        compile_together((attend, *sorts, *quantize.kernels_of(call, padded)), output.device)
-        operands = quantize.quantize_operands(call, padding, leaves_query=leaves_query)
+        attend = kernel(config, call.is_causal, lse is not None, output.dtype, call.late_keys)
+        sorts = (block_lists.kernel(call.is_causal, config.padded),) if config.lists else ()
+        compile_together((attend, *sorts, *quantize.kernels_of(call, config.padded)), output.device)
+        operands = quantize.quantize_operands(call, padding, leaves_query=config.quantizes_query)
     else:
         operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
     if lists is not None:
         block_lists.sort_lists(call, padding, lists, heads_in_cache(call))
-    forward(operands, output, lse, call, padding, lists)
+    forward(operands, output, lse, call, config, padding, lists)
     return operands
-
-
-def _config(call: Call, padded: bool, quantizes_query: bool) -> Config:
-    recipe, channels = call.recipe, power_of_two(call.query.shape[3])
-    return Config.of(
-        *(channels, recipe.pv, call.kv_len, call.is_causal, padded),
-        heavy=call.heavy_keys > 0,
-        centred=recipe.smooth_k,
-        quantizes_query=quantizes_query,
-        lists=call.mask.blocks is not None,
-    )
-
-
-def _leaves_query(call: Call, padded: bool, return_lse: bool) -> bool:
-    """Return whether the kernel rotates and quantises Q by itself.
-
-    The tensor memory accelerator reads no tensor whose heads, or tokens, share an address.
-    """
-    if return_lse or not (call.heavy_keys and call.recipe.rotate) or 0 in call.query.stride():
-        return False
-    return _config(call, padded, quantizes_query=True).quantizes_query
 
 
 def forward(
@@ -338,6 +322,7 @@ def forward(
     output: torch.Tensor,
     lse: torch.Tensor | None,
     call: Call,
+    config: Config,
     padding: KeyPadding | None = None,
     lists: SortedLists | None = None,
 ) -> None:
@@ -350,6 +335,7 @@ def forward(
             of 8, written.
         lse: float32 (batch, q_heads, q_len), contiguous, written; or None.
         call: a result of `Call.for_kernel`.
+        config: the call's configuration, which quantises Q if `operands` hold it in 16 bits.
         padding: which keys exist; None: all.
         lists: the call's block lists, with an unused queue; None without lists.
 
@@ -359,33 +345,20 @@ def forward(
     heavy, tail, is_causal = operands.heavy, call.tail, call.is_causal
     batch, q_heads, q_len, _ = output.shape
     kv_heads, kv_rows, channels = operands.key.shape[1:]
-    pv = PV_OF_DTYPE[operands.value.dtype]
-    query, quantizes_query = operands.query, operands.query_factors is not None
-    config = Config.of(
-        channels,
-        pv,
-        call.kv_len,
-        is_causal,
-        padding is not None,
-        heavy is not None,
-        call.recipe.smooth_k,
-        quantizes_query,
-        lists is not None,
-    )
     if config.pv == "fp16":
         value = tensor_map(operands.value.view(-1, kv_rows, channels), (1, config.block_n, LINE_CHANNELS), LINE_BYTES)
     else:
         value = tensor_map(operands.value.view(-1, kv_rows), (channels, config.value_width), config.value_width)
     items = batch * q_heads * ceil_div(q_len, config.block_m)
     device, box = output.device, (1, 1, WARPGROUP_ROWS, LINE_CHANNELS)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks_at_once = multiprocessors(output.get_device())
     parts = 1
     if (config.heavy or config.warpgroups == 2) and not is_causal and lists is None:
-        parts = last_parts(items, multiprocessors, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
-    if quantizes_query:
-        query_map = tensor_map(query, box, LINE_BYTES)
+        parts = last_parts(items, blocks_at_once, ceil_div(min(q_len, config.block_m), WARPGROUP_ROWS))
+    if config.quantizes_query:
+        query = tensor_map(operands.query, box, LINE_BYTES)
     else:
-        query_map = tensor_map(query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
+        query = tensor_map(operands.query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
     valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
@@ -408,7 +381,7 @@ def forward(
         kv_heads=kv_heads,
         q_len=q_len,
         kv_len=tail.kv_len,
-        q_rows=query.shape[2],
+        q_rows=operands.query.shape[2],
         kv_rows=kv_rows,
         causal_offset=tail.causal_offset,
         heads_at_once=heads_at_once(call),
@@ -425,18 +398,18 @@ def forward(
         arguments.list_stride = lists.lists.stride(2)
         arguments.lists_of_batch, arguments.lists_of_head = lists.of_batch, lists.of_head
     parameters = Parameters(
-        query=query_map,
+        query=query,
         key=tensor_map(operands.key.view(-1, kv_rows, channels), (1, config.block_n, channels), channels),
         value=value,
         output=tensor_map(output, box, LINE_BYTES),
         heavy_key=heavy_key,
         heavy_value=heavy_value,
-        query_tokens=NO_TOKENS if heavy is None or quantizes_query else Tokens.of(call.query),
+        query_tokens=NO_TOKENS if heavy is None or config.quantizes_query else Tokens.of(call.query),
         arguments=arguments,
     )
     launch(
         kernel(config, is_causal, lse is not None, output.dtype, call.late_keys),
-        min(items * parts, multiprocessors),
+        min(items * parts, blocks_at_once),
         parameters,
         device,
         dependent=True,

@@ -17,6 +17,7 @@ from ..dispatch.request import Request
 from ..dispatch.support import HEAVY_KEYS
 from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import KeyPadding, NVFP4Operands
@@ -247,9 +248,9 @@ def forward(
     sequences, blocks, delta = batch, q_blocks, None
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
-        most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * kv_rows))
-        blocks = min(blocks, max(1, most // batch))
-        sequences = min(batch, most // blocks)
+        most_blocks = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * kv_rows))
+        blocks = min(blocks, max(1, most_blocks // batch))
+        sequences = min(batch, most_blocks // blocks)
         delta = output.new_empty((sequences, q_heads, blocks, kv_rows), dtype=torch.float32)
     config = Config(
         channels,
@@ -270,7 +271,7 @@ def forward(
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
     valid_stride, spans_stride = (0, 0) if key_padding is None else key_padding.strides
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks_at_once = multiprocessors(output.get_device())
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
         if delta is not None:
@@ -325,4 +326,4 @@ def forward(
             arguments=arguments,
         )
         items = present * q_heads * arguments.blocks
-        launch(kernel(config, output.dtype), min(items, processors), parameters, device)
+        launch(kernel(config, output.dtype), min(items, blocks_at_once), parameters, device)

@@ -143,13 +143,13 @@ class Packer:
 
     def _unpackable(self, values: list[Any]) -> str:
         """Name the fields that cannot hold their values."""
-        found = []
+        misfits = []
         for field, value in zip(self._fields, values, strict=True):
             try:
                 struct.pack("=" + field.type.format, value)
             except (struct.error, OverflowError):
-                found.append(f"{field.path} = {value!r} is no {field.type.name}")
-        return ", ".join(found)
+                misfits.append(f"{field.path} = {value!r} is no {field.type.name}")
+        return ", ".join(misfits)
 
 
 @cache
@@ -194,28 +194,28 @@ def members(structure: type) -> dict[str, CType | type]:
     if not is_dataclass(structure):
         raise TypeError(f"{structure} is no dataclass")
     hints = get_type_hints(structure, include_extras=True)
-    found: dict[str, CType | type] = {}
+    member_types: dict[str, CType | type] = {}
     for field in fields(structure):
         hint = hints[field.name]
         types = [extra for extra in get_args(hint) if isinstance(extra, CType)]
         if not types and not is_dataclass(hint):
             raise TypeError(f"{structure.__name__}.{field.name}: {hint} is no type of {__name__}, nor a dataclass")
-        found[field.name] = types[0] if types else hint
-    return found
+        member_types[field.name] = types[0] if types else hint
+    return member_types
 
 
 def layout(member: CType | type) -> Layout:
     """Return the layout of a parameter: each field begins at the next multiple of its alignment, as in C++."""
     if isinstance(member, CType):
         return Layout((Field("", member, 0),), member.size, member.alignment)
-    found: list[Field] = []
+    placed: list[Field] = []
     end, alignment = 0, 1
     for name, inside in members(member).items():
-        one = layout(inside)
-        start = _round_up(end, one.alignment)
-        found += (Field(f"{name}.{x.path}".rstrip("."), x.type, start + x.offset) for x in one.fields)
-        end, alignment = start + one.size, max(alignment, one.alignment)
-    return Layout(tuple(found), _round_up(end, alignment), alignment)
+        inner = layout(inside)
+        start = _round_up(end, inner.alignment)
+        placed += (Field(f"{name}.{x.path}".rstrip("."), x.type, start + x.offset) for x in inner.fields)
+        end, alignment = start + inner.size, max(alignment, inner.alignment)
+    return Layout(tuple(placed), _round_up(end, alignment), alignment)
 
 
 def _declare(member: CType | type, structs: dict[type, str]) -> None:

@@ -336,7 +336,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     if heavy is not None:
         blocks_of_pair += 2
     key_tokens, value_tokens = Tokens.of(key), Tokens.of(value)
-    found = Statistics(
+    statistics = Statistics(
         lines=lines,
         value_mean=operands.value_mean,
         value_scale=operands.value_scale,
@@ -370,7 +370,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         paddings=paddings,
         queue=operands.queue,
     )
-    statistics, quantize = kernels_of(call, padding is not None)
+    statistics_kernel, quantize_kernel = kernels_of(call, padding is not None)
     query_tokens, distance = Tokens.of(query), ceil_div(q_len, EQUALIZER_QUERIES)
     equalizer = Equalizer(
         factors=operands.equalizer,
@@ -381,17 +381,17 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         softmax_scale=call.scale,
     )
     launch(
-        statistics,
+        statistics_kernel,
         2 * pairs * SHARERS,
         StatisticsParameters(
-            key=Tokens.of(call.key), value=Tokens.of(call.value), s=found, query=query_tokens, equalizer=equalizer
+            key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics, query=query_tokens, equalizer=equalizer
         ),
         query.device,
     )
     launch(
-        quantize,
+        quantize_kernel,
         query_blocks + pairs * blocks_of_pair + paddings,
-        QuantizeParameters(query=query_tokens, key=key_tokens, value=value_tokens, s=found, o=written),
+        QuantizeParameters(query=query_tokens, key=key_tokens, value=value_tokens, s=statistics, o=written),
         query.device,
         dependent=True,
     )

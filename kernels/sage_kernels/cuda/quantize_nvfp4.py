@@ -9,10 +9,11 @@ import torch
 
 from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
-from ..spec.operands import Statistics as FoundStatistics
+from ..spec.operands import Statistics as OperandStatistics
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
     EQUALIZER_QUERIES,
@@ -241,14 +242,14 @@ def _rotation(recipe: Recipe, head_dim: int) -> int:
 
 
 @cache
-def _blocks_in_a_row(blocks: int, device: torch.device) -> int:
-    """Return how many blocks of tokens, of so many, a block of the grid takes one after the other.
+def _blocks_in_a_row(blocks: int, index: int) -> int:
+    """Return how many blocks of tokens, of so many, a block of GPU `index`'s grid takes one after the other.
 
     If there are few, each block of the grid takes one, so that all multiprocessors have work. If there are many, the
     next block of tokens is loaded in advance, and shared factors are found once. More than four are no faster, as
     measured on an H200.
     """
-    return max(1, min(4, blocks // (8 * torch.cuda.get_device_properties(device).multi_processor_count)))
+    return max(1, min(4, blocks // (8 * multiprocessors(index))))
 
 
 def unsupported(request: Request) -> str:
@@ -299,7 +300,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
-    found = FoundStatistics(
+    operand_statistics = OperandStatistics(
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
@@ -319,25 +320,25 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         codes(operand_batch, kv_heads, channels, rows // 2),
         codes(operand_batch, kv_heads, channels, rows // GROUP),
         new(batch, kv_heads),
-        found.value_mean,
+        operand_statistics.value_mean,
         new(operand_batch, q_heads, q_rows) if call.wants_mean_score else None,
-        found,
+        operand_statistics,
         heavy,
     )
-    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, device)
-    sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, device)
+    run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
+    sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
     statistics = Statistics(
         lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),
-        key_mean=found.key_mean,
-        equalizer=found.equalizer,
-        value_mean=found.value_mean,
-        value_amax=found.value_amax,
-        value_tensor_amax=found.value_tensor_amax,
+        key_mean=operand_statistics.key_mean,
+        equalizer=operand_statistics.equalizer,
+        value_mean=operand_statistics.value_mean,
+        value_amax=operand_statistics.value_amax,
+        value_tensor_amax=operand_statistics.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
-        scores=new(operand_batch, kv_heads, sums * BLOCK) if found.chosen is not None else None,
-        chosen=found.chosen,
+        scores=new(operand_batch, kv_heads, sums * BLOCK) if operand_statistics.chosen is not None else None,
+        chosen=operand_statistics.chosen,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
         key_ranges=key_sequences.ranges,

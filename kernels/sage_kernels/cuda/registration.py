@@ -139,7 +139,7 @@ class HopperForward(CudaKernel):
             return reason
         quantizer = HopperQuantizer()
         return int8_forward.unsupported(
-            request, quantizes_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
+            request, may_leave_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
         )
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -236,14 +236,14 @@ def enforce_fused_backward(chosen: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _enforcing(name: str, chosen: bool) -> Iterator[None]:
-    before = _enforced.copy()
+    earlier = _enforced.copy()
     _enforced[name] = chosen
     select.cache_clear()
     try:
         yield
     finally:
         _enforced.clear()
-        _enforced.update(before)
+        _enforced.update(earlier)
         select.cache_clear()
 
 

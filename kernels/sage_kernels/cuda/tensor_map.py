@@ -40,26 +40,26 @@ def _tensor_map(
     swizzle: int,
     address: int,
 ) -> bytes:
-    what = (
+    description = (
         f"tensor_map of {dtype} {tuple(shape)}, strides {strides}, address {address:#x}, box {box}, swizzle {swizzle}"
     )
     if dtype not in driver.MAP_DTYPES or swizzle not in driver.SWIZZLES:
         supported = f"{', '.join(map(str, driver.MAP_DTYPES))}; swizzles {', '.join(map(str, driver.SWIZZLES))}"
-        raise ValueError(f"{what}: dtype or swizzle is not one of {supported}")
+        raise ValueError(f"{description}: dtype or swizzle is not one of {supported}")
     if not 2 <= len(shape) == len(box) <= 5:
-        raise ValueError(f"{what}: needs 2 to 5 axes, and as many of the box")
+        raise ValueError(f"{description}: needs 2 to 5 axes, and as many of the box")
     if strides[-1] != 1 and shape[-1] != 1:
-        raise ValueError(f"{what}: the last axis must be contiguous")
+        raise ValueError(f"{description}: the last axis must be contiguous")
     # The stride of an axis of one element means nothing to PyTorch, but must be valid.
     pitches = [
         16 if size == 1 else stride * dtype.itemsize for size, stride in zip(shape[:-1], strides[:-1], strict=True)
     ]
     if any(pitch % 16 for pitch in (address, *pitches)):
-        raise ValueError(f"{what}: address and strides must be multiples of 16 bytes")
+        raise ValueError(f"{description}: address and strides must be multiples of 16 bytes")
     if index < 0:
-        raise ValueError(f"{what}: must be on a GPU")
+        raise ValueError(f"{description}: must be on a GPU")
     try:
         with driver.device_context(index):
             return driver.encode_tensor_map(address, dtype, shape, pitches, box, swizzle)
     except RuntimeError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{description}: {error}") from error

@@ -52,7 +52,7 @@ LONG_US, LONG_MARGIN = 500.0, 1.02
 """Exact attention's time from which calls are long, and the same share for long calls: low bits leave more of the power
 to a model's matrix products. CogVideoX-2B's calls take 1 % longer than by FlashAttention 3, and its step 8 % less."""
 
-OWN_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.0, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
+EXACT_KERNEL_MARGINS = {"none": 0.98, "keys": 1.0, "bool": 1.0, "additive": 1.0, "blocks": 0.0, "block_keys": 0.0}
 """Share of PyTorch's time below which another exact kernel runs, by kind of mask."""
 
 # Without a table: the sizes from which low bits run. On an H200, whose exact attention is fast, low bits gain from
@@ -138,8 +138,8 @@ def _rounded(fact: Any) -> Any:
 
 def _read_curve(facts: Mapping[str, Any]) -> Curve:
     schedule = Schedule(**{**facts["schedule"], "widths": tuple(facts["schedule"]["widths"])})
-    found = {"head_dims": tuple(facts["head_dims"]), "schedule": schedule, "weights": Weights(*facts["weights"])}
-    return Curve(**{**facts, **found})
+    parsed = {"head_dims": tuple(facts["head_dims"]), "schedule": schedule, "weights": Weights(*facts["weights"])}
+    return Curve(**{**facts, **parsed})
 
 
 def read_table(path: Path) -> Table:
@@ -219,7 +219,7 @@ def sizes_of(request: Request) -> Sizes:
     )
 
 
-def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
+def why_slower(request: Request, runner: str, exact_kernels: Sequence[str] = ()) -> str:
     """Return why low bits by `runner` would not be faster than exact attention; "" if they would.
 
     Low bits are always faster for packed sequences, which exact attention runs one by one, and if the LSE is wanted,
@@ -228,22 +228,22 @@ def why_slower(request: Request, runner: str, own: Sequence[str] = ()) -> str:
     Args:
         request: the facts of the call.
         runner: the low-bit runner, see `low_bit_runner`.
-        own: the names of the exact kernels, except PyTorch's, that serve the call.
+        exact_kernels: the names of the exact kernels, except PyTorch's, that serve the call.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if fastest_exact(request, own) == SHARING:
+    if fastest_exact(request, exact_kernels) == SHARING:
         return "few queries: exact attention that splits the keys among programs is faster"
     low_bit, sizes = _curves(request, [runner]), sizes_of(request)
-    rivals = (*_curves(request, own), *_pytorch_curves(request))
+    rivals = (*_curves(request, exact_kernels), *_pytorch_curves(request))
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
     return "" if is_faster(low_bit[0], rivals, sizes) else _limit(low_bit[0], rivals, sizes.head_dim)
 
 
-def is_measured_faster(request: Request, runner: str, other: str) -> bool:
+def is_measured_faster(request: Request, runner: str, other_runner: str) -> bool:
     """Return whether the table has both runners for such a call, and the first is faster."""
-    us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other))]
+    us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other_runner))]
     return len(us) == 2 and us[0] < us[1]
 
 
@@ -283,8 +283,8 @@ def why_slower_training(
     table, sizes = table_of(request.capability), sizes_of(request)
     if table is None or request.dtype not in _EXACT_DTYPES:
         return _why_not_unmeasured(request, sizes)
-    forward, both = low_bit_runner(recipe, kernel, quantizer), training_runner(recipe, kernel, quantizer, backward)
-    low_bit_us = _training_us(table, request, forward, both, checkpointed)
+    forward, training = low_bit_runner(recipe, kernel, quantizer), training_runner(recipe, kernel, quantizer, backward)
+    low_bit_us = _training_us(table, request, forward, training, checkpointed)
     exact_us = min(_training_us(table, request, name, name + TRAINING, checkpointed) for name in BACKENDS)
     if math.inf in (low_bit_us, exact_us):
         if checkpointed:
@@ -294,7 +294,7 @@ def why_slower_training(
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
-def trains_as_fast(request: Request, runner: str, other: str) -> bool:
+def trains_as_fast(request: Request, runner: str, other_runner: str) -> bool:
     """Return whether the table has training times of the first runner (`training_runner`), and none is much longer.
 
     Curves are fitted to within a few percent: up to TIE times as long counts as fast.
@@ -302,14 +302,14 @@ def trains_as_fast(request: Request, runner: str, other: str) -> bool:
     table = table_of(request.capability)
     if table is None:
         return False
-    own_us, other_us = (_training_us(table, request, "", both, False) for both in (runner, other))
-    return own_us < TIE * other_us
+    us, other_us = (_training_us(table, request, "", training, False) for training in (runner, other_runner))
+    return us < TIE * other_us
 
 
-def _training_us(table: Table, request: Request, forward: str, both: str, checkpointed: bool) -> float:
+def _training_us(table: Table, request: Request, forward: str, training: str, checkpointed: bool) -> float:
     """Return the time of a call with gradients by the runner of these names; infinity if it was not measured."""
     sizes = sizes_of(request)
-    runners = [both, forward] if checkpointed else [both]
+    runners = [training, forward] if checkpointed else [training]
     curves = [table.curve(runner, request.mask, request.is_causal, sizes.head_dim) for runner in runners]
     return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
@@ -372,16 +372,16 @@ def _pytorch_curves(request: Request) -> list[Curve]:
     return curves
 
 
-def fastest_exact(request: Request, own: Sequence[str]) -> str:
+def fastest_exact(request: Request, exact_kernels: Sequence[str]) -> str:
     """Return the name, as in `plan.Plan`, of the fastest exact kernel for a call.
 
     Args:
         request: the facts of the call.
-        own: the names of the exact kernels, except PyTorch's, that serve the call.
+        exact_kernels: the names of the exact kernels, except PyTorch's, that serve the call.
     """
     sizes, grows = sizes_of(request), is_growing_step(request)
-    us = {curve.runner: curve.us(sizes) for curve in _curves(request, own)}
-    if SHARING in own and SHARING not in us and KEYS_OF_FEW * sizes.q_len <= sizes.kv_len:
+    us = {curve.runner: curve.us(sizes) for curve in _curves(request, exact_kernels)}
+    if SHARING in exact_kernels and SHARING not in us and KEYS_OF_FEW * sizes.q_len <= sizes.kv_len:
         key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
         if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
             return SHARING
@@ -389,7 +389,7 @@ def fastest_exact(request: Request, own: Sequence[str]) -> str:
     us = {name: max(time, FA3_HOST_US if name == FA3 else least_us) for name, time in us.items()}
     pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
     fastest = min(us, key=us.__getitem__, default="")
-    if fastest and us[fastest] < OWN_MARGINS[request.mask] * pytorch_us:
+    if fastest and us[fastest] < EXACT_KERNEL_MARGINS[request.mask] * pytorch_us:
         return fastest
     return "sdpa_without_cudnn" if is_slower_by_cudnn(request) else "sdpa"
 

@@ -150,24 +150,24 @@ def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
     Raises:
         OutOfMemoryError: the device has no room for the case, which takes some megabytes.
     """
-    found = _try(plan.kernel, case, device, plan.kernel, plan.quantizer)
-    if found.reason:
+    verdict = _try(plan.kernel, case, device, plan.kernel, plan.quantizer)
+    if verdict.reason:
         request = replace(plan.request, recipe=plan.recipe)
         others = [name for name in fitting_quantizers(plan.kernel, request) if name != plan.quantizer]
         blames_quantizer = any(_is_right(plan.kernel, other, case, device) for other in others)
-        return [found._replace(kernel=plan.quantizer) if blames_quantizer else found]
-    verdicts_found = [found]
+        return [verdict._replace(kernel=plan.quantizer) if blames_quantizer else verdict]
+    verdicts = [verdict]
     if plan.quantizer:
-        verdicts_found.append(found._replace(kernel=plan.quantizer))
+        verdicts.append(verdict._replace(kernel=plan.quantizer))
     if plan.backward:
-        verdicts_found.append(_try(plan.backward, case, device, plan.kernel, plan.quantizer, plan.backward))
-    return verdicts_found
+        verdicts.append(_try(plan.backward, case, device, plan.kernel, plan.quantizer, plan.backward))
+    return verdicts
 
 
 def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
     """Run a kernel of exact attention on a case, and compare it with PyTorch's."""
-    own = get_exact(kernel)
-    assert own is not None
+    exact_kernel = get_exact(kernel)
+    assert exact_kernel is not None
     with _plainly(device):
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
@@ -176,9 +176,11 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         expected = sdpa.sdpa(*tensors, mask=mask, scale=call.scale, enable_gqa=True)
         truth = sdpa.attention(*tensors, mask=mask, scale=call.scale)[0]
         noise = uncertainty(call, None, 0.0)[0]
-        return _judge(
-            kernel, lambda: own.attend(call), lambda found: _of_head(found, expected, truth, noise, 0.0), device
-        )
+
+        def distance(output: torch.Tensor) -> float:
+            return _of_head(output, expected, truth, noise, 0.0)
+
+        return _judge(kernel, lambda: exact_kernel.attend(call), distance, device)
 
 
 def examine_heads(head_dim: int, device: torch.device) -> Verdict:
@@ -209,9 +211,9 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
                 return expected
             return kernel.forward(x, norm, rope), *kernel.backward(gradient, x, norm, rope)
 
-        def distance(found: tuple[torch.Tensor | None, ...]) -> float:
+        def distance(results: tuple[torch.Tensor | None, ...]) -> float:
             distances = []
-            for y, z, truth in zip(found, expected, truths, strict=True):
+            for y, z, truth in zip(results, expected, truths, strict=True):
                 assert y is not None  # the norm has weight and bias
                 shape, noise = (1, -1, truth.shape[-1]), 2**-18 * truth.abs().sum().item()
                 distances.append(_of_head(y.view(shape), z.view(shape), truth.view(shape), noise, 0.0))
@@ -243,16 +245,17 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
             new_query, new_key, new_value = (x[:, :, tokens:] for x in (query.to(dtype), key, value))
             return kernel.decode(cache, new_query, new_key, new_value, None, scale)
 
-        own, other = new_cache(), new_cache()
-        expected, truth = decode(reference, other, query.dtype), decode(reference, new_cache(), torch.float64)
-        kernel, _ = kv_kernels.kv_kernel(own, query[:, :, -STEP:])
+        kernel_cache, reference_cache = new_cache(), new_cache()
+        expected, truth = decode(reference, reference_cache, query.dtype), decode(reference, new_cache(), torch.float64)
+        kernel, _ = kv_kernels.kv_kernel(kernel_cache, query[:, :, -STEP:])
 
-        def distance(found: torch.Tensor) -> float:
-            stored = ([getattr(cache, name).view(torch.uint8) for name in KVCache.STORED] for cache in (own, other))
+        def distance(output: torch.Tensor) -> float:
+            caches = kernel_cache, reference_cache
+            stored = ([getattr(cache, name).view(torch.uint8) for name in KVCache.STORED] for cache in caches)
             is_stored = all(itertools.starmap(torch.equal, zip(*stored, strict=True)))
-            return _of_head(found, expected, truth, 0.0, 0.0) if is_stored else RAISED
+            return _of_head(output, expected, truth, 0.0, 0.0) if is_stored else RAISED
 
-        return _judge(kernel.name, lambda: decode(kernel, own, query.dtype), distance, device)
+        return _judge(kernel.name, lambda: decode(kernel, kernel_cache, query.dtype), distance, device)
 
 
 @contextmanager
@@ -265,14 +268,14 @@ def _plainly(device: torch.device) -> Iterator[None]:
 def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], float], device: torch.device) -> Verdict:
     """Return the verdict on a kernel by its results; the kernel may raise any exception."""
     try:
-        found = run()
+        results = run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return Verdict(name, RAISED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
-    distance = distance_of(found)
+    distance = distance_of(results)
     if distance <= 1:
         return Verdict(name, distance)
     return Verdict(
@@ -293,11 +296,11 @@ def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: s
         )
         noise, is_reference = uncertainty(call, None, 0.0)[0], forward == "reference"
 
-        def distance(found: tuple[torch.Tensor, torch.Tensor | None]) -> float:
+        def distance(results: tuple[torch.Tensor, torch.Tensor | None]) -> float:
             rounding = rounding_of(call.recipe, 4) if is_reference else 0.0
-            of_output = _of_head(found[0], expected, truth, noise, rounding)
+            of_output = _of_head(results[0], expected, truth, noise, rounding)
             return (
-                max(of_output, _of_lse(call, found[1], expected_lse))
+                max(of_output, _of_lse(call, results[1], expected_lse))
                 if call.return_lse and not case.grad
                 else of_output
             )
@@ -322,8 +325,8 @@ def _try_gradients(name: str, call: Call, device: torch.device, forward: str, qu
     noises = uncertainty(call, gradient, 0.0)[1:]
     rounding = rounding_of(call.recipe, 7) if backward == "reference_backward" else 0.0
 
-    def distance(found: tuple[torch.Tensor, ...]) -> float:
-        return max(_of_head(*parts, rounding) for parts in zip(found, expected, truths, noises, strict=True))
+    def distance(gradients: tuple[torch.Tensor, ...]) -> float:
+        return max(_of_head(*parts, rounding) for parts in zip(gradients, expected, truths, noises, strict=True))
 
     return _judge(name, lambda: _gradients(call, gradient, forward, quantizer, backward), distance, device)
 
@@ -337,29 +340,29 @@ def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
     return mask, {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
 
 
-def _of_head(found: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float) -> float:
+def _of_head(actual: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float) -> float:
     """Return the largest quotient of a head's distance and its tolerance.
 
     Args:
         noise: the float32 uncertainty of a head's sum.
         rounding: relative error that the reference may have against float64, if that is tested; else 0.
     """
-    if found.shape != truth.shape or not found.isfinite().all():
+    if actual.shape != truth.shape or not actual.isfinite().all():
         return RAISED
 
     def per_head(x: torch.Tensor) -> torch.Tensor:
         return x.double().abs().sum((-2, -1))
 
-    allowed = torch.finfo(found.dtype).eps * per_head(truth) + noise
+    allowed = torch.finfo(actual.dtype).eps * per_head(truth) + noise
     if rounding:
-        return (per_head(found - truth) / (rounding * per_head(truth) + allowed)).max().item()
-    return (per_head(found.double() - expected) / (2**0.5 * per_head(expected - truth) + allowed)).max().item()
+        return (per_head(actual - truth) / (rounding * per_head(truth) + allowed)).max().item()
+    return (per_head(actual.double() - expected) / (2**0.5 * per_head(expected - truth) + allowed)).max().item()
 
 
-def _of_lse(call: Call, found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    if found is None or expected is None or not torch.equal(found == -torch.inf, expected == -torch.inf):
+def _of_lse(call: Call, lse: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    if lse is None or expected is None or not torch.equal(lse == -torch.inf, expected == -torch.inf):
         return RAISED
-    moved = (found - expected)[expected > -torch.inf].abs()
+    moved = (lse - expected)[expected > -torch.inf].abs()
     tolerance = lse_tolerance(call.query, call.key, call.mask.tensor, call.scale)
     tolerance = tolerance + one_code(call.query, call.key, call.recipe, call.scale)
     return float(moved.max() / tolerance) if moved.isfinite().all() else RAISED

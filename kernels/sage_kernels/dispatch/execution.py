@@ -74,10 +74,10 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
         if call.is_empty:
             return call.new_outputs()
         if plan.numerics == "exact":
-            if (own := get_exact(plan.kernel)) is not None:
-                if own.repeats:
-                    precompile.compile_forward(call, plan, own.attend)
-                return own.attend(call), None
+            if (exact_kernel := get_exact(plan.kernel)) is not None:
+                if exact_kernel.repeats:
+                    precompile.compile_forward(call, plan, exact_kernel.attend)
+                return exact_kernel.attend(call), None
             by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)
             return by_pytorch(call) if call.lengths is None else _attend_one_by_one(by_pytorch, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
@@ -215,15 +215,17 @@ def _announce_while_compiling(recipe: str, reason: str) -> None:
 def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend by PyTorch's attention, through any of its backends ("sdpa"), or any except cuDNN's."""
     query, key, value = call.query, call.key, call.value
-    shape, by = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
-    groups_are_rows = by is not None and call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
+    shape, backend = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
+    groups_are_rows = backend is not None and call.q_len == 1 and call.mask.kind == "keys" and not call.is_causal
     if groups_are_rows:  # with a mask, PyTorch would want keys and values repeated for each query of their group
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
     lower_right = call.is_causal and call.mask.kind == "none" and 0 < call.causal_offset == key.shape[2] - shape[2]
     if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, value, shape[1] != key.shape[1]):
         return sdpa.sdpa(query, key, value, scale=call.scale, enable_gqa=True, lower_right=True), None
     options = Options(call.is_causal, call.causal_offset, call.scale, return_lse=call.return_lse)
-    output, lse = attend_exactly(query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, by=by)
+    output, lse = attend_exactly(
+        query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, backend=backend
+    )
     if groups_are_rows:
         return output.reshape(*shape[:3], value.shape[3]), None if lse is None else lse.reshape(shape[:3])
     return output, lse

@@ -59,11 +59,11 @@ class Plan:
     @cached_property
     def reason(self) -> str:
         """Return in one line why the requested recipe does not run; if it runs, which kernels failed here, or ""."""
-        others = self.passed_over
+        passed_over = self.passed_over
         if not self.is_fallback:
-            others = tuple(one for one in (*others, *self.other_phases) if one[1].startswith(verdicts.FAILED))
+            passed_over = tuple(one for one in (*passed_over, *self.other_phases) if one[1].startswith(verdicts.FAILED))
         names: dict[str, list[str]] = {}
-        for name, reason in others:
+        for name, reason in passed_over:
             names.setdefault(reason, []).append(name)
         parts = ((", ".join(dict.fromkeys(who)), reason) for reason, who in names.items())
         return "; ".join(f"{who}: {reason}" if who else reason for who, reason in parts)

@@ -44,25 +44,25 @@ def compile_backward(call: Call, plan: Plan) -> None:
     if not _begins(kind):
         return
     backward, device = get_backward(plan.backward), call.query.device
-    alike = replace(call.without_memory(), recipe=get_recipe(plan.recipe))
+    meta_call = replace(call.without_memory(), recipe=get_recipe(plan.recipe))
 
     def compile_all() -> None:  # outlives the forward pass, and keeps none of the call's memory
         with torch.cuda.device(device), tracing(compiles_only=True) as traced:
             stand_in = partial(traced.stand_in, device=device)
-            output, lse = alike.new_outputs(saves_lse=True)
+            output, lse = meta_call.new_outputs(saves_lse=True)
             assert lse is not None
             backward.backward(
                 BackwardCall(
                     stand_in(output),
-                    stand_in(alike.value),
+                    stand_in(meta_call.value),
                     stand_in(output),
-                    Saved(*map(stand_in, empty_saved(alike, lse))),
+                    Saved(*map(stand_in, empty_saved(meta_call, lse))),
                     sizes[0],
-                    alike.recipe,
-                    Mask.of_keys(None if alike.mask.valid is None else stand_in(alike.mask.valid)),
-                    alike.is_causal,
-                    alike.causal_offset,
-                    alike.scale,
+                    meta_call.recipe,
+                    Mask.of_keys(None if meta_call.mask.valid is None else stand_in(meta_call.mask.valid)),
+                    meta_call.is_causal,
+                    meta_call.causal_offset,
+                    meta_call.scale,
                 )
             )
         threads = [_begin(partial(_compile_on, device, one)) for one in traced.compilations or ()]
@@ -90,9 +90,9 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
         tensors.append(call.mask.tensor)
     layouts = ((x.stride(-1), *(stride % ALIGNMENT == 0 for stride in x.stride())) for x in tensors)
     sizes = replace(request, batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1)
-    kept = call.heavy_keys, call.late_keys, call.chooses_heavy_keys, tensors[-1].dtype
+    heavy_keys = call.heavy_keys, call.late_keys, call.chooses_heavy_keys, tensors[-1].dtype
     width = power_of_two(call.kv_len) if plan.numerics == "exact" else 0
-    kind = (sizes, call.query.device, plan.recipe, plan.kernel, plan.quantizer, *kept, width, *layouts)
+    kind = (sizes, call.query.device, plan.recipe, plan.kernel, plan.quantizer, *heavy_keys, width, *layouts)
     if not _begins(kind):
         return
     device = call.query.device
@@ -137,8 +137,10 @@ def _compile_on(device: torch.device, compile: Callable[[], object]) -> None:
 
 def _begin(work: Callable[[], object]) -> threading.Thread:
     def run() -> None:
-        with contextlib.suppress(Exception):
+        try:
             work()
+        except Exception as error:  # the launch compiles again, and raises the error
+            logger.info("a kernel did not compile ahead of its launch: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=run, name="sage-kernels-compile")
     thread.start()

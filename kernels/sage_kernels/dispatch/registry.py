@@ -102,14 +102,14 @@ def unsupported(kernel: Kernel | Exact, request: Request) -> str:
 def without(*names: str) -> Iterator[None]:
     """Leave out the forward and exact kernels of these names while the block runs, to measure their gain."""
     registered: tuple[dict[str, Any], ...] = (forwards, exacts)
-    before = [dict(kernels) for kernels in registered]
+    earlier = [dict(kernels) for kernels in registered]
     for kernels, name in itertools.product(registered, names):
         kernels.pop(name, None)
     forget_choices()
     try:
         yield
     finally:
-        for kernels, every in zip(registered, before, strict=True):
+        for kernels, earlier_kernels in zip(registered, earlier, strict=True):
             kernels.clear()
-            kernels.update(every)
+            kernels.update(earlier_kernels)
         forget_choices()

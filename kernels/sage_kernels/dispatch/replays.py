@@ -48,10 +48,10 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         return None
     blocks = call.mask.blocks
     lists = () if blocks is None else (blocks.counts, blocks.tiles)
-    tensors, alike = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
-    own = get_exact(plan.kernel)
-    if call.query.is_cuda and (plan.numerics != "exact" or (own is not None and own.repeats)):
-        launched = partial(_outputs, alike, plan)
+    tensors, make_call = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
+    exact_kernel = get_exact(plan.kernel)
+    if call.query.is_cuda and (plan.numerics != "exact" or (exact_kernel is not None and exact_kernel.repeats)):
+        launched = partial(_outputs, make_call, plan)
         if call.return_lse:
             return cache.traced(plan, launched, tensors, result)
         return cache.traced(plan, launched, tensors, (result[0], None), _without_lse)
@@ -59,7 +59,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
         return None
     attend = _exact_function(call, plan)
     if attend is None:
-        return cache.compared(plan, lambda *tensors: execution.compute(alike(*tensors), plan), tensors, result)
+        return cache.compared(plan, lambda *tensors: execution.compute(make_call(*tensors), plan), tensors, result)
     return cache.compared(plan, lambda query, key, value, *_: (attend(query, key, value), None), tensors, result)
 
 
@@ -67,12 +67,12 @@ def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | Non
     """Return a function of (query, key, value) that computes a whole call like this; None if there is none."""
     if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `compute` turns it off
         return None
-    if (own := get_exact(plan.kernel)) is not None:
-        return cast(ExactOperator, own).repeated(call)
+    if (exact_kernel := get_exact(plan.kernel)) is not None:
+        return cast(ExactOperator, exact_kernel).repeated(call)
     if call.is_causal and call.causal_offset:
         return None
-    by = None if plan.kernel == "sdpa" else sdpa.without_cudnn
-    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, by=by)
+    backend = None if plan.kernel == "sdpa" else sdpa.without_cudnn
+    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=backend)
 
 
 def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
@@ -83,7 +83,7 @@ def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
     recipe, scale, return_lse = get_recipe(plan.recipe), call.scale, call.return_lse
     is_causal, causal_offset, (block_m, block_n) = call.is_causal, call.causal_offset, call.mask.list_sizes
 
-    def alike(
+    def make_call(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -98,14 +98,14 @@ def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
             masks = Mask.of_blocks(BlockList(counts, tiles, block_m, block_n), mask, keys)
         return Call(query, key, value, recipe, masks, is_causal, causal_offset, scale, None, return_lse)
 
-    return alike
+    return make_call
 
 
-def _outputs(alike: Callable[..., Call], plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def _outputs(make_call: Callable[..., Call], plan: Plan, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Launch the kernels of a plan; return the output, laid out with tokens before heads, and the LSE if wanted."""
-    call = alike(*tensors)
-    if (own := get_exact(plan.kernel)) is not None:
-        return [with_tokens_first(own.attend(call))]
+    call = make_call(*tensors)
+    if (exact_kernel := get_exact(plan.kernel)) is not None:
+        return [with_tokens_first(exact_kernel.attend(call))]
     output, lse = get_forward(plan.kernel).attend(call, get_quantizer(plan.quantizer))
     if not call.return_lse:
         return [with_tokens_first(output)]
@@ -145,9 +145,9 @@ class _Training:
         entry = cache.find("backward", tensors, facts) if self.recurs and not torch.is_grad_enabled() else None
         if entry is not None and entry.replay is not None:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
-        *given, valid = tensors
+        *inputs, valid = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *given, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options).for_training()
+            *inputs, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options).for_training()
         )
         if entry is not None:
             # A kernel may sum dQ in any order.
@@ -168,10 +168,10 @@ class _Training:
 
 def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
     """Run a call with gradients by its plan, and return the output; `of_training` says for which calls."""
-    alike = calls_like(call, plan)
+    make_call = calls_like(call, plan)
 
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _with_own_memory(*execution.run_and_save(alike(*tensors), plan))
+        return _with_own_memory(*execution.run_and_save(make_call(*tensors), plan))
 
     training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=False)
     output: torch.Tensor = _Attention.apply(call.query, call.key, call.value, call.mask.tensor, training)
@@ -203,11 +203,11 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     assert lse is not None
     if not cache.is_small([output, *empty_saved(sizes, lse)]):
         return None
-    alike = calls_like(call, plan)
+    make_call = calls_like(call, plan)
     kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _with_own_memory(*kernel.attend_and_save(alike(*tensors), quantizer))
+        return _with_own_memory(*kernel.attend_and_save(make_call(*tensors), quantizer))
 
     with torch.no_grad():
         output, saved = execution.run_and_save(call, plan)

@@ -179,8 +179,8 @@ def _choose_phases(kernel: Forward, request: Request) -> _Phases:
     if request.grad:
         if not isinstance(kernel, TrainingForward):
             return _Phases(reason="forward only")
-        alike = [one for one in registry.backwards.values() if one.native == kernel.native]
-        backward, others = _choose_first(alike, request)
+        candidates = [one for one in registry.backwards.values() if one.native == kernel.native]
+        backward, others = _choose_first(candidates, request)
         if not backward:
             return _Phases(reason=_join_reasons("no kernel computes its gradients", others))
         passed_over += others

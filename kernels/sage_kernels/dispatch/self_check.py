@@ -26,10 +26,10 @@ TESTED = ((9, 0),)
 interpreted and emulated, so their first call on such a GPU is checked."""
 
 
-def keep(plan: Plan, found: list[Verdict]) -> bool:
+def keep(plan: Plan, examined: list[Verdict]) -> bool:
     """Keep verdicts on a plan's kernels; return whether all are right. From now on, wrong kernels are passed over."""
     capability, size = plan.request.capability, plan.request.head_dim
-    failed = [one for one in found if one.reason]
+    failed = [one for one in examined if one.reason]
     for one in failed:
         keep_failure(one, plan.recipe, size, capability)
     if not failed:
@@ -37,21 +37,21 @@ def keep(plan: Plan, found: list[Verdict]) -> bool:
     return not failed
 
 
-def keep_one(found: Verdict, what: str, head_dim: int, capability: Capability | None) -> bool:
+def keep_one(verdict: Verdict, name: str, head_dim: int, capability: Capability | None) -> bool:
     """Keep the verdict on a kernel of `verdicts.HEADS` or `verdicts.KV`; return whether it is right."""
-    if found.reason:
-        keep_failure(found, what, head_dim, capability)
+    if verdict.reason:
+        keep_failure(verdict, name, head_dim, capability)
     else:
-        verdicts.record(verdicts.subject(what, what, head_dim), "", capability)
-    return not found.reason
+        verdicts.record(verdicts.subject(name, name, head_dim), "", capability)
+    return not verdict.reason
 
 
-def keep_failure(found: Verdict, recipe: str, head_dim: int, capability: Capability | None) -> None:
+def keep_failure(verdict: Verdict, recipe: str, head_dim: int, capability: Capability | None) -> None:
     """Remember that a kernel is wrong, and warn."""
-    verdicts.record(verdicts.subject(found.kernel, recipe, head_dim), found.reason, capability)
+    verdicts.record(verdicts.subject(verdict.kernel, recipe, head_dim), verdict.reason, capability)
     logger.warning(
         "%s is wrong on this machine for %s and is passed over: %s (`sage-hf check` tells more)",
-        *(found.kernel, recipe, found.reason),
+        *(verdict.kernel, recipe, verdict.reason),
     )
     select.cache_clear()
 
@@ -75,12 +75,12 @@ def check_kv(format: str, head_dim: int, device: torch.device) -> None:
     _check_one(verdicts.KV + format, head_dim, device, lambda: examine_kv(format, head_dim, device))
 
 
-def _check_one(what: str, head_dim: int, device: torch.device, examine: Callable[[], Verdict]) -> None:
-    capability, about = capability_of(device), verdicts.subject(what, what, head_dim)
+def _check_one(name: str, head_dim: int, device: torch.device, examine: Callable[[], Verdict]) -> None:
+    capability, about = capability_of(device), verdicts.subject(name, name, head_dim)
     if capability is not None and _is_due(about, capability):
 
         def check() -> bool:
-            return verdicts.is_known(about, capability) or keep_one(examine(), what, head_dim, capability)
+            return verdicts.is_known(about, capability) or keep_one(examine(), name, head_dim, capability)
 
         _check_once(about, capability, check)
 

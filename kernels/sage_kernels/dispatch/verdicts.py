@@ -79,9 +79,9 @@ def _verdicts(capability: Capability | None) -> dict[str, str]:
     if not _folder().is_dir():
         return {}
     try:
-        found = json.loads(_path(capability).read_text())["verdicts"]
-        if all(isinstance(text, str) for pair in found.items() for text in pair):
-            return dict(found)
+        stored = json.loads(_path(capability).read_text())["verdicts"]
+        if all(isinstance(text, str) for pair in stored.items() for text in pair):
+            return dict(stored)
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         pass
     return {}

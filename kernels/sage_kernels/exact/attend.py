@@ -22,7 +22,7 @@ def attend_exactly(
     blocks: BlockList | None,
     options: Options,
     zero_rows: bool = True,
-    by: Callable[..., torch.Tensor] | None = None,
+    backend: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run PyTorch's attention with its gradients.
 
@@ -32,7 +32,7 @@ def attend_exactly(
         options: all other arguments; recipe, fallback and layout are ignored.
         zero_rows: rows that may attend to no key are 0; with a block list they always are. Otherwise PyTorch decides
             their values.
-        by: as in `exact.sdpa`; not with a block list.
+        backend: as in `exact.sdpa`; not with a block list.
 
     Returns:
         (output, lse): output (batch, q_heads, q_len, v_head_dim) in query's dtype; lse (batch, q_heads, q_len) float32
@@ -46,7 +46,7 @@ def attend_exactly(
     attend_to = masked_rows.attend_with_zero_rows if zero_rows else sdpa.sdpa
     gqa, dropout_p = options.enable_gqa, options.dropout_p
     causality: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "scale": scale}
-    output = attend_to(query, key, value, **causality, enable_gqa=gqa, dropout_p=dropout_p, by=by)
+    output = attend_to(query, key, value, **causality, enable_gqa=gqa, dropout_p=dropout_p, backend=backend)
     if not options.return_lse:
         return output, None
     with torch.no_grad():

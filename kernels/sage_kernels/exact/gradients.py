@@ -43,9 +43,9 @@ def exact_gradients(
     kv_heads, kv_len = key.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     query, key, value, output_gradient = (x.double() for x in (query, key, value, output_gradient))
-    found = Gradients(*(torch.zeros_like(x) for x in (output_gradient, query, key, value)))
+    results = Gradients(*(torch.zeros_like(x) for x in (output_gradient, query, key, value)))
     if 0 in (batch, q_heads, q_len, kv_len):
-        return found
+        return results
     if mask is not None:
         mask = mask.expand(batch, q_heads, q_len, kv_len)
 
@@ -65,8 +65,8 @@ def exact_gradients(
         gradient = output_gradient[:, :, chunk]
         dp = gradient @ repeated_value.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-        found.output[:, :, chunk] = p @ repeated_value
-        found.query[:, :, chunk] = ds @ repeated_key
-        found.key.add_(per_key_head(ds.mT @ query[:, :, chunk]))
-        found.value.add_(per_key_head(p.mT @ gradient))
-    return found
+        results.output[:, :, chunk] = p @ repeated_value
+        results.query[:, :, chunk] = ds @ repeated_key
+        results.key.add_(per_key_head(ds.mT @ query[:, :, chunk]))
+        results.value.add_(per_key_head(p.mT @ gradient))
+    return results

@@ -25,7 +25,7 @@ from . import sdpa
 
 ROWS, NEAR = 128, 0.02
 """Queries and keys of a trial, and the largest error of an output of about 1: more than rounding causes."""
-_found: dict[tuple[object, ...], bool] = {}
+_gives_zeros_by_kind: dict[tuple[object, ...], bool] = {}
 
 
 def attend_with_zero_rows(
@@ -38,15 +38,15 @@ def attend_with_zero_rows(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
-    by: Callable[..., torch.Tensor] | None = None,
+    backend: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `exact.sdpa`; rows that may attend to no key are 0 and contribute to no gradient.
 
     Args:
-        query, key, value, mask, is_causal, scale, enable_gqa, dropout_p, by: as in `exact.sdpa`.
+        query, key, value, mask, is_causal, scale, enable_gqa, dropout_p, backend: as in `exact.sdpa`.
     """
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    options |= {"dropout_p": dropout_p, "by": by}
+    options |= {"dropout_p": dropout_p, "backend": backend}
     if mask is None:
         return sdpa.sdpa(query, key, value, **options)
     if wants_gradient(query, key, value, mask) or torch_private.transforms_are_active():
@@ -70,17 +70,17 @@ def _gives_zeros(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
         return False
     kind = query.device, query.dtype, query.shape[3], value.shape[3]
     allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
-    if (found := _found.get((*kind, *allowed))) is None:
+    if (gives_zeros := _gives_zeros_by_kind.get((*kind, *allowed))) is None:
         if torch.cuda.is_current_stream_capturing():
             return False
         with driver.relaxed_capture():
-            found = all(_gives_zeros_by(by, *kind) for by in (_cudnn, _efficient, _math))
-        _found[(*kind, *allowed)] = found
-    return found
+            gives_zeros = all(_gives_zeros_by(backend, *kind) for backend in (_cudnn, _efficient, _math))
+        _gives_zeros_by_kind[(*kind, *allowed)] = gives_zeros
+    return gives_zeros
 
 
 def _gives_zeros_by(
-    by: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    backend: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> bool:
     """Return whether a backend returns zeros in hidden rows, for the calls that it serves."""
     # One row of the first batch element has no key, and no row of the second element has a key.
@@ -91,7 +91,7 @@ def _gives_zeros_by(
     inputs = [torch.ones(2, 2, ROWS, count, dtype=dtype, device=device) for count in (head_dim, head_dim, v_head_dim)]
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            output = sdpa.sdpa(*inputs, mask=mask, by=by)
+            output = sdpa.sdpa(*inputs, mask=mask, backend=backend)
     except _RefusedError:
         return True
     except RuntimeError:

@@ -175,7 +175,7 @@ def sdpa(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     lower_right: bool = False,
-    by: Callable[..., torch.Tensor] | None = None,
+    backend: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call PyTorch's scaled_dot_product_attention with tensors that its kernels read correctly, in linear memory.
 
@@ -190,7 +190,7 @@ def sdpa(
         enable_gqa: q_heads may be a multiple of kv_heads.
         dropout_p: dropout probability of the attention weights.
         lower_right: causal, with the last query at the last key; only without a mask, and if `has_lower_right`.
-        by: a function with the same arguments that attends in place of PyTorch's, such as `without_cudnn`.
+        backend: a function with the same arguments that attends in place of PyTorch's, such as `without_cudnn`.
 
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
@@ -219,7 +219,7 @@ def sdpa(
         output = _flash(query, key, value, True, scale)
     else:
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        output = (by or pytorch_sdpa)(query, key, value, attn_mask=mask, **options)
+        output = (backend or pytorch_sdpa)(query, key, value, attn_mask=mask, **options)
     if _may_be_cudnn(query, key, value, mask):
         output = with_gradient_like_output(output)
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
@@ -232,11 +232,11 @@ def repeated(
     *,
     is_causal: bool,
     scale: float,
-    by: Callable[..., torch.Tensor] | None = None,
+    backend: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[..., torch.Tensor] | None:
     """Return a function of (query, key, value) in these layouts that computes `sdpa` without mask and gradients.
 
-    It is PyTorch's function, or `by`, with options bound; None if `sdpa` would pass on other tensors than its
+    It is PyTorch's function, or `backend`, with options bound; None if `sdpa` would pass on other tensors than its
     arguments. The arguments are as in `sdpa`.
     """
     if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
@@ -247,7 +247,7 @@ def repeated(
         if not aligned or _misleads_cudnn(query, value):
             return None
     enable_gqa = query.shape[1] != key.shape[1]
-    return partial(by or pytorch_sdpa, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return partial(backend or pytorch_sdpa, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def without_cudnn(

@@ -156,7 +156,7 @@ def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
     operator(query, key, value, out=output, softmax_scale=scale, num_splits=1, **options)
 
 
-_row_blocks_found: dict[tuple[Any, ...], int] = {}
+_row_blocks_by_size: dict[tuple[Any, ...], int] = {}
 
 
 def _row_blocks(call: Call) -> int:
@@ -170,15 +170,15 @@ def _row_blocks(call: Call) -> int:
         return 0
     device = call.query.device
     sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
-    if (found := _row_blocks_found.get(known := (*sizes, device))) is None:
+    if (row_blocks := _row_blocks_by_size.get(key := (*sizes, device))) is None:
         if torch.cuda.is_current_stream_capturing():
             return 0
         with trace.keeping(), driver.relaxed_capture() if device.type == "cuda" else nullcontext():
-            found = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
-        if len(_row_blocks_found) >= MOST_SIZES:
-            _row_blocks_found.clear()
-        _row_blocks_found[known] = found
-    return found
+            row_blocks = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
+        if len(_row_blocks_by_size) >= MOST_SIZES:
+            _row_blocks_by_size.clear()
+        _row_blocks_by_size[key] = row_blocks
+    return row_blocks
 
 
 @lru_cache(maxsize=16)
@@ -197,8 +197,9 @@ def _follows_plans(device: torch.device) -> bool:
     sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
     full, short, empty = (_plan(sizes, *of, device=device).tolist() for of in ((1024, None), (1, None), (1024, 0)))
     blocks = full[4]
-    alike = full[:8] == short[:8] == [*ones, *[blocks] * 4] and sorted(full[8:12]) == sorted(short[8:12]) == numbers
-    if not alike or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
+    begins_alike = full[:8] == short[:8] == [*ones, *[blocks] * 4]
+    is_numbered = sorted(full[8:12]) == sorted(short[8:12]) == numbers
+    if not (begins_alike and is_numbered) or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
         return False
     # The second element must stay unchanged, with a plan and with lengths.
     drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
@@ -221,10 +222,8 @@ def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, devic
 
     used = None if q_length is None else all_of(q_length)
     options = {"seqused_q": used, "num_splits": 1}
-    found: torch.Tensor = getattr(_operators(), PLANNER)(
-        *sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options
-    )
-    return found
+    plan: torch.Tensor = getattr(_operators(), PLANNER)(*sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options)
+    return plan
 
 
 def _unsupported(request: Request) -> str:

@@ -72,24 +72,26 @@ def _run(run: BackwardLaunch) -> None:
     query_gradient, key_gradient, value_gradient = run.gradients
     q_sequences, kv_sequences = call.token_axes
     key_tile, query_tile = KEY_TILES[channels], QUERY_TILES[channels]
-    own_value = own_gradient = None
+    value_in_place = gradient_in_place = None
     if not q_sequences.packed and call.value.shape[3] == channels:
-        own_value = TokenRows.of(call.value)
+        value_in_place = TokenRows.of(call.value)
         # dO of a row without a key must count as 0: the caller's dO serves if each row of each tile has a key.
         has_key = run.padding is None and not (call.is_causal and call.kernel_offset < 0)
         if has_key and q_sequences.tokens % key_tile["BLOCK_M"] == 0:
-            own_gradient = TokenRows.of(call.output_gradient)
+            gradient_in_place = TokenRows.of(call.output_gradient)
     queries = query_operands(
-        call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, own_gradient is None
+        call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, gradient_in_place is None
     )
-    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, own_value is None)
+    value, key = key_operands(
+        call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, value_in_place is None
+    )
 
     def operand_rows(
-        own: TokenRows | None, copy: torch.Tensor | None, name: str
+        in_place: TokenRows | None, copy: torch.Tensor | None, name: str
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the caller's tensor, or its copy if there is one, and the arguments that locate a head's rows."""
-        if own is not None:
-            rows, first = own.rows, (own.rows_of_batch, own.rows_of_head, own.columns_of_head)
+        if in_place is not None:
+            rows, first = in_place.rows, (in_place.rows_of_batch, in_place.rows_of_head, in_place.columns_of_head)
         else:
             assert copy is not None
             heads, per_head = copy.shape[1:3]
@@ -97,8 +99,8 @@ def _run(run: BackwardLaunch) -> None:
         names = (f"{name}_rows_of_batch", f"{name}_rows_of_head", f"{name}_columns_of_head")
         return rows, dict(zip(names, first, strict=True))
 
-    gradient_rows, gradient_place = operand_rows(own_gradient, queries.gradient, "gradient")
-    value_rows, value_place = operand_rows(own_value, value, "value")
+    gradient_rows, gradient_place = operand_rows(gradient_in_place, queries.gradient, "gradient")
+    value_rows, value_place = operand_rows(value_in_place, value, "value")
 
     def query_tiles(x: torch.Tensor) -> object:
         return stage_tiles(x, key_tile["BLOCK_M"], channels)

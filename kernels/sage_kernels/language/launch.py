@@ -51,14 +51,14 @@ MASK_AXES = ("batch", "head", "row", "column")
 DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True, "maxnreg": None}
 """Compiler options of `launch`."""
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_recorded: ContextVar[list[RecordedLaunch] | None] = ContextVar("recorded", default=None)
 _compiled: set[tuple[Any, ...]] = set()
 _lock = threading.Lock()
 _starting: list[threading.Thread] = []
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A kernel launch: kernel[grid](**arguments, **options)."""
 
     kernel: triton.JITFunction
@@ -73,12 +73,12 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
+def recording() -> Iterator[list[RecordedLaunch]]:
     """Record launches instead of running them, so that a call's kernels can be compiled ahead of time.
 
     Tensors may be on any device, including the meta device.
     """
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
     token = _recorded.set(launches)
     try:
         yield launches
@@ -149,7 +149,7 @@ def launch(
     kernel = fitting(kernel, arguments)
     recorded = _recorded.get()
     if recorded is not None:
-        recorded.append(Launch(kernel, grid, arguments, options))
+        recorded.append(RecordedLaunch(kernel, grid, arguments, options))
         return
     if 0 in grid:
         return

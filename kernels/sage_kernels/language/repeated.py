@@ -12,23 +12,23 @@ import torch
 import triton
 
 from ..replay import cache, driver, trace
-from ..replay.launch_plan import Launch
+from ..replay.launch_plan import DriverLaunch
 from ..runtime import torch_private
 from . import triton_abi
 from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
 
-Call = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
+KernelLaunch = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 """Kernel, grid, and the arguments and options of `launch.launch`."""
 
 
 class RepeatedLaunches:
     """Launches that run one after the other, again for each step that differs only in `changing`."""
 
-    def __init__(self, calls: Sequence[Call], changing: Mapping[str, int]) -> None:
+    def __init__(self, launches: Sequence[KernelLaunch], changing: Mapping[str, int]) -> None:
         """Pack the launches; their kernels must be compiled.
 
         Args:
-            calls: the launches, in order.
+            launches: the launches, in order.
             changing: names of parameters whose values change, the same in all kernels. They are addresses, or 32-bit
                 numbers for which no kernel is specialised.
 
@@ -36,24 +36,24 @@ class RepeatedLaunches:
             NotRepeatableError: a kernel needs more than parameters at launch.
         """
         self._lock = threading.Lock()
-        self._launches: list[Launch] = []
+        self._launches: list[DriverLaunch] = []
         self._patches: list[tuple[memoryview, int, str]] = []
-        for kernel, grid, arguments in calls:
+        for kernel, grid, arguments in launches:
             arguments = dict(arguments)
             options = {name: arguments.pop(name, default) for name, default in DEFAULT_OPTIONS.items()}
             dependent = arguments.pop("dependent", False)
             kernel = fitting(kernel, arguments)
             packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
-            one = Launch(packed)
+            driver_launch = DriverLaunch(packed)
             signature = triton_abi.compile_kernel(kernel, grid, arguments, options).src.signature
             names = [name for name, kind in signature.items() if kind != "constexpr"]
-            numbers = one.words.cast("B").cast("i")
+            numbers = driver_launch.words.cast("B").cast("i")
             for name, start in zip(names, packed.starts, strict=False):
                 if name in changing:
                     is_address = isinstance(arguments[name], torch.Tensor)
-                    view, size = (one.words, 8) if is_address else (numbers, 4)
+                    view, size = (driver_launch.words, 8) if is_address else (numbers, 4)
                     self._patches.append((view, start // size, name))
-            self._launches.append(one)
+            self._launches.append(driver_launch)
 
     def run(self, index: int, values: Mapping[str, int]) -> None:
         """Launch on the current stream of GPU `index`, which must be the current GPU.
@@ -65,17 +65,17 @@ class RepeatedLaunches:
         with self._lock:
             for view, place, name in self._patches:
                 view[place] = values[name]
-            for one in self._launches:
-                one.config.stream = stream
-                if status := one.launch():
+            for driver_launch in self._launches:
+                driver_launch.config.stream = stream
+                if status := driver_launch.launch():
                     if driver.ensure_context(index):  # the thread had no context, so nothing was launched
-                        status = one.launch()
+                        status = driver_launch.launch()
                     driver.check("cuLaunchKernelEx", status)
 
 
 def run_step(
     kind: str,
-    calls: Callable[[], Sequence[Call]],
+    make_launches: Callable[[], Sequence[KernelLaunch]],
     output: torch.Tensor,
     counts: torch.Tensor | None,
     changing: Mapping[str, int],
@@ -88,7 +88,7 @@ def run_step(
 
     Args:
         kind: name of the function that makes the steps.
-        calls: a function that makes the launches.
+        make_launches: a function that makes the launches.
         output: the step's output, written.
         counts: the device's counts, which the launches update; None if the host counts.
         changing: as in `RepeatedLaunches`; it includes the output's address.
@@ -99,45 +99,45 @@ def run_step(
     if entry is not None and entry.replay is not None:
         entry.replay(changing)
         return
-    before = None if counts is None or entry is None or entry.calls else counts.clone()
-    launches = calls()
+    counts_before = None if counts is None or entry is None or entry.calls else counts.clone()
+    launches = make_launches()
     for kernel, grid, arguments in launches:
         launch(kernel, grid, **arguments)
     if entry is not None:
-        entry.consider(partial(_repetition, launches, output, counts, before, changing), at_once=True)
+        entry.consider(partial(_repetition, launches, output, counts, counts_before, changing), at_once=True)
 
 
 def _repetition(
-    calls: Sequence[Call],
+    launches: Sequence[KernelLaunch],
     output: torch.Tensor,
     counts: torch.Tensor | None,
-    before: torch.Tensor | None,
+    counts_before: torch.Tensor | None,
     changing: Mapping[str, int],
 ) -> cache.Replay:
-    """Return the replay of a step that has just run: (changing) -> None; `before` copies the counts before the step.
+    """Return the replay of a step that has just run: (changing) -> None; `counts_before` copies them before the step.
 
     Raises:
         NotRepeatableError: the repeated launches give another output.
     """
-    launches, device = RepeatedLaunches(calls, changing), output.device
+    repeated, device = RepeatedLaunches(launches, changing), output.device
 
     def run(changing: Mapping[str, int]) -> None:
         current = torch.cuda.current_device()
         with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
-            launches.run(device.index, changing)
+            repeated.run(device.index, changing)
 
     def run_again() -> list[torch.Tensor]:
         again = torch.empty_like(output)
         address = {"output": again.data_ptr()}
-        if counts is None or before is None:
+        if counts is None or counts_before is None:
             run({**changing, **address})
             return [again]
-        after = counts.clone()
-        counts.copy_(before)
+        counts_after = counts.clone()
+        counts.copy_(counts_before)
         try:
             run({**changing, **address})
         finally:
-            counts.copy_(after)
+            counts.copy_(counts_after)
         return [again]
 
     cache.check(run_again, (), [output])

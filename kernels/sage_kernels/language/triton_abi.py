@@ -70,8 +70,8 @@ def pack(
     ]
     parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, unused by the kernel
     sizes = [MAP_BYTES if kind == "map" else struct.calcsize(kind) for kind, _ in parts]
-    if (found := driver.parameter_sizes(function)) != sizes:
-        raise NotRepeatableError(f"{kernel.__name__} has parameters of {found} bytes, {sizes} are known of")
+    if (actual_sizes := driver.parameter_sizes(function)) != sizes:
+        raise NotRepeatableError(f"{kernel.__name__} has parameters of {actual_sizes} bytes, {sizes} are known of")
     parameters, starts, addresses = bytearray(), [], []
     for (kind, value), size in zip(parts, sizes, strict=True):
         parameters += bytes(-len(parameters) % (MAP_ALIGNMENT if kind == "map" else size))

@@ -62,7 +62,7 @@ def forward(call: Call) -> tuple[torch.Tensor, Saved]:
     rows = padded_rows(query.shape[2], sequences), padded_rows(key.shape[2], sequences)
     saved = _empty(call, lse, *rows, sequences)
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(lengths)):
-        own = replace(
+        sequence_call = replace(
             call,
             query=query[:, :, queries],
             key=key[:, :, keys],
@@ -70,7 +70,7 @@ def forward(call: Call) -> tuple[torch.Tensor, Saved]:
             mask=_mask_of_sequence(call, index, queries, keys),
             lengths=None,
         )
-        output[:, :, queries], part = _forward(own)
+        output[:, :, queries], part = _forward(sequence_call)
         for whole, of_sequence in zip(_sequence_part(saved, index, queries, query_rows, key_rows), part, strict=True):
             whole.copy_(of_sequence)
     return output, saved
@@ -103,7 +103,7 @@ def backward(
         return _backward(call, block_m, block_n)
     gradients = call.new_gradients()
     for index, (queries, keys, query_rows, key_rows) in enumerate(_sequences(call.lengths)):
-        own = replace(
+        sequence_call = replace(
             call,
             output_gradient=call.output_gradient[:, :, queries],
             value=call.value[:, :, keys],
@@ -113,7 +113,7 @@ def backward(
             lengths=None,
         )
         for gradient, tokens, part in zip(
-            gradients, (queries, keys, keys), _backward(own, block_m, block_n), strict=True
+            gradients, (queries, keys, keys), _backward(sequence_call, block_m, block_n), strict=True
         ):
             gradient[:, :, tokens] = part
     return gradients
@@ -163,14 +163,14 @@ def _empty(call: Call, lse: torch.Tensor, query_rows: int, key_rows: int, sequen
 def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice, slice, slice]]:
     """Yield for each sequence its queries, its keys that take part, and the rows of `Saved` for both."""
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
-    stored = lengths.cu_seqlens_k.diff()
-    for name, own, longest in (
+    kv_stored = lengths.cu_seqlens_k.diff()
+    for name, stored_lengths, longest in (
         ("q", lengths.cu_seqlens_q.diff(), lengths.max_seqlen_q),
-        ("k", stored, lengths.max_seqlen_k),
+        ("k", kv_stored, lengths.max_seqlen_k),
     ):
-        if (own > longest).any():
+        if (stored_lengths > longest).any():
             raise ValueError(f"a sequence of cu_seqlens_{name} is longer than max_seqlen_{name}, {longest}")
-    k_lengths = (stored if lengths.seqused_k is None else torch.minimum(stored, lengths.seqused_k)).tolist()
+    k_lengths = (kv_stored if lengths.seqused_k is None else torch.minimum(kv_stored, lengths.seqused_k)).tolist()
     for index, (start, stop, k_start, k_length) in enumerate(
         zip(q_starts, q_starts[1:], k_starts, k_lengths, strict=False)
     ):
@@ -186,8 +186,8 @@ def _mask_of_sequence(call: Call | BackwardCall, index: int, queries: slice, key
     if blocks is None or lengths is None:
         return NO_MASK
     kv_len = keys.stop - keys.start
-    own = blocks.of_sequence(index, queries.stop - queries.start, kv_len, lengths.max_seqlen_k)
-    return Mask.of_blocks(own, None, kv_len)
+    sequence_blocks = blocks.of_sequence(index, queries.stop - queries.start, kv_len, lengths.max_seqlen_k)
+    return Mask.of_blocks(sequence_blocks, None, kv_len)
 
 
 def _sequence_part(saved: Saved, index: int, queries: slice, query_rows: slice, key_rows: slice) -> Saved:

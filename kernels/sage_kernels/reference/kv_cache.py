@@ -84,10 +84,10 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     places = cache.start.long()[:, None] + torch.arange(SINKS, device=cache.device)
     is_new = ((places >= first) & (places < end))[:, None, :, None]
     places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
-    for which, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
-        recent = getattr(cache, f"recent_{which}")
-        _store_codes(cache, which, before, recent[:, :, SINKS + before % RING])
-        _store_codes(cache, which, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
+    for operand, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
+        recent = getattr(cache, f"recent_{operand}")
+        _store_codes(cache, operand, before, recent[:, :, SINKS + before % RING])
+        _store_codes(cache, operand, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
         recent[:, :, :SINKS] = torch.where(is_new, x.gather(2, places), recent[:, :, :SINKS])
         newest = columns[-RING:]
         recent[:, :, SINKS + newest % RING] = x[:, :, -RING:]
@@ -121,13 +121,13 @@ def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tenso
     slot = torch.where(is_first, from_start, slot)
     in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
     index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
-    found = []
-    for which in ("key", "value"):
-        recent = getattr(cache, f"recent_{which}").gather(2, index).to(wide)
-        x = torch.where(in_16_bits, recent, _load_codes(cache, which).to(wide))
-        found.append(transforms.unrotate(x)[..., : cache.head_dim])
-    key = found[0] * cache.equalizer[:, :, None, : cache.head_dim] + cache.key_mean[:, :, None, : cache.head_dim]
-    value = found[1] * cache.value_unit[:, :, None, None]
+    dequantized = []
+    for operand in ("key", "value"):
+        recent = getattr(cache, f"recent_{operand}").gather(2, index).to(wide)
+        x = torch.where(in_16_bits, recent, _load_codes(cache, operand).to(wide))
+        dequantized.append(transforms.unrotate(x)[..., : cache.head_dim])
+    key = dequantized[0] * cache.equalizer[:, :, None, : cache.head_dim] + cache.key_mean[:, :, None, : cache.head_dim]
+    value = dequantized[1] * cache.value_unit[:, :, None, None]
     return key.to(dtype or cache.dtype), value.to(dtype or cache.dtype)
 
 
@@ -186,19 +186,19 @@ def dequantize(words: torch.Tensor, scales: torch.Tensor, format: KVFormat) -> t
     return (elements * scales.float().unsqueeze(-1)).flatten(-2)
 
 
-def _store_codes(cache: KVCache, which: str, columns: torch.Tensor, x: torch.Tensor) -> None:
+def _store_codes(cache: KVCache, operand: str, columns: torch.Tensor, x: torch.Tensor) -> None:
     words, scales = quantize(x, cache.format)
-    getattr(cache, f"{which}_scales")[:, :, columns] = scales
-    if which == "key":
+    getattr(cache, f"{operand}_scales")[:, :, columns] = scales
+    if operand == "key":
         cache.key_codes[:, :, columns] = words
     else:
         cache.value_codes[:, :, columns // PAGE, :, columns % PAGE] = words.permute(2, 0, 1, 3)
 
 
-def _load_codes(cache: KVCache, which: str) -> torch.Tensor:
+def _load_codes(cache: KVCache, operand: str) -> torch.Tensor:
     """Dequantise the codes of all columns, (batch, kv_heads, length, channels); columns in 16 bits have no codes."""
-    words = cache.key_codes if which == "key" else cache.value_codes.transpose(3, 4).flatten(2, 3)
-    scales = getattr(cache, f"{which}_scales")
+    words = cache.key_codes if operand == "key" else cache.value_codes.transpose(3, 4).flatten(2, 3)
+    scales = getattr(cache, f"{operand}_scales")
     return dequantize(words[:, :, : cache.length], scales[:, :, : cache.length], cache.format)
 
 

@@ -213,17 +213,17 @@ def _keep(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def are_same(found: Tensors, expected: Tensors) -> bool:
+def are_same(actual: Tensors, expected: Tensors) -> bool:
     """Return whether tensors have the same bits, NaN included."""
-    return len(found) == len(expected) and all(map(_is_same, found, expected))
+    return len(actual) == len(expected) and all(map(_is_same, actual, expected))
 
 
-def are_equal_to_rounding(found: Tensors, expected: Tensors) -> bool:
+def are_equal_to_rounding(actual: Tensors, expected: Tensors) -> bool:
     """Return whether tensors differ by less than two roundings of each row's largest number, NaN in the same places.
 
     Sums of float32 in another order differ by far less before they are rounded to 16 bits, unless their terms cancel.
     """
-    return len(found) == len(expected) and all(map(_is_equal_to_rounding, found, expected))
+    return len(actual) == len(expected) and all(map(_is_equal_to_rounding, actual, expected))
 
 
 def _is_equal_to_rounding(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:

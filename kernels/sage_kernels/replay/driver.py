@@ -97,20 +97,20 @@ def _open() -> ctypes.CDLL:
 
 def version() -> int:
     """Return the driver's CUDA version, as 1000 · major + 10 · minor; 0 without a driver."""
-    found = ctypes.c_int()
+    number = ctypes.c_int()
     try:
-        _open().cuDriverGetVersion(ctypes.byref(found))  # drivers of every version have this function
+        _open().cuDriverGetVersion(ctypes.byref(number))  # drivers of every version have this function
     except OSError:
         return 0
-    return found.value
+    return number.value
 
 
-def check(what: str, status: int) -> None:
-    """Raise RuntimeError if a status is an error; the message is `what`, then the error's name."""
+def check(function: str, status: int) -> None:
+    """Raise RuntimeError if a status is an error; the message is `function`, then the error's name."""
     if status:
         name = ctypes.c_char_p()
         library().cuGetErrorName(status, ctypes.addressof(name))
-        raise RuntimeError(f"{what}: {(name.value or b'an unknown error').decode()} ({status})")
+        raise RuntimeError(f"{function}: {(name.value or b'an unknown error').decode()} ({status})")
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -279,10 +279,10 @@ def side_stream(index: int, stream: int) -> Iterator[SideStream]:
     graph = _captured_by(stream)
     with _lock:
         free = _side_streams.setdefault(index, [])
-        found = next((one for one in free if one.graph in (0, graph) or not _captured_by(one.handle)), None)
-        if found is not None:
-            free.remove(found)
-    lent = found or SideStream()
+        idle = next((one for one in free if one.graph in (0, graph) or not _captured_by(one.handle)), None)
+        if idle is not None:
+            free.remove(idle)
+    lent = idle or SideStream()
     lent.graph = graph
     try:
         yield lent

@@ -22,7 +22,7 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Size, strides and dtype of a tensor."""
 
 
-class Launch:
+class DriverLaunch:
     """Launch in the driver's format, in memory that lives as long as this object.
 
     Attributes:
@@ -53,7 +53,7 @@ def launch_now(packed: PackedLaunch, index: int) -> None:
     Raises:
         RuntimeError: the driver reports an error.
     """
-    launch = Launch(packed)
+    launch = DriverLaunch(packed)
     launch.config.stream = torch_private.current_stream(index)
     driver.check("cuLaunchKernelEx", launch.launch())
 
@@ -86,31 +86,31 @@ class LaunchPlan:
         """
         self.device, self._index = device, device.index or 0
         self._outputs = [_form(x) for x in outputs]
-        known = [*inputs, *outputs]
+        call_tensors = [*inputs, *outputs]
         bases: dict[int, tuple[int, int]] = {}
-        for base, x in enumerate(known):
+        for base, x in enumerate(call_tensors):
             number, start = locate(x.data_ptr())
             if number in bases or start:
                 raise NotRepeatableError("an output shares memory with another tensor")
             bases[number] = base, 0
         buffers = [memory for memory in trace.memories if memory.number not in bases]
         places, self.workspace_bytes = place_buffers(buffers, len(trace.steps))
-        bases |= {number: (len(known), start) for number, start in places.items()}
+        bases |= {number: (len(call_tensors), start) for number, start in places.items()}
 
         self._constants: list[torch.Tensor] = []
-        self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(known) + 1)]
+        self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(call_tensors) + 1)]
         self._addresses, self._stream = [0] * len(self._patches), -1  # addresses and stream of the latest run
-        self._launches: list[Launch] = []
-        self._side_launches: list[Launch] = []
+        self._launches: list[DriverLaunch] = []
+        self._side_launches: list[DriverLaunch] = []
         self._steps: list[Callable[[], int] | _Operator | str] = []
         for step in trace.steps:
             if isinstance(step, str):
                 self._steps.append(step)
             elif isinstance(step, Operator):
-                self._steps.append(_Operator(step, known, bases))
+                self._steps.append(_Operator(step, call_tensors, bases))
             else:
                 packed, on_side = step
-                launch = Launch(packed)
+                launch = DriverLaunch(packed)
                 self._constants += packed.constants
                 for place in packed.addresses:
                     address = ADDRESS.unpack_from(packed.parameters, place)[0]
@@ -176,16 +176,16 @@ class LaunchPlan:
 class _Operator:
     """Operator of PyTorch with the locations of its arguments."""
 
-    def __init__(self, step: Operator, known: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
-        """Locate the arguments among the call's arguments and outputs, `known`, or in its workspace."""
+    def __init__(self, step: Operator, call_tensors: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
+        """Locate the arguments among the call's arguments and outputs, `call_tensors`, or in its workspace."""
         self._operator = step.run
         self._places: list[tuple[int, int, Form | None]] = []
         for x in step.arguments:
             number, offset = locate(x.data_ptr())
             base, start = bases[number]
-            if base == len(known):
+            if base == len(call_tensors):
                 self._places.append((base, start + offset, _form(x)))
-            elif offset or _form(x) != _form(known[base]):
+            elif offset or _form(x) != _form(call_tensors[base]):
                 raise NotRepeatableError("an operator's argument is a part of a call's argument or output")
             else:
                 self._places.append((base, 0, None))

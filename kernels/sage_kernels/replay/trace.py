@@ -221,15 +221,15 @@ class _NoMemory(torch_private.TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        if any(_holds_stand_in(x) for x in (*args, *given.values())):
-            return _follow(function, args, given)
-        made = function(*args, **given)
-        if isinstance(made, torch.Tensor) and made.device.type == "cuda" and not _keeps.get():
-            is_view = any(torch_private.share_memory(made, x) for x in args if isinstance(x, torch.Tensor))
+        options = kwargs or {}
+        if any(_holds_stand_in(x) for x in (*args, *options.values())):
+            return _follow(function, args, options)
+        result = function(*args, **options)
+        if isinstance(result, torch.Tensor) and result.device.type == "cuda" and not _keeps.get():
+            is_view = any(torch_private.share_memory(result, x) for x in args if isinstance(x, torch.Tensor))
             if not is_view:
                 raise NotRepeatableError(f"{function} allocates memory outside of stand-ins")
-        return made
+        return result
 
 
 class StandIn(torch.Tensor):
@@ -280,36 +280,40 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
 
     If kernels are only compiled, a stand-in may be filled, converted, copied or negated too.
     """
-    of = args[0] if args else None
+    source = args[0] if args else None
     schema, allocates = function._schema, function.overloadpacket in _ALLOCATING
     traced = current()
-    if isinstance(of, StandIn) and traced is not None and traced.compilations is not None:
+    if isinstance(source, StandIn) and traced is not None and traced.compilations is not None:
         if function.overloadpacket in _FILLING:
-            return of
+            return source
         allocates |= function.overloadpacket is torch.ops.aten.new_zeros
         if function.overloadpacket in _COMPUTING:
-            allocates, options = True, {"dtype": options.get("dtype", of.dtype)}
-            function, args = torch.ops.aten.new_empty_strided.default, [of, of.shape, of.stride()]
+            allocates, options = True, {"dtype": options.get("dtype", source.dtype)}
+            function, args = torch.ops.aten.new_empty_strided.default, [source, source.shape, source.stride()]
             schema = function._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    if not isinstance(of, StandIn) or schema.is_mutable or not (allocates or views):
+    if not isinstance(source, StandIn) or schema.is_mutable or not (allocates or views):
         raise NotRepeatableError(f"{function} is more than a view or an allocation")
-    given = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
+    meta_args = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
     if "device" in options:
         options = {**options, "device": "meta"}
-    if function.overloadpacket is torch.ops.aten.empty_like and of.is_contiguous() and "memory_format" not in options:
+    if (
+        function.overloadpacket is torch.ops.aten.empty_like
+        and source.is_contiguous()
+        and "memory_format" not in options
+    ):
         # PyTorch imports for seconds before it runs `empty_like` on the meta device.
-        function, given = torch.ops.aten.new_empty.default, [of._meta, of.shape]
-    meta = function(*given, **options)
-    shares = isinstance(meta, torch.Tensor) and torch_private.share_memory(meta, of._meta)
+        function, meta_args = torch.ops.aten.new_empty.default, [source._meta, source.shape]
+    meta = function(*meta_args, **options)
+    shares = isinstance(meta, torch.Tensor) and torch_private.share_memory(meta, source._meta)
     if not isinstance(meta, torch.Tensor) or shares == allocates:  # `Tensor.to` is declared as a view, and may copy
         raise NotRepeatableError(f"{function} is more than a view or an allocation")
     if shares:
-        return StandIn(meta, of._memory, of.device, of._trace)
-    traced = of._trace
+        return StandIn(meta, source._memory, source.device, source._trace)
+    traced = source._trace
     memory = traced.new_memory(meta)
     weakref.finalize(meta.untyped_storage(), _freed, traced, memory)
-    return StandIn(meta, memory, of.device, traced)
+    return StandIn(meta, memory, source.device, traced)
 
 
 _ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 Capability = tuple[int, int]
@@ -21,8 +23,14 @@ def device_of(capability: Capability | None) -> torch.device:
     if capability is None or not torch.cuda.is_available():
         return torch.device("cpu")
     indices = torch.cuda.current_device(), *range(torch.cuda.device_count())
-    found = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
-    return torch.device("cuda", next(found, indices[0]))
+    matching = (i for i in indices if torch.cuda.get_device_capability(i) == capability)
+    return torch.device("cuda", next(matching, indices[0]))
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Return the number of multiprocessors of GPU `index`."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def is_capturing() -> bool:

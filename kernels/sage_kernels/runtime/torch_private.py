@@ -27,10 +27,10 @@ except ImportError:
 
 def _find(path: str, default: Any) -> Any:
     """Return the object at a path below `torch`, or the default."""
-    found: Any = torch
+    attribute: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return default if found is None else found
+        attribute = getattr(attribute, name, None)
+    return default if attribute is None else attribute
 
 
 def _true() -> bool:
@@ -68,10 +68,10 @@ _unwrapped: Callable[[torch.Tensor], torch.Tensor | None] = _find("_C._functorch
 
 def without_transforms(x: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that transforms of torch.func have wrapped; x if not wrapped, None if PyTorch does not tell."""
-    found: torch.Tensor | None = x
-    while found is not None and _is_transformed(found):
-        found = _unwrapped(found)
-    return found
+    unwrapped: torch.Tensor | None = x
+    while unwrapped is not None and _is_transformed(unwrapped):
+        unwrapped = _unwrapped(unwrapped)
+    return unwrapped
 
 
 def tangents_are_active() -> bool:

@@ -83,8 +83,8 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     batch, _, heads, head_dim = x.shape
     others = [] if norm is None else [norm.weight, norm.bias]
     others += [] if rope is None else [rope.cosine, rope.sine]
-    if apart := [str(one.device) for one in others if one is not None and one.device != x.device]:
-        raise ValueError(f"x is on {x.device}, and norm or rotation on {', '.join(apart)}")
+    if other_devices := [str(one.device) for one in others if one is not None and one.device != x.device]:
+        raise ValueError(f"x is on {x.device}, and norm or rotation on {', '.join(other_devices)}")
     if norm is not None:
         channels = heads * head_dim if norm.across_heads else head_dim
         for name, vector in (("weight", norm.weight), ("bias", norm.bias)):
@@ -100,8 +100,8 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
         raise ValueError("a rotation has complex numbers, or cosine and sine")
     channels_of_table = (head_dim // 2,) if rope.sine is None else (head_dim // 2, head_dim)
     for name, table in zip(("cosine", "sine"), rope.tables(), strict=True):
-        *given, channels = table.shape
-        fits = channels in channels_of_table and 1 <= len(given) <= 3 and given[-3:-2] in ([], [1], [batch])
+        *outer, channels = table.shape
+        fits = channels in channels_of_table and 1 <= len(outer) <= 3 and outer[-3:-2] in ([], [1], [batch])
         fits = fits and table.dtype in (torch.float32, x.dtype) and table.shape == rope.cosine.shape
-        if not fits or (len(given) > 1 and given[-1] not in (1, heads)):
+        if not fits or (len(outer) > 1 and outer[-1] not in (1, heads)):
             raise ValueError(f"{name} {table.dtype} {tuple(table.shape)} does not fit x {tuple(x.shape)}: see Rope")

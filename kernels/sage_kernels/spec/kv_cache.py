@@ -171,11 +171,11 @@ class KVCache:
             )
         pages = -(-max(length, self.capacity + self.capacity // 8) // STRIP) * (STRIP // PAGE)
         for name in self.PER_TOKEN:
-            old = getattr(self, name)
-            size = (*old.shape[:2], pages if name == "value_codes" else pages * PAGE, *old.shape[3:])
-            new = torch.zeros(size, dtype=old.dtype, device=self.device)
-            new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
+            stored = getattr(self, name)
+            size = (*stored.shape[:2], pages if name == "value_codes" else pages * PAGE, *stored.shape[3:])
+            grown = torch.zeros(size, dtype=stored.dtype, device=self.device)
+            grown[:, :, : stored.shape[2]] = stored
+            setattr(self, name, grown)
         self.capacity = pages * PAGE
 
     def fix(self, length: int) -> None:

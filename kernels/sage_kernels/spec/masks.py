@@ -32,10 +32,10 @@ def without_causal_bias(
     bias = sys.modules.get("torch.nn.attention.bias")  # importing it would load PyTorch's compiler
     if bias is None or not isinstance(mask, bias.CausalBias):
         return mask, options
-    lengths, given = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
-    if lengths != given:
-        raise ValueError(f"a CausalBias of (queries, keys) {lengths} was given for {given}: make one for these")
-    offset = lengths[1] - lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
+    bias_lengths, lengths = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
+    if bias_lengths != lengths:
+        raise ValueError(f"a CausalBias of (queries, keys) {bias_lengths} was given for {lengths}: make one for these")
+    offset = bias_lengths[1] - bias_lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
     offset = min(offset, options.causal_offset) if options.is_causal else offset
     return None, options.but(is_causal=True, causal_offset=offset)
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from ..language.launch import Launch
+from ..language.launch import RecordedLaunch
 
 MATRIX_INSTRUCTION = re.compile(r"(UTC)?[A-Z]G?MMA$")
 SPILLS = ("LDL", "STL")
@@ -115,7 +115,7 @@ class _CompileOnlyDriver:
         return 0
 
 
-def compile_launch(launch: Launch, capability: tuple[int, int]) -> CompiledKernel:
+def compile_launch(launch: RecordedLaunch, capability: tuple[int, int]) -> CompiledKernel:
     """Compile `launch` as on a GPU of that capability, specialised to the same arguments.
 
     Do not use it while other threads launch kernels: it temporarily replaces Triton's driver.

@@ -180,10 +180,10 @@ def sort_tiles(
             tiles, state, start + lane, number, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
             BLOCK_N, PARTS, CAUSAL, PADDED,
         )  # fmt: skip
-        rest = (seen & ~whole).to(tl.int32)
-        at = tl.where(whole, before + tl.cumsum(whole.to(tl.int32), 0), behind + tl.cumsum(rest, 0)) - 1
+        is_partial = (seen & ~whole).to(tl.int32)
+        at = tl.where(whole, before + tl.cumsum(whole.to(tl.int32), 0), behind + tl.cumsum(is_partial, 0)) - 1
         tl.store(entries + 2 + at, tile, mask=seen)
         before += tl.sum(whole.to(tl.int32), 0)
-        behind += tl.sum(rest, 0)
+        behind += tl.sum(is_partial, 0)
     tl.store(entries, wholes)
     tl.store(entries + 1, behind)

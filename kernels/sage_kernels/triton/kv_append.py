@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.repeated import Call
+from ..language.repeated import KernelLaunch
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..language.scores import round_finite
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
@@ -58,7 +58,7 @@ def _append(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after:
     )
 
 
-def step_call(
+def append_launch(
     cache: KVCache,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,7 +67,7 @@ def step_call(
     rows: torch.Tensor,
     constants: torch.Tensor,
     overlap: bool,
-) -> Call:
+) -> KernelLaunch:
     """Return the launch that stores the tokens of a step of decoding, and prepares its queries for `kv_decode`.
 
     Args:
@@ -79,6 +79,8 @@ def step_call(
             times the row's sum with the factors of the codes.
         overlap: whether the next kernel may start before this kernel has ended.
     """
+    # Never `dependent`: `attend_to_part` reads `counts` and `start` before it waits, which is safe only because this
+    # kernel starts after the stream's earlier kernels have ended: the step before writes `counts` in its last kernel.
     arguments = dict(
         **_arguments(cache, key, value, cache.coded_after(key.shape[2])),
         query=query,
@@ -189,14 +191,14 @@ def append_tokens(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    what, batch = part // batch_size, part % batch_size
+    operand, batch = part // batch_size, part % batch_size
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
     channel = tl.arange(0, CHANNELS)
     inside = channel < head_dim
     if counts is not None:
         length, coded, coded_after, fits = counted_step(counts, tokens, capacity, WINDOW)
         tokens = tl.where(fits, tokens, 0)
-    if what == 0:
+    if operand == 0:
         mean = tl.load(key_mean + pair * CHANNELS + channel)
         ones = tl.full((CHANNELS,), 1.0, tl.float32)
         factor = tl.div_rn(ones, tl.load(equalizer + pair * CHANNELS + channel))
@@ -205,7 +207,7 @@ def append_tokens(
             at, key_stride_token, mean, factor, recent_key, key_codes, key_scales, start, block, batch, pair, length,
             coded, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE, False,
         )  # fmt: skip
-    elif what == 1:
+    elif operand == 1:
         mean = tl.zeros((CHANNELS,), tl.float32)
         factor = mean + channel_factor(value_unit + pair, 0, 1, True)
         at = value + batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
@@ -272,13 +274,13 @@ def append_block(
     is_first = is_new & (slot >= 0) & (slot < FIRST)
     tl.store(slots + slot[:, None] * CHANNELS, x, mask=is_first[:, None])
     if coded_after > length + block * BLOCK_T:
-        now = is_new & (column < coded_after)
-        store_codes(codes, scales, x, pair * capacity + column, now, CHANNELS, BITS, PAGE, IS_VALUE)
+        is_coded = is_new & (column < coded_after)
+        store_codes(codes, scales, x, pair * capacity + column, is_coded, CHANNELS, BITS, PAGE, IS_VALUE)
 
 
 @triton.jit
 def store_codes(
-    codes, scales, x, place, which, CHANNELS: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
+    codes, scales, x, place, is_stored, CHANNELS: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Quantise tokens x, float16 (tokens, channels), and store the marked tokens, with the bits of the reference."""
@@ -298,7 +300,7 @@ def store_codes(
         into = (place // PAGE * (WORDS * PAGE) + place % PAGE)[:, None] + word[None, :] * PAGE
     else:
         into = place[:, None] * WORDS + word[None, :]
-    tl.store(codes + into, tl.sum(code, 1).to(tl.int16), mask=which[:, None])
+    tl.store(codes + into, tl.sum(code, 1).to(tl.int16), mask=is_stored[:, None])
     scale = scale.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    tl.store(scales + place, (scale | (low << 16)).to(tl.int32, bitcast=True), mask=which)
+    tl.store(scales + place, (scale | (low << 16)).to(tl.int32, bitcast=True), mask=is_stored)

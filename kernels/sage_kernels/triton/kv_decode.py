@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from ..language.launch import ALIGNMENT, INTERPRETED, UNSPECIALIZED, strides
-from ..language.repeated import Call, run_step
+from ..language.repeated import KernelLaunch, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.cache import CALLS
+from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
 from .configs import LITTLE_SHARED_MEMORY
-from .kv_append import BIAS, counted_step, step_call
-from .splitkv_forward import multiprocessors
+from .kv_append import BIAS, append_launch, counted_step
 
 MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
@@ -111,8 +111,8 @@ def decode(
         *(cache.format.name, parts, scale, capability, counts is None),
         None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
     )
-    calls = partial(_calls, cache, query, key, value, valid, scale, output, buffers, config, capability)
-    run_step("kv_decode", calls, output, counts, changing, (query, key, value), facts)
+    make_launches = partial(_launches, cache, query, key, value, valid, scale, output, buffers, config, capability)
+    run_step("kv_decode", make_launches, output, counts, changing, (query, key, value), facts)
     if counts is None:
         cache.advance(q_len)
     return output
@@ -126,7 +126,7 @@ def _code_parts(pairs: int, tiles: int, device: torch.device) -> int:
 
 
 class _Buffers:
-    """Memory of a step: Q as `step_call` prepares it, and the parts' outputs, maxima and sums."""
+    """Memory of a step: Q as `append_launch` prepares it, and the parts' outputs, maxima and sums."""
 
     def __init__(self, pairs: int, parts: int, rows: int, channels: int, device: torch.device) -> None:
         self.parts = parts
@@ -161,7 +161,7 @@ def _places(
     return places, end
 
 
-def _calls(
+def _launches(
     cache: KVCache,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -172,7 +172,7 @@ def _calls(
     buffers: _Buffers,
     config: Config,
     capability: tuple[int, int],
-) -> list[Call]:
+) -> list[KernelLaunch]:
     """Return the launches of a step."""
     batch, q_heads, q_len, head_dim = query.shape
     group, parts = q_heads // cache.kv_heads, buffers.parts
@@ -242,7 +242,7 @@ def _calls(
         num_warps=MERGE_WARPS,
     )
     return [
-        step_call(cache, query, key, value, scale, rows, constants, overlap),
+        append_launch(cache, query, key, value, scale, rows, constants, overlap),
         (attend_to_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
         (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
     ]
@@ -396,7 +396,7 @@ def attend_to_part(
     place = pair * parts + part
     row = tl.program_id(0) // parts * BLOCK_M + tl.arange(0, BLOCK_M)
     first_token = tl.load(start + batch)
-    if OVERLAP:
+    if OVERLAP:  # `append_tokens` writes neither `counts` nor `start`, and earlier kernels have ended: `append_launch`
         # While the tokens are appended, prefetch the codes of the first tile.
         if part < code_parts:
             tile = tl.cdiv(coded, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
@@ -557,12 +557,12 @@ def merge_kv_parts(
     channel = tl.arange(0, CHANNELS)
     acc = tl.zeros((AT_ONCE, CHANNELS), tl.float32)
     for begin in range(0, number, AT_ONCE):
-        some = begin + tl.arange(0, AT_ONCE)
-        there = some < number
-        place = pair * number + some
-        maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=there, other=float("-inf"))
+        chunk = begin + tl.arange(0, AT_ONCE)
+        exists = chunk < number
+        place = pair * number + chunk
+        maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=exists, other=float("-inf"))
         x = tl.load(
-            partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=there[:, None], other=0.0
+            partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=exists[:, None], other=0.0
         )
         acc += x * tl.exp2(maximum - largest)[:, None]
     acc = tl.sum(acc, 0)[None, :] * (tl.load(value_unit + pair) / tl.where(total == 0.0, 1.0, total))

@@ -14,11 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..dispatch.kernels import AttendToFirst
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import nonprefix_forward_config
 from .masked_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
-from .splitkv_forward import multiprocessors
 
 PROGRAMS = 2
 """Programs that a multiprocessor has room for; few, because most programs only find that they have no work."""
@@ -170,9 +170,9 @@ def nonprefix_forward(
                 tl.store(plan + 3 * part_size, 0)
     if come_first:
         return
-    own = batch.to(tl.int64) * tl.num_programs(0) + part
-    bits += own * words
-    tiles += own * places
+    program = batch.to(tl.int64) * tl.num_programs(0) + part
+    bits += program * words
+    tiles += program * places
     first_row = tl.arange(0, 1)
     pack_rows(
         base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,

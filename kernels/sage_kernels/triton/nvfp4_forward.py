@@ -108,9 +108,9 @@ def forward(
         mask_strides = mask.stride()
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
-        most = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
-        blocks = min(blocks, max(1, most // batch))
-        sequences = min(batch, most // blocks)
+        most_blocks = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
+        blocks = min(blocks, max(1, most_blocks // batch))
+        sequences = min(batch, most_blocks // blocks)
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:

@@ -344,8 +344,8 @@ def _capability(x: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device)
 
 
-def _needs_triton(what: str, capability: tuple[int, int], oldest: tuple[int, int]) -> str:
-    return f"{what}: compute capability {capability[0]}.{capability[1]} needs Triton {oldest[0]}.{oldest[1]}"
+def _needs_triton(feature: str, capability: tuple[int, int], oldest: tuple[int, int]) -> str:
+    return f"{feature}: compute capability {capability[0]}.{capability[1]} needs Triton {oldest[0]}.{oldest[1]}"
 
 
 def _too_many_pairs(request: Request) -> str:

@@ -49,8 +49,8 @@ def smooth_q_scores(
     sequences, q_heads, blocks, columns = delta.shape
     channels = operands.query_mean.shape[-1]
     split = key.dtype != torch.float32 and channels <= 128
-    most = 64 if capability[0] == 9 else 32  # except on Hopper, 64 means spill
-    means = max(16, min(most, power_of_two(blocks))) if split else 16
+    most_means = 64 if capability[0] == 9 else 32  # except on Hopper, 64 means spill
+    means = max(16, min(most_means, power_of_two(blocks))) if split else 16
     keys, tiles = 64 if channels <= 128 else 32, 16 if split else 1
     pairs = min(sequences, key_mean.shape[0] - first_sequence) * q_heads
     launch(

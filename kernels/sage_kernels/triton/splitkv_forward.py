@@ -6,8 +6,6 @@ attends to a part of its keys; a second kernel merges the parts by their maxima 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
+from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
 from .configs import splitkv_forward_config
@@ -109,12 +108,6 @@ def parts_of(tiles: int, sequences: int, programs: int) -> int:
     """
     wanted = max(1, programs // sequences)
     return max(1, min(wanted, tiles // FEWEST_TILES, MAX_PARTS))
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: int) -> int:
-    """Return the number of a GPU's multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group_rows", "part_tiles"])
@@ -241,13 +234,13 @@ def merge_parts(
     """Merge the parts of one row, a query of one of the heads that share a (batch, kv head)."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, V_CHANNELS)
-    there = part < number
+    exists = part < number
     place = (pair * tl.num_programs(0) + row) * number + part
-    maximum = tl.load(maxima + place, mask=there, other=float("-inf"))
+    maximum = tl.load(maxima + place, mask=exists, other=float("-inf"))
     largest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * weight, 0)
-    acc = tl.load(parts + place[:, None] * V_CHANNELS + channel[None, :], mask=there[:, None], other=0.0)
+    total = tl.sum(tl.load(sums + place, mask=exists, other=0.0) * weight, 0)
+    acc = tl.load(parts + place[:, None] * V_CHANNELS + channel[None, :], mask=exists[:, None], other=0.0)
     acc = tl.sum(acc * (weight / tl.where(total == 0.0, 1.0, total))[:, None], 0)
     group = tl.num_programs(0) // q_len
     into = output + (pair // kv_heads) * output_stride_batch

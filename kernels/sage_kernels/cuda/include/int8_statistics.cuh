@@ -344,7 +344,7 @@ DEVICE void read_queries(const Tokens& query, const Statistics& s, const Equaliz
   split_query(mean, mean_query);
 }
 
-struct Found {
+struct ChannelStatistics {
   float largest, smallest;
   bool finite;  // all are
   float squares;
@@ -355,8 +355,8 @@ struct Found {
 // `threadIdx.x`, and the sum of K's squares; with K read what is needed of Q, and with CHOICE write K's candidates
 // for heavy keys.
 template <bool OF_VALUE>
-DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair,
-                           const uint8* valid, float* sums) {
+DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b,
+                                       uint32 pair, const uint8* valid, float* sums) {
   __shared__ alignas(16) Partial partials[2];
   constexpr bool SQUARES = EQUALIZE && !OF_VALUE;
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
@@ -396,9 +396,9 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
       const int token = block * BLOCK + scored_token(i);
-      const float found = __fmul_rn(score_of(partial, i), b.softmax_scale);
-      const bool scored = is_finite(found) && (!careful || token < tokens && (!PADDED || valid[token]));
-      float score = choice_score(scored ? found : -INFINITE);
+      const float raw_score = __fmul_rn(score_of(partial, i), b.softmax_scale);
+      const bool scored = is_finite(raw_score) && (!careful || token < tokens && (!PADDED || valid[token]));
+      float score = choice_score(scored ? raw_score : -INFINITE);
       // First keys stay unless others' scores exceed theirs by the margin, or they have none; only the last may go.
       if (token < FIRST_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
       if (token < FIRST_KEYS - PLACES) score = -INFINITE;
@@ -419,8 +419,8 @@ DEVICE Found reduce_blocks(KeyReader reader, const Tokens& query, const Statisti
   prepare();  // without tokens it has a share of Q
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
-    Candidates& found = candidates(s, pair, blockIdx.x % SHARERS);
-    found.scores[scored_token(i)] = heaviest_score[i], found.keys[scored_token(i)] = heaviest[i];
+    Candidates& heaviest_keys = candidates(s, pair, blockIdx.x % SHARERS);
+    heaviest_keys.scores[scored_token(i)] = heaviest_score[i], heaviest_keys.keys[scored_token(i)] = heaviest[i];
   }
   return {largest, smallest, finite, squares, count};
 }

@@ -58,12 +58,12 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
   };
   if (!is_finite(multiply(false))) multiply(true);
   // Add those of the other lanes: at each step a lane sends half of its sums, and goes on with the others.
-  int own = 0;
+  int sum_of_lane = 0;
 #pragma unroll
   for (int distance = 1; distance < LOADS; distance *= 2) {
     const int half = LOADS / 2 / distance;
     const bool upper = lane & distance;
-    own += upper ? half : 0;
+    sum_of_lane += upper ? half : 0;
 #pragma unroll
     for (int i = 0; i < LOADS / 2; i++)
       if (i < half) {
@@ -72,7 +72,7 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
       }
   }
   const float score = scores[0] + __shfl_xor_sync(~0u, scores[0], LOADS);
-  const int token = KeyBlock::first_token() + own * APART, key = block * BLOCK + token;
+  const int token = KeyBlock::first_token() + sum_of_lane * APART, key = block * BLOCK + token;
   const bool exists =
       key < keys_of(s, pair / s.kv_heads).length && counts(s, pair / s.kv_heads, key) && is_finite(score);
   if (lane % LANES < LOADS) s.scores[(first_block_of(s, pair) + block) * BLOCK + token] = exists ? score : -INFINITE;

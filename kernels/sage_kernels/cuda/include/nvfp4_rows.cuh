@@ -62,9 +62,9 @@ struct Consumer {
     return (is_odd() ? second : first) + from_neighbour(is_odd() ? first : second, 1);
   }
   // Find values for both of the thread's rows, given that for the own row.
-  DEVICE void share(float own, float& first, float& second) const {
-    const float other = from_neighbour(own, 1);
-    first = is_odd() ? other : own, second = is_odd() ? own : other;
+  DEVICE void share(float value, float& first, float& second) const {
+    const float other = from_neighbour(value, 1);
+    first = is_odd() ? other : value, second = is_odd() ? value : other;
   }
 
   DEVICE void load_query() {
@@ -254,14 +254,14 @@ struct Consumer {
   }
 
   // Multiply all sums of each row by a factor, given that of the own row.
-  DEVICE void scale_sums(float own) {
+  DEVICE void scale_sums(float factor) {
     float factors[2];
-    share(own, factors[0], factors[1]);
+    share(factor, factors[0], factors[1]);
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
-    denominator *= own, total *= own;
+    denominator *= factor, total *= factor;
   }
 
   // Divide the outputs by their sums of weights, and bring them to the scale and mean of V.

@@ -141,9 +141,9 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
     if (IS_QUERY && SMOOTH) {
       const int count = min(length - static_cast<int>(block) * BLOCK, BLOCK);
       const RawReader reader(raw, shared.partial.first_token(), count);
-      const Reduced found = reduce_block(reader, count < BLOCK, shared.partial);
+      const Reduced reduced = reduce_block(reader, count < BLOCK, shared.partial);
       if (threadIdx.x < CHANNELS) {
-        const float mean = __fdiv_rn(found.sum, static_cast<float>(count));
+        const float mean = __fdiv_rn(reduced.sum, static_cast<float>(count));
         o.query_mean[(first_row / BLOCK) * CHANNELS + threadIdx.x] = mean;
         shared.shifts[0][spread_out(threadIdx.x)] = -__fmul_rn(mean, shared.factors[spread_out(threadIdx.x)]);
       }

@@ -150,21 +150,21 @@ DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS
     __syncthreads();
   }
   const int channel = threadIdx.x;
-  Reduced found = {};
-  if (channel >= CHANNELS) return found;
-  found.sum = sum_of_warps(partial.sums);
-  if constexpr (SQUARES) found.squares = sum_of_warps(partial.squares);
+  Reduced reduced = {};
+  if (channel >= CHANNELS) return reduced;
+  reduced.sum = sum_of_warps(partial.sums);
+  if constexpr (SQUARES) reduced.squares = sum_of_warps(partial.squares);
   if constexpr (EXTREMA) {
     auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
-    found.largest = half(partial.largest[0]), found.smallest = half(partial.smallest[0]);
+    reduced.largest = half(partial.largest[0]), reduced.smallest = half(partial.smallest[0]);
     uint32 rejected = partial.rejected[0][channel / 2];
 #pragma unroll
     for (int i = 1; i < WARPS; i++) {
-      found.largest = fmaxf(found.largest, half(partial.largest[i]));
-      found.smallest = fminf(found.smallest, half(partial.smallest[i]));
+      reduced.largest = fmaxf(reduced.largest, half(partial.largest[i]));
+      reduced.smallest = fminf(reduced.smallest, half(partial.smallest[i]));
       rejected |= partial.rejected[i][channel / 2];
     }
-    found.finite = !(rejected >> channel % 2 * 16 & 1);
+    reduced.finite = !(rejected >> channel % 2 * 16 & 1);
   }
-  return found;
+  return reduced;
 }

@@ -130,11 +130,11 @@ DEVICE void quantize_tokens(const uint32 (&x)[N][4], PutScale put_scale, PutCode
   }
   // A lane makes one token's scale, and lends it to the token's others.
   const int number = lane % N;
-  uint32 own = largest[0];
+  uint32 magnitudes = largest[0];
 #pragma unroll
   for (int i = 1; i < N / 2; i++)
-    if (number / 2 == i) own = largest[i];
-  const float scale = int8_scale(float_of(own >> number % 2 * 16 & 0xFFFF));
+    if (number / 2 == i) magnitudes = largest[i];
+  const float scale = int8_scale(float_of(magnitudes >> number % 2 * 16 & 0xFFFF));
   const float inverse = reciprocal(scale);
   if (lane % LANES < N) put_scale(number, scale);
 #pragma unroll

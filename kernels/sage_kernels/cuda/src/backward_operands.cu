@@ -102,24 +102,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
     return;
   }
   const int64 first = operand_row(a.keys, keys, sequence, head, a.kv_heads) + tile * TILE;
-  const int own = threadIdx.x / LANES;  // the thread's first token
-  const Reader reader(a.value, sequence, head, keys.start + tile * TILE + own, keys.start + keys.length, channel,
-                      a.v_head_dim);
+  const int thread_token = threadIdx.x / LANES;  // the thread's first token
+  const Reader reader(a.value, sequence, head, keys.start + tile * TILE + thread_token, keys.start + keys.length,
+                      channel, a.v_head_dim);
   uint2 codes[LOADS];
   uint32 value[LOADS][4];
   bool exists[LOADS];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int number = i * TOKENS_AT_ONCE, key = tile * TILE + own + number;
-    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
-    exists[i] = tile * TILE + own + number < keys.length &&
+    const int number = i * TOKENS_AT_ONCE, key = tile * TILE + thread_token + number;
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + thread_token + number) * CHANNELS + channel);
+    exists[i] = tile * TILE + thread_token + number < keys.length &&
                 (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
     if (SCALED || a.value_copy) reader.load<!SCALED>(number, exists[i] && reader.has(number), value[i]);
   }
   float2 largest = make_float2(0.0f, 0.0f);  // of K and of V
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int64 row = first + own + i * TOKENS_AT_ONCE, at = row * CHANNELS + channel;
+    const int64 row = first + thread_token + i * TOKENS_AT_ONCE, at = row * CHANNELS + channel;
     const float scale = from_bfloat16(a.key_scale[row / 64 * 4 + row % 8 / 2]);
     const uint4 x = restored<false>(codes[i], scale, a.restoring, pair, channel);
     *reinterpret_cast<uint4*>(a.key + at) = x;
@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
   for (int i = 0; i < PARTS * PART_BYTES / 16 / THREADS; i++)
     sums[i * THREADS + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-  const int own = threadIdx.x / LANES;  // the thread's first token
-  const int token = queries.start + tile * TILE + own, end = queries.start + queries.length;
+  const int thread_token = threadIdx.x / LANES;  // the thread's first token
+  const int token = queries.start + tile * TILE + thread_token, end = queries.start + queries.length;
   const Reader gradient_reader(a.gradient, sequence, head, token, end, channel, a.v_head_dim);
   const Reader output_reader(a.output, sequence, head, token, end, channel, a.v_head_dim);
   uint2 codes[LOADS];
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     const int number = i * TOKENS_AT_ONCE;
-    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + own + number) * CHANNELS + channel);
+    codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + thread_token + number) * CHANNELS + channel);
     gradient_reader.load<false>(number, gradient_reader.has(number), gradient[i]);
     output_reader.load<true>(number, output_reader.has(number), output[i]);
     lse[i] = token + number < end ? a.lse[sequence * a.lse_batch + head * a.lse_head + token + number] : -INFINITE;
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
   float* statistics = a.statistics + first / TILE * STATISTICS;
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
-    const int number = own + i * TOKENS_AT_ONCE;
+    const int number = thread_token + i * TOKENS_AT_ONCE;
     const int64 row = first + number, at = row * CHANNELS + channel;
     const bool has_key = lse[i] != -INFINITE;
     float delta = 0.0f, magnitude = 0.0f;

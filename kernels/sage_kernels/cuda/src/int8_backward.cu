@@ -153,8 +153,8 @@ DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
         const int first = 8 * i + 2 * j;
         words[j] = __uint_as_float(pack_float16(x[first] * factor(first), x[first + 1] * factor(first + 1)));
       } else {
-        const int own = 4 * i + j;
-        words[j] = SUMS == INT32_SUMS ? __int_as_float(__float2int_rn(x[own] * factor(own))) : x[own];
+        const int element = 4 * i + j;
+        words[j] = SUMS == INT32_SUMS ? __int_as_float(__float2int_rn(x[element] * factor(element))) : x[element];
       }
     }
     store_shared4(at + i * 2048, words[0], words[1], words[2], words[3]);
@@ -398,11 +398,11 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
     Walk walk(item);
 #pragma unroll 1
     for (int step = 0; step < item.steps; step++, walk.next(item)) {
-      const int own = step % TILES_ON_WAY * 2;
+      const int place = step % TILES_ON_WAY * 2;
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        wait(barriers.sums_full[own + part], step / TILES_ON_WAY & 1);
-        add_to_memory(sums_of(a, item, walk, part), shared.sums[own + part], PART_BYTES);
+        wait(barriers.sums_full[place + part], step / TILES_ON_WAY & 1);
+        add_to_memory(sums_of(a, item, walk, part), shared.sums[place + part], PART_BYTES);
       }
       if constexpr (TILES_ON_WAY == 1) {
         wait_additions_read<1>();
@@ -411,7 +411,7 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
         arrive(barriers.sums_empty[1]);
       } else {
         wait_additions_read<2>();  // the tile before has been read, whose parts have the other two places
-        if (step) arrive(barriers.sums_empty[2 - own]), arrive(barriers.sums_empty[3 - own]);
+        if (step) arrive(barriers.sums_empty[2 - place]), arrive(barriers.sums_empty[3 - place]);
       }
     }
     wait_additions();

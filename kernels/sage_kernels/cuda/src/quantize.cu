@@ -73,17 +73,17 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
                          of_value ? s.v_head_dim : s.head_dim, 0);
   const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
-  Found found;
+  ChannelStatistics reduced;
   if (of_value) {
-    found = reduce_blocks<true>(reader, query, s, equalizer, pair, valid, sums);
+    reduced = reduce_blocks<true>(reader, query, s, equalizer, pair, valid, sums);
     float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
-    extrema[0] = found.largest, extrema[CHANNELS] = found.smallest, extrema[2 * CHANNELS] = found.finite;
+    extrema[0] = reduced.largest, extrema[CHANNELS] = reduced.smallest, extrema[2 * CHANNELS] = reduced.finite;
   } else {
-    found = reduce_blocks<false>(reader, query, s, equalizer, pair, valid, sums);
-    if (EQUALIZE) line(s, pair, SQUARES + sharer)[threadIdx.x] = found.squares;
+    reduced = reduce_blocks<false>(reader, query, s, equalizer, pair, valid, sums);
+    if (EQUALIZE) line(s, pair, SQUARES + sharer)[threadIdx.x] = reduced.squares;
   }
   float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
-  if (PADDED && threadIdx.x == 0) counts[sharer] = found.count;
+  if (PADDED && threadIdx.x == 0) counts[sharer] = reduced.count;
   sync_cluster();
   const uint32 sharers = EQUALIZE && !of_value ? quiet_sharers(s, pair, counts) : ~0u;
   const float tokens = tokens_of_sharers(s, counts, sharers);

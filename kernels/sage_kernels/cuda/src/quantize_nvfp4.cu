@@ -61,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     reader.stride *= distance;
     reader.left = eight < s.head_dim ? samples_of(of.length) - first : 0;
     auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
-    const Reduced found = are_queries_padded(s)
-                              ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))
-                              : reduce_rows(reader);
+    const Reduced reduced = are_queries_padded(s)
+                                ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))
+                                : reduce_rows(reader);
     if (channel >= CHANNELS) return;
     float* into = query_line(s, pair, number % group) + channel;
-    into[0] = found.sum, into[CHANNELS] = found.squares;
+    into[0] = reduced.sum, into[CHANNELS] = reduced.squares;
     return;
   }
   const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair, batch = pair / s.kv_heads;
@@ -85,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
   if (of_value) {
 #pragma unroll 1
     for (; block < last; block++) {
-      const Reduced found = reduce_block(read_block(value, s.v_head_dim), lacks_some(), partial.of_value);
+      const Reduced reduced = reduce_block(read_block(value, s.v_head_dim), lacks_some(), partial.of_value);
       if (channel < CHANNELS) {
         float* into = line(s, pair, block, KEY_LINES) + channel;
-        into[0] = found.sum, into[CHANNELS] = found.largest, into[2 * CHANNELS] = found.smallest;
-        into[3 * CHANNELS] = found.finite;
+        into[0] = reduced.sum, into[CHANNELS] = reduced.largest, into[2 * CHANNELS] = reduced.smallest;
+        into[3 * CHANNELS] = reduced.finite;
       }
       __syncthreads();  // until `partial` has been read
     }
@@ -102,10 +102,10 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     const PaddedReader reader = read_block(key, s.head_dim);
     if (CHOICE) write_scores(reader, mean, s, pair, block);
     if (SMOOTH_K || EQUALIZE) {
-      const Reduced found = reduce_block(reader, lacks_some(), partial.of_key);
+      const Reduced reduced = reduce_block(reader, lacks_some(), partial.of_key);
       if (channel < CHANNELS) {
         float* into = line(s, pair, block) + channel;
-        into[0] = found.sum, into[CHANNELS] = found.squares;
+        into[0] = reduced.sum, into[CHANNELS] = reduced.squares;
       }
       __syncthreads();
     }

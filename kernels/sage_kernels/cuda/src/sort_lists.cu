@@ -71,9 +71,9 @@ DEVICE void make_queue(const Arguments& a) {
   __shared__ int64 sums[WARPS];
   const int items = a.blocks * a.batch * a.q_heads, run = (items + THREADS - 1) / THREADS;
   const int first = min(static_cast<int>(threadIdx.x) * run, items), end = min(first + run, items);
-  int64 own = 0, all = 0;
-  for (int index = first; index < end; index++) own += Place(a, index).tiles(a);
-  const int64 before = add_threads(own, sums, all);
+  int64 thread_tiles = 0, all = 0;
+  for (int index = first; index < end; index++) thread_tiles += Place(a, index).tiles(a);
+  const int64 before = add_threads(thread_tiles, sums, all);
   const auto visit = [&](auto queue_item) {
     int64 left = all - before;
     for (int index = first; index < end; index++) {
@@ -83,9 +83,9 @@ DEVICE void make_queue(const Arguments& a) {
       left -= tiles;
     }
   };
-  int64 own_alone = 0, all_alone = 0;
-  visit([&](const Place&, bool ends_alone) { own_alone += ends_alone; });
-  int64 next_alone = add_threads(own_alone, sums, all_alone), next = all_alone + first - next_alone;
+  int64 thread_alone = 0, all_alone = 0;
+  visit([&](const Place&, bool ends_alone) { thread_alone += ends_alone; });
+  int64 next_alone = add_threads(thread_alone, sums, all_alone), next = all_alone + first - next_alone;
   int* const queue = a.queue + 1;
   visit([&](const Place& place, bool ends_alone) {
     queue[ends_alone ? next_alone++ : next++] = place.pair * a.blocks + place.block;
