@@ -109,12 +109,11 @@ def test_tracing_imports_nothing_that_takes_long(forks):
 
 
 def test_tracing_gradients_imports_triton_and_nothing_else_that_takes_long(forks):
-    pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
     prepare = """
 from sage_kernels.language import backward_operands, rotation
 matrix = rotation.rotation_matrix
 backward_operands.rotation_matrix = lambda channels, dtype, device: matrix(channels, dtype, torch.device("cpu"))
 forward,"""
     gradients = "BackwardCall(output, tensors[2], output, saved, 64, call.recipe, mask, False, 0, 0.125)"
-    code = TRACES.replace("GRADIENTS", f'get_backward("int8_backward_hopper").backward({gradients})')
+    code = TRACES.replace("GRADIENTS", f'get_backward("int8_backward").backward({gradients})')
     forks.run(code.replace("\nforward,", prepare, 1))

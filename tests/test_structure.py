@@ -6,14 +6,13 @@ from functools import cache
 import pytest
 from imports import MODULES, arrows, imported_modules, imported_names
 
-BACKENDS = ("triton", "gluon", "cuda", "reference")
+BACKENDS = ("triton", "cuda", "reference")
 # Folders above the floor, and which of these folders each may import.
 MAY_IMPORT = {
     "reference": set(),
     "cuda": set(),
     "language": set(),
     "triton": {"language"},
-    "gluon": {"language"},
     "testing": {"language"},
 }
 ABOVE = {"sage_hf", "diffusers", "transformers"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from .cuda.registration import register_kernels as register_cuda
 from .external.flash_attention3 import register_kernels as register_flash3
-from .gluon.registration import register_kernels as register_gluon
 from .reference.registration import register_kernels as register_reference
 from .triton.registration import register_kernels as register_triton
 
 register_cuda()
-register_gluon()
 register_triton()
 register_reference()
 register_flash3()

@@ -14,12 +14,7 @@ import torch
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.cuda.registration import (
-    CONSUMER_BLACKWELL,
-    HOPPER,
-    enforce_fused_backward,
-    enforce_nvfp4_forward,
-)
+from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import examination, execution, registry, self_check, verdicts
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError
@@ -152,14 +147,13 @@ def _examinations(
                 return
 
     def examine_untried(where: str, case: Case) -> None:
-        with enforce_nvfp4_forward(True), enforce_fused_backward(True):
+        with enforce_nvfp4_forward(True):
             examine(where, case)
 
     # The most common calls come first, calls with an attention bias or lists last, because time may run out.
     for where, case in sorted(cases, key=lambda pair: pair[1].mask in MASKS):
         yield where, partial(examine, where, case)
-        untried = case.grad if capability == HOPPER else get_recipe(case.recipe).qk == "nvfp4"
-        if untried and capability in (HOPPER, *CONSUMER_BLACKWELL):
+        if capability in CONSUMER_BLACKWELL and get_recipe(case.recipe).qk == "nvfp4":
             yield where, partial(examine_untried, where, case)
 
 

@@ -20,12 +20,7 @@ from sage_hf.bench.timing import Queue
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
 from sage_hf.tune.fit import Measured, fit
-from sage_kernels.cuda.registration import (
-    CONSUMER_BLACKWELL,
-    HOPPER,
-    enforce_fused_backward,
-    enforce_nvfp4_forward,
-)
+from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
 from sage_kernels.dispatch.curves import Curve
@@ -214,8 +209,6 @@ def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, Abs
     for name in names_for(case):
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
             yield from ((name, enforce_nvfp4_forward(chosen)) for chosen in (False, True))
-        elif name == TRAINING_RECIPE and case.training and capability == HOPPER:
-            yield from ((name, enforce_fused_backward(chosen)) for chosen in (False, True))
         else:
             yield name, nullcontext()
 

@@ -11,7 +11,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward
-from sage_kernels.cuda.registration import HopperFusedBackward, enforce_fused_backward
+from sage_kernels.cuda.registration import HopperFusedBackward
 from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
@@ -34,10 +34,8 @@ def served(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("needs compute capability 9.0")
     request = execution.request_of(Draw(device).call("sage_bwd", 1, 2, 1, 200, 300, 128).forward, grad=True)
-    with enforce_fused_backward(True):
-        if reason := get_backward(FUSED).unsupported(request):
-            pytest.skip(reason)
-        yield
+    if reason := get_backward(FUSED).unsupported(request):
+        pytest.skip(reason)
 
 
 @contextmanager
@@ -67,12 +65,11 @@ def judge(call: TrainingCall, sums: torch.dtype | None = None) -> GradientErrors
         return judge_training(call, FUSED)
 
 
-def test_calls_take_the_kernel_everywhere_or_nowhere_while_it_is_measured(device):
+@pytest.mark.parametrize("dims", [*DIMS, (60,), (128, 64), (32,), (256,)], ids=str)
+def test_calls_of_any_length_take_the_kernel_if_it_serves_their_head_dim(dims, device):
     for q_len in (200, 4096):
-        request = execution.request_of(Draw(device).call("sage_bwd", 1, 2, 1, q_len, 300, 128).forward, grad=True)
-        assert select(request).backward == FUSED
-        with enforce_fused_backward(False):
-            assert select(request).backward not in (FUSED, "")
+        call = Draw(device).call("sage_bwd", 1, 2, 1, q_len, 300, *dims).forward
+        assert select(execution.request_of(call, grad=True)).backward == (FUSED if dims in DIMS else "int8_backward")
 
 
 @pytest.mark.parametrize("sums", SUMS)

@@ -68,6 +68,7 @@ def test_a_packed_document_is_independent_of_its_neighbours_to_the_bit(recipe, i
     assert not torch.equal(outputs[0][~quiet], outputs[1][~quiet])
 
 
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("recipe", ["sage_bwd", "sage_bwd_int8"])
 def test_a_packed_documents_gradients_are_independent_of_its_neighbours_to_the_bit(recipe, is_causal, device):

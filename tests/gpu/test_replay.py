@@ -227,6 +227,7 @@ def test_a_repeated_call_has_no_second_derivative(device):
         torch.autograd.grad(first[0].float().sum(), inputs)
 
 
+@pytest.mark.usefixtures("repeatable")
 def test_checkpointing_recomputes_a_repeated_call(device):
     inputs = [x.requires_grad_() for x in draw(device)]
 

@@ -89,6 +89,7 @@ def test_gradients_of_standard_normal_tensors_are_two_percent_off_at_most(recipe
     assert max(errors[name].kernel / errors[name].size for name in ("query", "key", "value")) <= limit
 
 
+@pytest.mark.usefixtures("repeatable")
 def test_the_plugs_function_gives_the_operators_gradients(recipe, device):
     """`sage_attention` with key padding as a mask."""
     draw = Draw(device)

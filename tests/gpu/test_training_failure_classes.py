@@ -8,7 +8,8 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels import training
-from sage_kernels.cuda.registration import enforce_fused_backward
+from sage_kernels.cuda.registration import HopperFusedBackward
+from sage_kernels.dispatch import registry
 from sage_kernels.exact.gradients import Gradients
 from sage_kernels.replay import cache
 from sage_kernels.replay.cache import are_equal_to_rounding
@@ -21,6 +22,13 @@ pytestmark = [pytest.mark.parametrize("recipe", TRAINING), pytest.mark.usefixtur
 @pytest.fixture
 def draw(device):
     return Draw(device)
+
+
+@pytest.fixture(params=[(), (HopperFusedBackward.name,)], ids=["fused backward", "Triton's"])
+def either_backward(request):
+    """Let the fused backward kernel serve all that it can, or nothing."""
+    with registry.without(*request.param):
+        yield
 
 
 MISALIGNED = ("every other channel", "offset")
@@ -144,14 +152,7 @@ def test_what_padding_holds_does_not_matter(recipe, draw):
     assert_equal(train(query, key, value, output_gradient, recipe, valid=valid), expected)
 
 
-@pytest.fixture(params=[True, False], ids=["fused backward", "others"])
-def one_backward(request):
-    """The fused backward kernel serves all that it can, or nothing: calls of any length run the same one."""
-    with enforce_fused_backward(request.param):
-        yield
-
-
-@pytest.mark.usefixtures("one_backward")  # gradients of 0 are what each kernel rounds them to
+@pytest.mark.usefixtures("either_backward")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_have_the_gradients_they_have_alone(recipe, is_causal, draw):
     lengths = draw.lengths([70, 1, 200], [90, 64, 131])
@@ -337,6 +338,7 @@ def test_checkpointing_changes_no_bit(recipe, use_reentrant, draw):
     assert_equal([x.grad for x in inputs], expected[1:])
 
 
+@pytest.mark.usefixtures("either_backward")
 def test_twenty_reruns_are_bitwise_equal(recipe, draw):
     tensors = draw_tensors(draw, 2, 8, 2, 1000, 1500)
     for options in ({}, {"is_causal": True}, {"valid": draw.uniform(2, 1500) < 0.5}):
@@ -371,6 +373,7 @@ def test_gradients_scale_with_the_values_and_the_outputs_gradient(recipe, magnit
     judge_training(call).assert_as_small_as_the_references()
 
 
+@pytest.mark.usefixtures("either_backward")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_bad_element_of_the_outputs_gradient_spoils_what_its_row_attends_to_and_no_other_head(

@@ -4,7 +4,6 @@ Kernels take the GPU's capability from their tensors where they are called throu
 that they run in Triton's interpreter, and so that what they launch can be recorded with tensors on the meta device.
 """
 
-import pytest
 import torch
 
 from sage_kernels.dispatch.kernels import Quantizer
@@ -44,8 +43,3 @@ def attend_and_save(call: Call, capability: Capability) -> tuple[torch.Tensor, S
 def backward(call: BackwardCall, capability: Capability) -> Tensors:
     """Return dQ, dK and dV."""
     return int8_backward.backward(call, capability)
-
-
-def hopper_backward(call: BackwardCall) -> Tensors:
-    """Return dQ, dK and dV of Hopper's kernels; skip the test where Triton's Gluon is too old for them."""
-    return pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError).backward(call)

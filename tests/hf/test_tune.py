@@ -18,11 +18,10 @@ from sage_hf.nominal import nominal_request
 from sage_hf.tune import cases, tune
 from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, NVFP4Forward
+from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
 from sage_kernels.dispatch import cost_model, verdicts
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
-from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -199,20 +198,6 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
     request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
     monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
     assert NVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
-
-
-@pytest.mark.parametrize("chosen", [False, True])
-def test_both_backward_kernels_of_hopper_are_measured_whatever_the_table_says(chosen, monkeypatch):
-    monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
-    monkeypatch.setattr(cost_model, "trains_as_fast", lambda *_: chosen)
-    facts = {"device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "aligned": True}
-    request = nominal_request("sage_bwd", torch.device("cpu"), **facts)
-    ran = []
-    for name, context in tune.variants((9, 0), next(one for one in tune.points() if one.training)):
-        with context:
-            if name == "sage_bwd":
-                ran.append(select(request, "error").backward)
-    assert len(set(ran)) == 2 and HopperFusedBackward.name in ran
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):

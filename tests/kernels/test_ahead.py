@@ -20,8 +20,6 @@ from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.saved import empty_saved
 from tests.helpers import fake_gpu
 
-pytest.importorskip("sage_kernels.gluon.int8_backward", exc_type=ImportError)
-
 
 @pytest.fixture
 def compiled(monkeypatch):
@@ -44,11 +42,10 @@ def compiled(monkeypatch):
     def launch(kernel, grid, **arguments):
         real(Kernel(kernel), grid, **arguments)
 
-    from sage_kernels.gluon import int8_backward as gluon
     from sage_kernels.language import padding
     from sage_kernels.triton import int8_backward as triton
 
-    for module in (backward_operands, gluon, padding, triton):
+    for module in (backward_operands, padding, triton):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(
         backward_operands, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
@@ -68,22 +65,17 @@ def plan_of(call, backward):
     return Plan(request, "int8_forward", "sage_bwd", "native", backward=backward)
 
 
-BOTH = ["prepare_keys", "prepare_queries"]
-LAUNCHED = {
-    "int8_backward_hopper": [*BOTH, "hopper_bwd_dkdv", "hopper_bwd_dq"],
-    "int8_backward": [*BOTH, "int8_bwd_dkdv", "int8_bwd_dq"],
-}
+LAUNCHED = ["prepare_keys", "prepare_queries", "int8_bwd_dkdv", "int8_bwd_dq"]
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backward", LAUNCHED)
-def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, backward, padded):
+def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, padded):
     with trace.tracing() as traced:
         call = draw(traced, torch.ones(1, 192, dtype=torch.bool) if padded else None)
     for _ in range(2):  # the second call begins nothing
-        precompile.compile_backward(call, plan_of(call, backward))
+        precompile.compile_backward(call, plan_of(call, "int8_backward"))
         precompile.finish()
-    assert sorted(name for name, _ in compiled) == sorted(LAUNCHED[backward] + ["find_spans"] * padded)
+    assert sorted(name for name, _ in compiled) == sorted(LAUNCHED + ["find_spans"] * padded)
     threads = {thread for _, thread in compiled}
     assert len(threads) == len(compiled) and threading.main_thread() not in threads
     assert not any(thread.is_alive() for thread in threads)
@@ -104,7 +96,7 @@ def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypat
     monkeypatch.setattr(launch, "_starting", [])
     with trace.tracing() as traced:
         call = draw(traced)
-    precompile.compile_backward(call, plan_of(call, "int8_backward_hopper"))
+    precompile.compile_backward(call, plan_of(call, "int8_backward"))
     precompile.finish()
     assert seen == [0, 0] and len(compiled) == 4
 
@@ -136,13 +128,13 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(monkeypatch, causal, 
     saved = empty_saved(plain, torch.empty(1, 2, 192))
     with trace.tracing() as traced:
         call = draw(traced, valid, is_causal=causal)
-        precompile.compile_backward(call, plan_of(call, "int8_backward_hopper"))
+        precompile.compile_backward(call, plan_of(call, "int8_backward"))
         precompile.finish()
         gradient, output, *kept = map(traced.stand_in, (x, x, *saved))
         backward = BackwardCall(
             gradient, call.value, output, Saved(*kept), 64, call.recipe, call.mask, causal, 0, call.scale
         )
-        get_backward("int8_backward_hopper").backward(backward)
+        get_backward("int8_backward").backward(backward)
     assert sorted(compiled, key=str) == sorted(launched, key=str) and len(launched) == 4 + padded
 
 

@@ -13,6 +13,7 @@ from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, execution, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
+from sage_kernels.dispatch.exact_choice import why_training_slower
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import routing, select, set_routing
@@ -352,6 +353,23 @@ def test_on_hopper_without_a_compiler_long_videos_run_in_low_bits(shipped):
     for batch, heads, n, head_dim in ((1, 24, 119056, 128), (2, 30, 17776, 64)):  # HunyuanVideo, CogVideoX-2B
         plan = select(call_of(batch, heads, heads, n, n, head_dim))
         assert plan.kernel == "int8_forward", plan.reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "backward"), [(64, "int8_backward_fused"), (128, "int8_backward_fused"), (60, "int8_backward")]
+)
+@pytest.mark.parametrize("mask", ["none", "causal", "keys"])
+def test_the_table_that_ships_for_hopper_judges_training_by_the_kernels_that_run(shipped, mask, head_dim, backward):
+    shipped(compiles=True, triton=(3, 6))
+    kind = {"mask": "none" if mask == "causal" else mask, "causal": mask == "causal", "recipe": "sage_bwd"}
+    calls = (call_of(1, 32, 32, n, n, head_dim, **kind) for n in (256, 16384))
+    short, long = (select(replace(call, grad=True, aligned=head_dim % 8 == 0)) for call in calls)
+    assert short.backward == long.backward == backward
+    if (mask, head_dim) == ("keys", 60):
+        assert "no costs were measured" in why_training_slower(short)
+    else:
+        assert "exact attention trains faster here" in why_training_slower(short)
+    assert head_dim == 60 or why_training_slower(long) == ""
 
 
 def test_tables_that_ship_are_read_without_complaint():

@@ -9,10 +9,8 @@ import torch
 from triton import knobs
 
 from sage_kernels.cuda import compiler, int8_backward
-from sage_kernels.cuda.registration import NOT_FASTER, HopperFusedBackward, enforce_fused_backward
-from sage_kernels.dispatch import cost_model
+from sage_kernels.cuda.registration import HopperFusedBackward
 from sage_kernels.dispatch.request import Request
-from sage_kernels.gluon import registration as gluon_registration
 from sage_kernels.replay import trace
 from sage_kernels.spec.call import BackwardCall, Call, Mask
 from sage_kernels.spec.operands import Saved
@@ -132,8 +130,7 @@ def request(**changes) -> Request:
     ids=str,
 )
 def test_serves_what_it_can_read(can_compile, changes, reason):
-    with enforce_fused_backward(True):
-        found = HopperFusedBackward().unsupported(request(**changes))
+    found = HopperFusedBackward().unsupported(request(**changes))
     assert reason in found and bool(reason) == bool(found)
 
 
@@ -141,36 +138,6 @@ def test_serves_what_it_can_read(can_compile, changes, reason):
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     monkeypatch.setattr(compiler, "unavailable", lambda source, *_: f"no {source}" if source == missing else "")
     assert HopperFusedBackward().unsupported(request()) == f"no {missing}"
-
-
-@pytest.mark.parametrize(
-    ("ours", "triton", "chosen"),
-    [
-        (None, (3, 6), False),
-        (50.0, (3, 6), True),
-        (104.0, (3, 6), True),  # as fast, to within the errors of the fits
-        (200.0, (3, 6), False),
-        (200.0, (3, 5), True),
-        (200.0, (99, 0), True),
-        (400.0, (3, 5), False),
-    ],
-)
-def test_runs_where_it_is_measured_as_fast_as_what_would_run_otherwise(can_compile, monkeypatch, ours, triton, chosen):
-    """Gluon's kernel takes 100 µs, and Triton's, which runs where Gluon's does not know the version, 300."""
-    times = {"int8_backward_hopper": 100.0, "int8_backward": 300.0, "int8_backward_fused": ours}
-    monkeypatch.setattr(gluon_registration, "triton_version", lambda: triton)
-
-    class Curve:
-        def __init__(self, fixed):
-            self.us = lambda sizes: fixed
-
-    class Table:
-        def curve(self, runner, *kind):
-            name = runner.removesuffix(cost_model.TRAINING).split(", ")[-1]
-            return None if times[name] is None else Curve(times[name])
-
-    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table())
-    assert HopperFusedBackward().unsupported(request()) == ("" if chosen else NOT_FASTER)
 
 
 def test_serves_the_recipes_with_gradients_in_16_bit():

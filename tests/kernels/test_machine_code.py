@@ -26,7 +26,7 @@ from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
 from tests.helpers.calls import new_backward_call, new_call
-from tests.helpers.triton_calls import attend, attend_and_save, backward, hopper_backward
+from tests.helpers.triton_calls import attend, attend_and_save, backward
 
 pytestmark = [
     pytest.mark.audit,
@@ -56,9 +56,7 @@ CASES = [
     if (variant == PLAIN) + (capability in architectures) + (recipe != "sage3_paper") >= 2
 ]
 CASES += [("nvfp4_forward", "sage3", 64, mask, (12, 0)) for mask in ("causal", "bool", "additive")]
-PLAIN_BACKWARD = ("int8_bwd_dkdv", "int8_bwd_dq")
-HOPPER_BACKWARD = ("hopper_bwd_dkdv", "hopper_bwd_dq")
-BACKWARD = PLAIN_BACKWARD + HOPPER_BACKWARD
+BACKWARD = ("int8_bwd_dkdv", "int8_bwd_dq")
 CASES += [
     (kernel, recipe, *variant, capability)
     for recipe, variants in (
@@ -76,12 +74,7 @@ CASES += [
     )
     for variant, architectures in variants.items()
     for capability in architectures
-    for kernel in PLAIN_BACKWARD
-]
-CASES += [
-    (kernel, "sage_bwd", *variant, (9, 0))
-    for kernel in HOPPER_BACKWARD
-    for variant in (PLAIN, (128, "causal"), (80, "padded"), (64, "none"), (64, "causal"))
+    for kernel in BACKWARD
 ]
 # The search of NVFP4 scales compiles for long.
 QUANTIZER_CASES = [
@@ -133,10 +126,9 @@ def record_backward(
     head_dim: int,
     mask: str,
     capability: tuple[int, int],
-    hopper: bool = False,
     sizes: tuple[int, int, int, int] = SIZES,
 ) -> list[RecordedLaunch]:
-    """The launches of a backward pass, by Hopper's own kernels or by the portable ones."""
+    """The launches of a backward pass."""
     channels = padded_channels(head_dim)
     batch, q_heads, kv_heads, tokens = sizes
     rows = padded_rows(tokens)
@@ -153,10 +145,7 @@ def record_backward(
     options = {"valid": valid, "is_causal": mask != "none"}
     call = new_backward_call(output, value, output, saved, recipe, head_dim, **options)
     with recording() as launches:
-        if hopper:
-            hopper_backward(call)
-        else:
-            backward(call, capability)
+        backward(call, capability)
     return launches
 
 
@@ -171,7 +160,7 @@ def record(
 ) -> list[RecordedLaunch]:
     """The launches of a call with grouped queries, up to the kernel's."""
     if kernel in BACKWARD:
-        launches = record_backward(recipe, head_dim, mask, capability, kernel in HOPPER_BACKWARD, sizes)
+        launches = record_backward(recipe, head_dim, mask, capability, sizes)
         return launches[: [launch.kernel.__name__ for launch in launches].index(kernel) + 1]
     batch, q_heads, kv_heads, tokens = sizes
     call = new_call(
@@ -198,10 +187,6 @@ def unsupported(kernel: str, recipe: str, head_dim: int, mask: str, capability: 
     kind = mask if mask in MASK_DTYPES else "none"
     grad = kernel in BACKWARD
     request = Request(recipe, "cuda", capability, torch.bfloat16, *shape, kind, mask == "causal", True, grad)
-    if kernel in HOPPER_BACKWARD:
-        reason = get_backward("int8_backward_hopper").unsupported(request)
-        assert not reason or reason.startswith("needs Triton"), reason
-        return reason
     return (get_backward("int8_backward") if grad else get_forward(kernel)).unsupported(request)
 
 
@@ -265,9 +250,8 @@ def test_a_kernel_has_the_matrix_instructions_of_its_formats_and_stays_within_it
         budget = budgets["budgets"][name(case)]
         assert missed(measure(case), budget) == {}
         if kernel in BACKWARD:
-            # `configs` says where and why the loops of INT8 spill, and that one of sage_bwd reloads two numbers; with
-            # a mask, Hopper's reload a few that only the end needs.
-            spills = 0.04 if recipe == "sage_bwd_int8" else 0.02 if kernel in HOPPER_BACKWARD else 0
+            # `configs` says where and why the loops of INT8 spill, and that one of sage_bwd reloads two numbers.
+            spills = 0.04 if recipe == "sage_bwd_int8" else 0
             assert head_dim > 128 or loop.spills <= max(2, spills * loop.total)
             # One by one, matrix instructions would have an arrival and a wait each.
             assert loop.counts["WARPGROUP"] <= 8
@@ -292,7 +276,6 @@ def test_what_a_masked_call_launches_before_it_attends_hardly_spills(case):
         ("int8_forward", "sage2", *PLAIN, (9, 0)),
         ("nvfp4_forward", "sage3", *PLAIN, (12, 0)),
         ("int8_bwd_dq", "sage_bwd", 64, "padded", (9, 0)),
-        ("hopper_bwd_dq", "sage_bwd", 80, "padded", (9, 0)),
     ],
     ids=name,
 )
@@ -383,21 +366,6 @@ def test_a_backward_program_fits_a_multiprocessor(case):
     launch = record(*case)[-1]
     assert compile_launch(launch, case[-1]).metadata.shared <= SHARED_MEMORY[case[-1]] * 1024
     assert programs_per_sm(compile_forward(*case).registers, num_warps(case)) >= 1
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] in HOPPER_BACKWARD], ids=name)
-def test_hoppers_backward_multiplies_each_tile_once_and_lets_products_overlap(case):
-    """Count those of 64 × 64 scores, or 64 × 32, in matrix instructions 32 channels deep in INT8 and 16 in 16 bit."""
-    skip_unsupported(case)
-    loop = inner_loop(case)
-    kernel, channels = case[0], padded_channels(case[2])
-    sums = 2 if kernel == "hopper_bwd_dkdv" else 1  # of dV and dK, or of dQ
-    assert loop.counts["IGMMA"] == channels // 32
-    queries = 32 if kernel == "hopper_bwd_dkdv" and channels == 64 else 64  # of a tile
-    assert loop.counts["HGMMA"] == channels // 16 + sums * queries // 16
-    # An arrival for each product, S and dP of which are in flight together with the next; ptxas that waits for each
-    # instruction has as many of these as of those.
-    assert loop.counts["WARPGROUP"] <= 4 + 3
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NOT_FASTER, enforce_fused_backward
 from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
-from sage_kernels.gluon import registration as gluon
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import RECIPES
@@ -50,8 +48,7 @@ def add_kernel():
 @pytest.fixture
 def newest(monkeypatch):
     """A machine whose compilers are those that every kernel wants."""
-    for module in (registration, gluon):
-        monkeypatch.setattr(module, "triton_version", lambda: gluon.VERSIONS[1])
+    monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     select.cache_clear()
@@ -291,7 +288,7 @@ def test_hoppers_quantiser_serves_the_means_that_it_takes():
 
 def test_a_backward_kernel_serves_the_formats_that_it_computes():
     for backward, served in (
-        ("16bit", {"int8_backward", "int8_backward_fused", "int8_backward_hopper", "reference_backward"}),
+        ("16bit", {"int8_backward", "int8_backward_fused", "reference_backward"}),
         ("int8", {"int8_backward", "reference_backward"}),
         (None, set()),
     ):
@@ -339,6 +336,11 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
         ({"mask": "keys"}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
         ({"aligned": False}, ("int8_forward_hopper", "int8_quantize", "int8_backward_fused")),
         ({"packed": True}, ("int8_forward", "int8_quantize", "int8_backward_fused")),
+        ({"head_dim": 64, "v_head_dim": 64}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
+        ({"q_len": 64, "kv_len": 64}, ("int8_forward_hopper", "int8_quantize_hopper", "int8_backward_fused")),
+        ({"mask": "bool"}, ("int8_forward", "int8_quantize", "int8_backward")),
+        ({"head_dim": 60, "v_head_dim": 60, "aligned": False}, ("int8_forward", "int8_quantize", "int8_backward")),
+        ({"head_dim": 32, "v_head_dim": 32}, ("int8_forward", "int8_quantize", "int8_backward")),
         ({"head_dim": 256, "v_head_dim": 256}, ("int8_forward", "int8_quantize", "int8_backward")),
         ({"recipe": "sage_bwd_int8"}, ("int8_forward", "int8_quantize", "int8_backward")),
         ({"capability": (8, 0)}, ("int8_forward", "int8_quantize", "int8_backward")),
@@ -348,33 +350,30 @@ TRAINING = replace(GPU, recipe="sage_bwd", grad=True, aligned=True, head_dim=128
     ],
 )
 def test_a_plan_names_the_quantiser_and_the_backward_kernel(change, kernels):
-    with enforce_fused_backward(True):
-        plan = select(replace(TRAINING, **change))
+    plan = select(replace(TRAINING, **change))
     assert (plan.kernel, plan.quantizer, plan.backward) == kernels
     assert (plan.outcome.kernel, plan.outcome.quantizer, plan.outcome.backward) == kernels
 
 
 @pytest.mark.usefixtures("newest")
 def test_a_plan_says_why_another_quantiser_or_backward_kernel_was_passed_over():
-    short = replace(TRAINING, is_causal=True, batch=1, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048)
-    assert select(short).other_phases == (("int8_backward_fused", NOT_FASTER),)
+    assert select(TRAINING).other_phases == ()
+    odd = dict(select(replace(TRAINING, head_dim=60, v_head_dim=60)).other_phases)
+    assert "multiples of 8" in odd["int8_backward_fused"]
     passed_over = select(replace(TRAINING, mask="bool")).other_phases
     assert ("int8_quantize_hopper", "no masks other than key-padding masks") in passed_over
     misaligned, *_ = select(replace(TRAINING, aligned=False)).other_phases
     assert misaligned[0] == "int8_quantize_hopper" and "16 bytes" in misaligned[1]
     others = dict(select(replace(TRAINING, recipe="sage_bwd_int8")).other_phases)
-    assert others.keys() == {"int8_quantize_hopper", "int8_backward_fused", "int8_backward_hopper"}
+    assert others.keys() == {"int8_quantize_hopper", "int8_backward_fused"}
     assert all("formats and transforms" in reason for reason in others.values())
 
 
 @pytest.mark.usefixtures("newest")
-@pytest.mark.parametrize("version", [(3, 4), (3, 5), (gluon.VERSIONS[1][0], gluon.VERSIONS[1][1] + 1)])
-def test_a_triton_whose_gluon_is_another_runs_the_other_backward_kernels(version, monkeypatch):
-    monkeypatch.setattr(gluon, "triton_version", lambda: version)
-    assert select(replace(TRAINING, is_causal=True)).backward == "int8_backward_fused"
-    plan = select(replace(TRAINING, mask="bool"))
-    assert plan.backward == "int8_backward"
-    assert "needs Triton" in dict(plan.other_phases)["int8_backward_hopper"]
+def test_without_a_backward_kernel_the_next_one_serves():
+    with registry.without("int8_backward_fused"):
+        assert select(TRAINING).backward == "int8_backward"
+    assert select(TRAINING).backward == "int8_backward_fused"
 
 
 @pytest.mark.usefixtures("newest")

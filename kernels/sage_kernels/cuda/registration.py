@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from ..dispatch import cost_model, registry
+from ..dispatch import cost_model
 from ..dispatch.kernels import Quantizer
 from ..dispatch.registry import register_backward, register_forward, register_quantizer
 from ..dispatch.request import Request
@@ -39,8 +39,8 @@ NARROW_HEAD_DIM = 64  # up to it, over lists, Triton's P·V in e4m3 is faster: 2
 MAX_COORDINATE = 2**31  # limit of the tensor memory accelerator
 NOT_FASTER = "not measured to be faster than the other kernel here: `sage-hf tune` measures both"
 
-_enforced: dict[str, bool] = {}
-"""Kernels that are chosen by costs -> whether, to measure them, calls take them wherever they serve, or nowhere."""
+_enforced: list[bool] = []
+"""Whether calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere; the last counts. Empty: by costs."""
 
 
 class CudaKernel(Declared):
@@ -176,7 +176,8 @@ class NVFP4Forward(CudaKernel):
         runners = (
             cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
         )
-        return _choice(self.name, lambda: cost_model.is_measured_faster(request, *runners))
+        chosen = _enforced[-1] if _enforced else cost_model.is_measured_faster(request, *runners)
+        return "" if chosen else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `nvfp4_forward.attend`."""
@@ -185,11 +186,7 @@ class NVFP4Forward(CudaKernel):
 
 
 class HopperFusedBackward(CudaKernel):
-    """The backward kernel of `cuda.int8_backward`, for P and dS in 16 bits, which computes each tile of scores once.
-
-    It serves calls for which the table of costs, including the table that ships for Hopper, says that it is as fast as
-    the kernel that would run otherwise: Gluon's, or Triton's if Triton's version has no Gluon that we know.
-    """
+    """The backward kernel of `cuda.int8_backward`, for P and dS in 16 bits, which computes each tile of scores once."""
 
     name = "int8_backward_fused"
     recipes = replace(INT8_BACKWARD, gradients=("16bit",))
@@ -201,49 +198,22 @@ class HopperFusedBackward(CudaKernel):
             return reason
         if request.head_dim % 8 or request.v_head_dim % 8:
             return "rows of gradients must be multiples of 16 bytes: head_dim of Q and V multiples of 8"
-        if reason := _too_many_rows(request) or int8_backward.unsupported(request):
-            return reason
-        phases = request.recipe, HopperForward.name, HopperQuantizer.name
-        runners = (cost_model.training_runner(*phases, name) for name in (self.name, _next_backward(request)))
-        return _choice(self.name, lambda: cost_model.trains_as_fast(request, *runners))
+        return _too_many_rows(request) or int8_backward.unsupported(request)
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients; see `int8_backward.backward`."""
         return int8_backward.backward(call)
 
 
-def _choice(name: str, is_faster: Callable[[], bool]) -> str:
-    """Return why calls do not take a kernel that is chosen by costs; "" if they do."""
-    return "" if (_enforced[name] if name in _enforced else is_faster()) else NOT_FASTER
-
-
-def _next_backward(request: Request) -> str:
-    """Return the name of the first native backward kernel after the fused kernel that serves a request."""
-    others = (one for one in registry.backwards.values() if one.native and one.name != HopperFusedBackward.name)
-    recipe = get_recipe(request.recipe)
-    return next((one.name for one in others if one.serves(recipe) and not registry.unsupported(one, request)), "")
-
-
-def enforce_nvfp4_forward(chosen: bool) -> AbstractContextManager[None]:
-    """Let calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere, whatever the costs."""
-    return _enforcing(NVFP4Forward.name, chosen)
-
-
-def enforce_fused_backward(chosen: bool) -> AbstractContextManager[None]:
-    """Let calls take the fused backward kernel wherever it serves them, or nowhere, whatever the costs."""
-    return _enforcing(HopperFusedBackward.name, chosen)
-
-
 @contextmanager
-def _enforcing(name: str, chosen: bool) -> Iterator[None]:
-    earlier = _enforced.copy()
-    _enforced[name] = chosen
+def enforce_nvfp4_forward(chosen: bool) -> Iterator[None]:
+    """Let calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere, whatever the costs."""
+    _enforced.append(chosen)
     select.cache_clear()
     try:
         yield
     finally:
-        _enforced.clear()
-        _enforced.update(earlier)
+        _enforced.pop()
         select.cache_clear()
 
 

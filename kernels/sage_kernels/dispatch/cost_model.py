@@ -62,8 +62,6 @@ UNMEASURED_KV_LEN = 4096
 UNMEASURED_SCORES = 2**28
 UNMEASURED_HEAD_DIMS = (33, 128)
 
-TIE = 1.05
-"""Ratio of two predicted times of training up to which the preferred kernel runs."""
 DECODED_QUERIES = 16
 """Queries below which a call is a step of decoding: the next step has another number of keys."""
 FA3 = "fa3"
@@ -292,18 +290,6 @@ def why_slower_training(
         return _why_not_unmeasured(request, sizes)
     low_bit_us, exact_us = max(low_bit_us, LOW_BIT_TRAINING_HOST_US), max(exact_us, EXACT_TRAINING_HOST_US)
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
-
-
-def trains_as_fast(request: Request, runner: str, other_runner: str) -> bool:
-    """Return whether the table has training times of the first runner (`training_runner`), and none is much longer.
-
-    Curves are fitted to within a few percent: up to TIE times as long counts as fast.
-    """
-    table = table_of(request.capability)
-    if table is None:
-        return False
-    us, other_us = (_training_us(table, request, "", training, False) for training in (runner, other_runner))
-    return us < TIE * other_us
 
 
 def _training_us(table: Table, request: Request, forward: str, training: str, checkpointed: bool) -> float:

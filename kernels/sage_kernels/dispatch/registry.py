@@ -100,8 +100,8 @@ def unsupported(kernel: Kernel | Exact, request: Request) -> str:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Leave out the forward and exact kernels of these names while the block runs, to measure their gain."""
-    registered: tuple[dict[str, Any], ...] = (forwards, exacts)
+    """Leave out the forward, backward and exact kernels of these names while the block runs, to measure their gain."""
+    registered: tuple[dict[str, Any], ...] = (forwards, backwards, exacts)
     earlier = [dict(kernels) for kernels in registered]
     for kernels, name in itertools.product(registered, names):
         kernels.pop(name, None)

@@ -1,1 +1,1 @@
-"""Code shared by kernels in Triton and Gluon: launches, device functions, operands of gradients."""
+"""Code shared by Triton kernels: launches, device functions, operands of gradients."""

@@ -34,8 +34,7 @@ class QueryOperands:
     the tokens of each 16 in the order of `tiles.operand_token`. Beyond a sequence everything is 0.
 
     Attributes:
-        gradient: dO in 16 bits (operand batch, q_heads, rows, v_channels), 0 in rows without a key; None if kernels
-            read the caller's dO.
+        gradient: dO in 16 bits (operand batch, q_heads, rows, v_channels), 0 in rows without a key.
         query: the values of the saved codes in 16 bits (operand batch, q_heads, rows, channels), rotation and
             equalizing undone; or, if dS is INT8, the codes transposed.
         gradient_codes, gradient_scale: dO in INT8 transposed, and float32 (operand batch, q_heads, rows / 64); None if
@@ -45,7 +44,7 @@ class QueryOperands:
         delta: float32, the same shape: rowsum(dO∘O).
     """
 
-    gradient: torch.Tensor | None
+    gradient: torch.Tensor
     query: torch.Tensor
     gradient_codes: torch.Tensor | None
     gradient_scale: torch.Tensor | None
@@ -60,7 +59,6 @@ def query_operands(
     batch: int,
     sequences: Sequences,
     recipe: Recipe,
-    copy_gradient: bool,
 ) -> QueryOperands:
     """Make the operands of the kernel that walks over queries.
 
@@ -70,14 +68,13 @@ def query_operands(
         saved: the result of the forward pass.
         batch, sequences: the number of sequences and the token axis.
         recipe: says whether P and dS are multiplied in INT8, and how Q and K were transformed.
-        copy_gradient: whether to make `QueryOperands.gradient`.
     """
     operand_batch, q_heads, rows, channels = saved.query.shape
     int8 = multiplies_int8(recipe)
     v_head_dim = output.shape[3]
     v_channels = padded_channels(v_head_dim)
     operands = QueryOperands(
-        gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)) if copy_gradient else None,
+        gradient=output.new_empty((operand_batch, q_heads, rows, v_channels)),
         query=_empty_copy(saved.query, output.dtype, int8),
         gradient_codes=saved.query.new_empty((operand_batch, q_heads, v_channels, rows)) if int8 else None,
         gradient_scale=saved.lse.new_empty((operand_batch, q_heads, rows // KEY_BLOCK)) if int8 else None,
@@ -127,25 +124,23 @@ def key_operands(
     sequences: Sequences,
     padding: KeyPadding | None,
     recipe: Recipe,
-    copy_value: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the operands of the kernel that walks over keys.
 
     Args:
         value: (batch, kv_heads, tokens, v_head_dim), any strides, or packed in the same way.
         saved, batch, sequences, recipe: as above.
         padding: the keys that exist; None: all.
-        copy_value: whether to make the first result.
 
     Returns:
-        (value, key): V in 16 bits (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist, or None if
-        kernels read the caller's V; and K in the form of `QueryOperands.query`.
+        (value, key): V in 16 bits (operand batch, kv_heads, rows, v_channels), 0 for keys that do not exist; and K in
+        the form of `QueryOperands.query`.
     """
     operand_batch, kv_heads, rows, channels = saved.key.shape
     int8 = multiplies_int8(recipe)
     v_head_dim = value.shape[3]
     v_channels = padded_channels(v_head_dim)
-    operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels)) if copy_value else None
+    operand_value = value.new_empty((operand_batch, kv_heads, rows, v_channels))
     key = _empty_copy(saved.key, value.dtype, int8)
     blocks = sequences.rows_of_longest // KEY_BLOCK
     launch(
@@ -270,8 +265,7 @@ def prepare_queries(
         row = first + token
         tl.store(operand_lse + row, tl.where(has_key, natural * LOG2E, float("inf")))
         tl.store(delta + row, tl.sum(dy * y, 1))
-        if gradient is not None:
-            tl.store(gradient + row[:, None] * V_CHANNELS + v_channel[None, :], dy.to(gradient.dtype.element_ty))
+        tl.store(gradient + row[:, None] * V_CHANNELS + v_channel[None, :], dy.to(gradient.dtype.element_ty))
         q = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
         if INT8:
             scale, inverse = int8_scale(tl.max(tl.max(magnitude(dy), 1), 0), False)
@@ -324,15 +318,14 @@ def prepare_keys(
         token = operand_token(position)
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
-        if operand_value is not None:
-            base = value + batch * stride_batch + head * stride_head
-            if HAS_VALID:
-                valid += batch * valid_stride
-            v, _counts = load_tokens(
-                base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
-            )
-            into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
-            tl.store(into, v.to(operand_value.dtype.element_ty))
+        base = value + batch * stride_batch + head * stride_head
+        if HAS_VALID:
+            valid += batch * valid_stride
+        v, _counts = load_tokens(
+            base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+        )
+        into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
+        tl.store(into, v.to(operand_value.dtype.element_ty))
         k = tl.load(codes + row[:, None] * CHANNELS + channel[None, :])
         if INT8:
             head_index = operand_row(batch, head, kv_heads, 1, 0, PACKED)

@@ -1,4 +1,4 @@
-"""Scales of INT8 and rounding to it, for kernels in Triton and Gluon."""
+"""Scales of INT8 and rounding to it, for Triton kernels."""
 
 import triton
 import triton.language as tl

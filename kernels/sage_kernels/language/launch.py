@@ -1,4 +1,4 @@
-"""Launches of Triton and Gluon kernels: the only function that runs a kernel, or records its launch."""
+"""Launches of Triton kernels: the only function that runs a kernel, or records its launch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ ON_AMD = tl.constexpr(torch.version.hip is not None)
 # variant of a kernel if they are 1 or multiples of 16. Some kernels add `group`, which is a loop bound in the backward
 # kernels, and `rows`, which is the stride of a tile in others.
 UNSPECIALIZED = [
-    *("tokens", "q_len", "kv_len", "causal_offset", "recent_start", "q_heads", "kv_heads", "heads", "heads_together"),
+    *("tokens", "q_len", "kv_len", "causal_offset", "recent_start", "q_heads", "kv_heads", "heads"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
     *("first_sequence", "first_row", "first_block"),
-    *("value_rows_of_batch", "value_rows_of_head", "value_columns_of_head"),
-    *("gradient_rows_of_batch", "gradient_rows_of_head", "gradient_columns_of_head"),
     *("lse_stride_batch", "lse_stride_head", "lse_stride_token", "valid_stride", "spans_stride"),
     *("tiles_stride_batch", "tiles_stride_head", "tiles_stride_row"),
 ]
@@ -86,28 +84,6 @@ def recording() -> Iterator[list[RecordedLaunch]]:
         _recorded.reset(token)
 
 
-@contextlib.contextmanager
-def overlapping(device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """Yield a context whose launches may run at the same time as the block's other launches.
-
-    All launches of the block begin after earlier work of the current stream, and end before its later work.
-    """
-    if device.type != "cuda":
-        yield contextlib.nullcontext()
-        return
-    if (traced := trace.current()) is not None:
-        with traced.overlapping() as on_side:
-            yield on_side
-        return
-    current = torch.cuda.current_stream(device)
-    with driver.side_stream(current.device_index, current.cuda_stream) as side:
-        side.fork(current.cuda_stream)
-        try:
-            yield torch.cuda.stream(torch.cuda.ExternalStream(side.handle, device))
-        finally:
-            side.join(current.cuda_stream)
-
-
 def strides(name: str, values: Iterable[int], axes: tuple[str, ...] = TOKEN_AXES) -> dict[str, Any]:
     """Return strides as a kernel's arguments: for "output", output_stride_batch, …; for "", stride_batch, …."""
     prefix = f"{name}_stride" if name else "stride"
@@ -129,7 +105,7 @@ def launch(
     """Run `kernel` on the current stream of the device of its first tensor; only note the launch if a call is traced.
 
     Args:
-        kernel: a function of `triton.jit` or `gluon.jit`, with compile-time parameters in capitals.
+        kernel: a function of `triton.jit`, with compile-time parameters in capitals.
         grid: programs along up to three axes; nothing runs if an axis is 0.
         num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion, a product and a sum are
             rounded separately, as in PyTorch.

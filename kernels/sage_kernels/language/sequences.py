@@ -1,4 +1,4 @@
-"""Offsets of a sequence's tokens and operand rows, for kernels in Triton and Gluon."""
+"""Offsets of a sequence's tokens and operand rows, for Triton kernels."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Loads of tokens of the callers' tensors, for kernels in Triton and Gluon."""
+"""Loads of tokens of the callers' tensors, for Triton kernels."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The CUDA driver, by ctypes: load and launch kernels, describe tensors to them, and order streams.
+"""The CUDA driver, by ctypes: load and launch kernels, and describe tensors to them.
 
 Each function acts on the calling thread's context, which `device_context` sets.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -28,8 +27,6 @@ L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 
 _INVALID_VALUE = 1
 _RELAXED = 2  # thread mode in which captures impose no restrictions
-_NON_BLOCKING_STREAM = 1
-_EVENT_WITHOUT_TIMING = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_SHARED_MEMORY_OF_DEVICE = 97
 _STATIC_SHARED_MEMORY, _MAX_DYNAMIC_SHARED_MEMORY, _SHARED_MEMORY_CARVEOUT = 1, 8, 9
@@ -40,8 +37,6 @@ _SIGNATURES = {
     "cuCtxSetCurrent": (_POINTER,),
     "cuDeviceGetAttribute": (_POINTER, _INT, _INT),
     "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
-    "cuEventCreate": (_POINTER, _UINT),
-    "cuEventRecord": (_POINTER, _POINTER),
     "cuFuncGetAttribute": (_POINTER, _INT, _POINTER),
     "cuFuncGetParamInfo": (_POINTER, _SIZE, _POINTER, _POINTER),
     "cuFuncLoad": (_POINTER,),
@@ -50,9 +45,6 @@ _SIGNATURES = {
     "cuLaunchKernelEx": (_POINTER,) * 4,
     "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
     "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
-    "cuStreamCreate": (_POINTER, _UINT),
-    "cuStreamGetCaptureInfo_v2": (_POINTER,) * 6,
-    "cuStreamWaitEvent": (_POINTER, _POINTER, _UINT),
     "cuTensorMapEncodeTiled": (_POINTER, _INT, _UINT, *(_POINTER,) * 5, *(_INT,) * 4),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
 }
@@ -240,65 +232,3 @@ def encode_tensor_map(
         *(0, SWIZZLES[swizzle], promotion, 0),
     )
     return space.raw[start : start + MAP_BYTES]
-
-
-class SideStream:
-    """Stream whose work may run at the same time as another stream's.
-
-    Attributes:
-        handle: the driver's handle.
-        graph: number of the graph that captured the stream when it was last lent; 0: none.
-    """
-
-    graph = 0
-
-    def __init__(self) -> None:
-        """Make a stream that waits for no other stream, and its events; also while a graph is captured."""
-        with relaxed_capture():
-            self.handle = _handle("cuStreamCreate", _NON_BLOCKING_STREAM)
-            self._fork, self._join = (_handle("cuEventCreate", _EVENT_WITHOUT_TIMING) for _ in range(2))
-
-    def fork(self, stream: int) -> None:
-        """Wait for all work given to `stream` so far."""
-        _wait_for(self.handle, stream, self._fork)
-
-    def join(self, stream: int) -> None:
-        """Let `stream` wait for all work given to this stream so far."""
-        _wait_for(stream, self.handle, self._join)
-
-
-_side_streams: dict[int, list[SideStream]] = {}
-"""Free streams, by GPU; no more exist than were ever in use at the same time."""
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def side_stream(index: int, stream: int) -> Iterator[SideStream]:
-    """Lend a stream for work concurrent with a stream of GPU `index`; only that stream's graph captures the loan."""
-    ensure_context(index)
-    graph = _captured_by(stream)
-    with _lock:
-        free = _side_streams.setdefault(index, [])
-        idle = next((one for one in free if one.graph in (0, graph) or not _captured_by(one.handle)), None)
-        if idle is not None:
-            free.remove(idle)
-    lent = idle or SideStream()
-    lent.graph = graph
-    try:
-        yield lent
-    finally:
-        free.append(lent)
-
-
-def _captured_by(stream: int) -> int:
-    """Return the number of the graph that captures a stream; 0: none."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    places = ctypes.addressof(status), ctypes.addressof(number)
-    _call("cuStreamGetCaptureInfo_v2", stream, *places, None, None, None)
-    return number.value if status.value else 0
-
-
-def _wait_for(stream: int, other: int, event: int) -> None:
-    """Let `stream` wait for all work given to `other` so far; `event` is free again when this returns."""
-    _call("cuEventRecord", event, other)
-    _call("cuStreamWaitEvent", stream, event, 0)

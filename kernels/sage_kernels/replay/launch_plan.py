@@ -101,24 +101,20 @@ class LaunchPlan:
         self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(call_tensors) + 1)]
         self._addresses, self._stream = [0] * len(self._patches), -1  # addresses and stream of the latest run
         self._launches: list[DriverLaunch] = []
-        self._side_launches: list[DriverLaunch] = []
-        self._steps: list[Callable[[], int] | _Operator | str] = []
+        self._steps: list[Callable[[], int] | _Operator] = []
         for step in trace.steps:
-            if isinstance(step, str):
-                self._steps.append(step)
-            elif isinstance(step, Operator):
+            if isinstance(step, Operator):
                 self._steps.append(_Operator(step, call_tensors, bases))
             else:
-                packed, on_side = step
-                launch = DriverLaunch(packed)
-                self._constants += packed.constants
-                for place in packed.addresses:
-                    address = ADDRESS.unpack_from(packed.parameters, place)[0]
+                launch = DriverLaunch(step)
+                self._constants += step.constants
+                for place in step.addresses:
+                    address = ADDRESS.unpack_from(step.parameters, place)[0]
                     if is_stand_in(address):
                         number, offset = locate(address)
                         base, start = bases[number]
                         self._patches[base].append((launch.words, place // ADDRESS.size, start + offset))
-                (self._side_launches if on_side else self._launches).append(launch)
+                self._launches.append(launch)
                 self._steps.append(launch.launch)
         self._lock = threading.Lock()
 
@@ -151,26 +147,14 @@ class LaunchPlan:
                 self._stream = stream
                 for launch in self._launches:
                     launch.config.stream = stream
-            if not self._side_launches:
-                self._launch(tensors, stream, None)
-                return outputs
-            with driver.side_stream(self._index, stream) as side:
-                for launch in self._side_launches:
-                    launch.config.stream = side.handle
-                self._launch(tensors, stream, side)
+            for step in self._steps:
+                if isinstance(step, _Operator):
+                    step.run(tensors)
+                elif status := step():
+                    if driver.ensure_context(self._index):  # the thread had no context, so nothing was launched
+                        status = step()
+                    driver.check("cuLaunchKernelEx", status)
         return outputs
-
-    def _launch(self, tensors: Sequence[torch.Tensor], stream: int, side: driver.SideStream | None) -> None:
-        for step in self._steps:
-            if isinstance(step, _Operator):
-                step.run(tensors)
-            elif isinstance(step, str):
-                if side is not None:
-                    (side.fork if step == "fork" else side.join)(stream)
-            elif status := step():
-                if driver.ensure_context(self._index):  # the thread had no context, so nothing was launched
-                    status = step()
-                driver.check("cuLaunchKernelEx", status)
 
 
 class _Operator:

@@ -100,16 +100,13 @@ class Trace:
 
     Attributes:
         memories: memories that the call reads or allocates, by number.
-        steps: its launches in order, each with whether it runs on the side stream (`language.launch.overlapping`);
-            "fork" and "join", between which launches may do so; and operators, which run on the main stream.
-        on_side: whether launches run on the side stream now.
+        steps: its launches and operators in order.
         compilations: if only compilation is wanted, functions that compile the kernels that would be launched; None:
             launches are noted.
     """
 
     memories: list[Memory] = field(default_factory=list)
-    steps: list[tuple[PackedLaunch, bool] | Operator | str] = field(default_factory=list)
-    on_side: bool = False
+    steps: list[PackedLaunch | Operator] = field(default_factory=list)
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
@@ -125,7 +122,7 @@ class Trace:
 
     def launched(self, launch: PackedLaunch) -> None:
         """Note a launch."""
-        self.steps.append((launch, self.on_side))
+        self.steps.append(launch)
 
     def ran(self, run: Callable[..., object], *arguments: torch.Tensor) -> None:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
@@ -136,19 +133,6 @@ class Trace:
         if not all(isinstance(x, StandIn) for x in arguments):
             raise NotRepeatableError("an operator's argument is not a stand-in")
         self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
-
-    @contextlib.contextmanager
-    def overlapping(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """Implement `language.launch.overlapping` for a trace."""
-        self.steps.append("fork")
-        yield self._run_on_side()
-        self.steps.append("join")
-
-    @contextlib.contextmanager
-    def _run_on_side(self) -> Iterator[None]:
-        self.on_side = True
-        yield
-        self.on_side = False
 
 
 def is_stand_in(address: int) -> bool:

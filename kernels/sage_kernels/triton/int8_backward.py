@@ -56,9 +56,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         shape = [x.shape[2], block] if transposed else [block, x.shape[3]]
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), shape)
 
-    queries = query_operands(
-        call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe, copy_gradient=True
-    )
+    queries = query_operands(call.output_gradient, call.output, saved, call.batch, q_sequences, call.recipe)
     lse, delta = queries.lse, queries.delta
     into = new_transformed(call, key_gradient) if restores else key_gradient
     config = int8_bwd_dkdv_config(capability, channels, int8)
@@ -95,7 +93,7 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     if restores:
         restore_gradient(into, key_gradient, call, kv_sequences, of_query=False)
     del queries, into, inverted  # before as much memory is allocated again
-    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe, copy_value=True)
+    value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe)
     into = new_transformed(call, query_gradient) if restores else query_gradient
     config = int8_bwd_dq_config(capability, channels, int8)
     listed = None

@@ -1,1 +1,0 @@
-"""Kernels in Gluon, Triton's language of explicit layouts; nothing is imported here."""
