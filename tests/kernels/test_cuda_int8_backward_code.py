@@ -152,7 +152,9 @@ def test_serves_the_recipes_with_gradients_in_16_bit():
         (30, 17776, 17776, False, 1),  # 78 are: a second part of each would have to wait
         (64, 8192, 8192, True, 1),
         (33, 8192, 512, False, 1),  # none is
-        (8, 8192, 1024, True, 2),
+        (8, 8192, 1024, True, 4),  # 64 blocks, on average half as long as the longest
+        (16, 1024, 1024, True, 1),  # 128 blocks, too short to split
+        (16, 4096, 1024, True, 2),
         (8, 1024, 1024, False, 2),
         (2, 1024, 128, False, 4),  # of 16 tiles
         (2, 64, 128, False, 1),
