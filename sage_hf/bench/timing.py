@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-Call = Callable[[], object]
+Timeable = Callable[[], object]
 Item = TypeVar("Item")
-Steps = tuple[Sequence[Call], int]
+Steps = tuple[Sequence[Timeable], int]
 """(consecutive steps of a call, number of calls)."""
 
 # In turns with other calls, a call runs for about SECONDS, in TURNS turns; the second half of each turn is timed.
@@ -58,7 +58,7 @@ def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
         yield draw.sample(items, len(items))
 
 
-def first_calls(call: Call) -> tuple[float, int, int]:
+def first_calls(call: Timeable) -> tuple[float, int, int]:
     """Call twice, to compile and to estimate time and memory.
 
     Returns:
@@ -73,14 +73,14 @@ def first_calls(call: Call) -> tuple[float, int, int]:
     return max(0.0, first - second), peak, max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
 
 
-def _seconds(call: Call) -> float:
+def _seconds(call: Timeable) -> float:
     start = time.perf_counter()
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def median_ms(calls: Mapping[Any, tuple[Call, int]]) -> dict[Any, float]:
+def median_ms(calls: Mapping[Any, tuple[Timeable, int]]) -> dict[Any, float]:
     """Return the median time of each call in ms; `calls` is key -> (call, number of calls); see `median_steps_ms`."""
     steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
     return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
@@ -138,10 +138,10 @@ class Timed:
         host_times: host times in microseconds.
     """
 
-    call: Call
+    call: Timeable
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     once_ms: float = 1.0
-    replay: Call = lambda: None
+    replay: Timeable = lambda: None
     calls: int = 1
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     host_times: list[float] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Queue:
         """Wait for the GPU; raise RuntimeError if it failed."""
         self._stream.synchronize()
 
-    def once_ms(self, call: Call) -> float:
+    def once_ms(self, call: Timeable) -> float:
         """Return the GPU's time of one call, plus the host's time beyond the time that the GPU is kept busy."""
         torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), torch.cuda.Event(enable_timing=True)
@@ -190,7 +190,7 @@ class Queue:
         end.synchronize()
         return start.elapsed_time(end)
 
-    def gpu_us(self, call: Call, ms: float, replays: int) -> float:
+    def gpu_us(self, call: Timeable, ms: float, replays: int) -> float:
         """Return the GPU's time for a call in microseconds: the median of replays that take about `ms` each.
 
         Before the replays the GPU is kept busy; otherwise short calls would wait for the host's launches.
@@ -209,7 +209,7 @@ class Queue:
         times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
         return statistics.median(times) / count * 1e3
 
-    def prepare(self, call: Call, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
+    def prepare(self, call: Timeable, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
         """Repeat the call until it has done its one-time work, and capture as many calls as fit into a replay."""
         for _ in range(SETTLING_CALLS):
             call()
@@ -250,7 +250,7 @@ class Queue:
                     one.marks.append((start, self._mark()))
         self._stream.synchronize()
 
-    def _capture(self, call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, call: Timeable, calls: int) -> torch.cuda.CUDAGraph:
         """Return a graph of some calls. Unlike torch.cuda.graph, it does not free memory first, which takes long."""
         graph = torch.cuda.CUDAGraph()
         self._stream.synchronize()
@@ -268,7 +268,7 @@ class Queue:
         return event
 
 
-def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> dict[str, float]:
+def looped_us(calls: Mapping[str, tuple[Timeable, int]], device: torch.device) -> dict[str, float]:
     """Return the host time of each call in µs: the median over rounds of calls in a loop, with an idle GPU.
 
     Args:
@@ -295,7 +295,7 @@ class Span(NamedTuple):
     end: float
 
 
-def profiled(call: Call) -> list[list[Span]]:
+def profiled(call: Timeable) -> list[list[Span]]:
     """Return the kernels of some calls by PyTorch's profiler; each call's kernels are in the order of their ends.
 
     Raises:

@@ -38,13 +38,13 @@ SAMPLED_ROWS = 64
 logger = logging.get_logger(__name__)
 
 
-class _Call(threading.local):
+class _DenoiserCall(threading.local):
     """The denoiser call that a thread is running."""
 
     grid: Grid | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Call, ()
+        return _DenoiserCall, ()
 
 
 class SparseModel:
@@ -61,7 +61,7 @@ class SparseModel:
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
         self.settings = settings
         self.layout: Layout | None = layout_of(denoiser)
-        self.call = _Call()
+        self.call = _DenoiserCall()
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
         self.measured_calls = MEASURED_CALLS
