@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_hf import record
 from sage_hf.bench.cases import SHAPES, Case, Inputs, draw
 from sage_hf.bench.providers import PROVIDERS, Provider, within
 from sage_hf.bench.results import Result, Row, facts, reason
@@ -78,7 +79,6 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                     call = within(provider, prepared.call)
                     step = Step(call, inputs) if case.training else call
                     if not biased:
-                        row["kernel"] = prepared.kernel
                         row["compile_s"], peak, count = first_calls(step)
                         if provider.scope == "end_to_end":
                             given = case.output_bytes + (case.input_bytes if case.training else 0)
@@ -87,9 +87,10 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                             row["saved_bytes"] = saved_bytes(provider, inputs)
                         steps = (step.forward, step.backward) if isinstance(step, Step) else (step,)
                         calls[provider.name] = steps, count
-                    found = step()
-                    require_finite(found)
-                    measured = errors.of(found, prepared.output_scale)
+                    results, announced = _run_observed(step)
+                    row["kernel"] = prepared.kernel or announced
+                    require_finite(results)
+                    measured = errors.of(results, prepared.output_scale)
                 except Exception as error:  # A provider may raise any error: its row holds it.
                     rows[provider.name] = new_row(case, provider) | {"unavailable": reason(error)}
                     calls.pop(provider.name, None)
@@ -102,11 +103,17 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
     return list(rows.values())
 
 
+def _run_observed(step: Callable[[], Tensor | Gradients]) -> tuple[Tensor | Gradients, str]:
+    """Run a call; return its results, and the kernel of the plan that sage-hf announced, "" if it announced none."""
+    kernels = [""]
+    with record.observe(lambda call: kernels.append(call.plan.kernel)):
+        results = step()
+    return results, kernels[-1]
+
+
 def new_row(case: Case, provider: Provider) -> Row:
     """Return a row of the result with case and provider, without measurements."""
-    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
-    sizes = {name: getattr(case, name) for name in names}
-    return {"shape": case.name, **sizes, "scope": provider.scope, "provider": provider.name}
+    return {**case.to_row(), "scope": provider.scope, "provider": provider.name}
 
 
 def require_finite(results: Tensor | Sequence[Tensor]) -> None:
@@ -125,9 +132,12 @@ class SampledErrors:
         self._heads = torch.tensor([0, q_heads - 1], device=query.device)
         self._rows = torch.linspace(0, tokens - 1, min(ERROR_ROWS, tokens), device=query.device).long()
         kv_heads = self._heads // (q_heads // key.shape[1])
-        mask = None
-        if inputs.is_causal:
-            mask = (torch.arange(tokens, device=query.device) <= self._rows[:, None])[None, None]
+        mask = inputs.mask
+        if mask is not None:
+            mask = mask.expand(query.shape[0], q_heads, tokens, key.shape[2])[:1, self._heads][:, :, self._rows]
+        if inputs.case.upper_left:
+            causal = torch.arange(key.shape[2], device=query.device) <= self._rows[:, None]
+            mask = causal[None, None] if mask is None else causal & mask
         self._truth, _ = sdpa.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
 
     def of(self, output: Tensor, scale: float = 1.0) -> dict[str, float]:
@@ -146,7 +156,7 @@ class SampledGradientErrors:
         self._kv_heads = inputs.case.kv_heads
         assert inputs.gradient is not None
         tensors = (self._sample(x.detach()) for x in (inputs.gradient, *inputs.tensors))
-        self._truth = exact_gradients(*tensors, is_causal=inputs.is_causal)
+        self._truth = exact_gradients(*tensors, is_causal=inputs.case.upper_left)
 
     def of(self, found: Gradients, scale: float = 1.0) -> dict[str, float]:
         """Return the errors <name>_rel_l1 of output, dq, dk and dv, each multiplied by scale."""

@@ -46,7 +46,7 @@ def run(
         also "bytes" that it reads and writes, and "copy_share", its share of the copy's bandwidth; or, if it cannot
         run, "unavailable": the reason.
     """
-    kinds = {(case.head_dim, case.causal): case for case in cases}
+    kinds = {(case.head_dim, case.upper_left): case for case in cases}
     call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
     with torch.cuda.device(device), torch.no_grad():
         result: Result = {**facts(device), "copy_bandwidth": copy_bandwidth(device), "rows": []}
@@ -58,8 +58,7 @@ def run(
 
 def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row]:
     """Return the rows of one case; the row of a failed measurement holds the reason."""
-    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
-    sizes: Row = {"shape": case.name} | {name: getattr(case, name) for name in names}
+    sizes: Row = case.to_row()
     try:
         inputs = draw(case, device, biased=True, heads_first=True)
         known = quantizers(inputs, RECIPES)
@@ -94,7 +93,7 @@ def _call_once(what: tuple[Case, str]) -> None:
 
 
 def _whole(inputs: Inputs, recipe: str) -> Callable[[], object]:
-    is_causal = inputs.is_causal
+    is_causal = inputs.case.upper_left
     return lambda: ops.attention(*inputs.tensors, is_causal=is_causal, recipe=recipe, fallback="error")
 
 

@@ -140,7 +140,7 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
             points = sorted(
                 (shape.q_len, row["tflops"])
                 for shape, row in rows.items()
-                if shape.head_dim == head_dim and not shape.causal
+                if shape.head_dim == head_dim and not shape.upper_left
             )
             if points:
                 width = 2.6 if one is ours else 1.5
