@@ -15,22 +15,15 @@ from typing import Any, cast
 import torch
 
 from sage_hf.attention import attend, chosen_fallback, sage_attention
+from sage_hf.diffusers.bridge import Shards, add_backend, choose_backend, function_modes_are_active, scores_are_skipped
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.parallel import NO_SHARDS
+from sage_hf.diffusers.shards import SplitTokens
 from sage_hf.names import NAMES
 from sage_hf.record import note_passed_by
 from sage_hf.sparse.layer import running_layer
 from sage_kernels.spec.options import Options
-
-from .bridge import (
-    Shards,
-    add_backend,
-    choose_backend,
-    function_modes_are_active,
-    scores_are_skipped,
-)
-from .errors import UnsupportedAttentionError
-from .heads import end_trial
-from .parallel import NO_SHARDS
-from .shards import SplitTokens
 
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 

@@ -16,14 +16,13 @@ from safetensors import safe_open
 from torch import nn
 
 from sage_hf.changes import Change, Undo, changes_of, inner
+from sage_hf.diffusers.bridge import is_offloaded_in_groups, parallel_config_of
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.parallel import splits_tokens
+from sage_hf.diffusers.processor import layer_of, sage_of
+from sage_hf.diffusers.vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
-
-from .bridge import is_offloaded_in_groups, parallel_config_of
-from .errors import UnsupportedAttentionError
-from .parallel import splits_tokens
-from .processor import layer_of, sage_of
-from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 
 logger = logging.get_logger(__name__)
 

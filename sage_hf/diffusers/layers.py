@@ -18,12 +18,8 @@ import torch
 from huggingface_hub.utils import logging
 
 from sage_hf import record
-from sage_hf.identity import name_in_diffusers
-from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
-from sage_kernels.runtime import dynamo
-
-from .backends import backend_member, choosing
-from .bridge import (
+from sage_hf.diffusers.backends import backend_member, choosing
+from sage_hf.diffusers.bridge import (
     DISPATCH,
     Overlay,
     fixed_backends,
@@ -32,11 +28,14 @@ from .bridge import (
     takes_backend,
     with_backend,
 )
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .families import ADAPTERS, FAMILIES
-from .heads import agrees, with_own_norms
-from .shards import SplitTokens, across_processes, split_of
-from .vsa import NO_SHARDS, VSAProcessor
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.families import ADAPTERS, FAMILIES
+from sage_hf.diffusers.heads import agrees, with_own_norms
+from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
+from sage_hf.diffusers.vsa import NO_SHARDS, VSAProcessor
+from sage_hf.identity import name_in_diffusers
+from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+from sage_kernels.runtime import dynamo
 
 logger = logging.get_logger(__name__)
 

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.names import NAMES
-
-from .bridge import for_each_subclass, parallel_config_of, parallel_plan_of
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .layers import Layer
-from .parallel import check_parallelism, splits_tokens
-from .plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
-from .processor import (
+from sage_hf.diffusers.bridge import for_each_subclass, parallel_config_of, parallel_plan_of
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.layers import Layer
+from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
+from sage_hf.diffusers.plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
+from sage_hf.diffusers.processor import (
     SageAttnProcessor,
     attention_layers,
     bind,
@@ -30,6 +28,7 @@ from .processor import (
     sage_of,
     say_left,
 )
+from sage_hf.names import NAMES
 
 logger = logging.get_logger(__name__)
 

@@ -12,17 +12,16 @@ from huggingface_hub.utils import logging
 
 from sage_hf.attention import sage_attention
 from sage_hf.attributes import LAYER
+from sage_hf.diffusers.adapters import ServedAdapter, serve
+from sage_hf.diffusers.backends import backend_member
+from sage_hf.diffusers.bridge import BackendProcessor, parallel_config_of, scores_are_skipped
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.layers import Layer, recognize, show_parameters_of_families
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer
 from sage_kernels.spec.options import check_fallback
 from sage_kernels.spec.recipe import get_recipe
-
-from .adapters import ServedAdapter, serve
-from .backends import backend_member
-from .bridge import BackendProcessor, parallel_config_of, scores_are_skipped
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .heads import end_trial
-from .layers import Layer, recognize, show_parameters_of_families
 
 logger = logging.get_logger(__name__)
 

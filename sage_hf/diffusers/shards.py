@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sage_hf.attributes import SPLIT
-
-from .bridge import Shards, scores_are_skipped
-from .heads import end_trial
+from sage_hf.diffusers.bridge import Shards, scores_are_skipped
+from sage_hf.diffusers.heads import end_trial
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sage_hf.patterns import matches
 
 if TYPE_CHECKING:
-    from .routers import Router
+    from sage_hf.sparse.routers import Router
 
 BLOCK = 128
 """Rows of a block and keys of a tile: the kernel's fastest sizes."""
@@ -73,7 +73,7 @@ class Sparse:
 
     def make_router(self, shares: tuple[float, ...] | None = None) -> Router:
         """Return the router; `shares` of heads replace `keep`."""
-        from .routers import MeanRouter, ShareRouter, SubBlockRouter
+        from sage_hf.sparse.routers import MeanRouter, ShareRouter, SubBlockRouter
 
         if self.router == "share":
             return ShareRouter(self.keep, block_m=BLOCK, block_n=BLOCK)

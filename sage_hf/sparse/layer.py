@@ -18,17 +18,16 @@ from torch import nn
 from sage_hf.attention import chosen_fallback, sage_attention
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
+from sage_hf.sparse.config import BLOCK, Sparse
+from sage_hf.sparse.grids import Grid, Layout, arguments_of, layout_of
+from sage_hf.sparse.order import TileOrder
+from sage_hf.sparse.reorder import Reordering
+from sage_hf.sparse.routers import Router, even_budgets, kept_mass, tile_mass
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
 from sage_kernels.spec.masks import key_mask
-
-from .config import BLOCK, Sparse
-from .grids import Grid, Layout, arguments_of, layout_of
-from .order import TileOrder
-from .reorder import Reordering
-from .routers import Router, even_budgets, kept_mass, tile_mass
 
 MEASURED_CALLS = 8
 """Default of `SparseModel.measured_calls`."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from huggingface_hub.utils import logging
 
-from .config import Sparse
+from sage_hf.sparse.config import Sparse
 
 KEY = "sparse_attention_config"
 _SKIP_SOFTMAX = ("skip_softmax", "softmax_skip")

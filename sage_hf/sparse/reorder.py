@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_hf.sparse.grids import Grid, Layout, by_name
+from sage_hf.sparse.order import TileOrder
 from sage_kernels.runtime import dynamo
-
-from .grids import Grid, Layout, by_name
-from .order import TileOrder
 
 FOR_ALL_TOKENS = frozenset(
     ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")

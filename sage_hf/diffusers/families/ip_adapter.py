@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
-from .generic import generic_attention
-from .joint import attend_jointly
-from .layout import Attend, AttentionModule, merge_heads, project_out, project_qkv, split_heads
-from .registry import computes_adapter
+from sage_hf.diffusers.families.generic import generic_attention
+from sage_hf.diffusers.families.joint import attend_jointly
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    merge_heads,
+    project_out,
+    project_qkv,
+    split_heads,
+)
+from sage_hf.diffusers.families.registry import computes_adapter
 
 
 @computes_adapter("IPAdapterAttnProcessor2_0")

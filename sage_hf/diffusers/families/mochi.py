@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, join_tokens, merge_heads, project_out, split_heads
-from .registry import computes
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    join_tokens,
+    merge_heads,
+    project_out,
+    split_heads,
+)
+from sage_hf.diffusers.families.registry import computes
 
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from .inputs import Inputs
+from tests.helpers.families.inputs import Inputs
 
 _DIFFUSERS = Version(diffusers.__version__)
 _SIZES = {
