@@ -84,8 +84,8 @@ def measure_call(
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    given, other = step(tokens), step(tokens + tokens // 4 + 5)
-    exact_s = timed(given, F.scaled_dot_product_attention)
+    call_inputs, longer_inputs = step(tokens), step(tokens + tokens // 4 + 5)
+    exact_s = timed(call_inputs, F.scaled_dot_product_attention)
     start = time.perf_counter()
     from sage_hf import record, sage_attention
 
@@ -94,7 +94,7 @@ def measure_call(
     ours = partial(timed, attend=sage_attention, recipe=recipe, fallback="error" if grad else "native")
     ran: list[Any] = []
     with record.observe(ran.append):
-        first_s, second_s, other_s = (ours(run) for run in (given, given, other))
+        first_s, second_s, other_s = (ours(run) for run in (call_inputs, call_inputs, longer_inputs))
     plan = ran[0].plan
     times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "other_length_ms": other_s * 1e3}
     times["exact_ms"] = exact_s * 1e3

@@ -104,8 +104,8 @@ def exact_steps(
 
     def step_of(key: torch.Tensor, value: torch.Tensor) -> Step:
         def step() -> torch.Tensor:
-            for x, one in zip((key, value), new, strict=True):
-                x.narrow(axis, shape.tokens - 1, 1).copy_(one)
+            for x, new_token in zip((key, value), new, strict=True):
+                x.narrow(axis, shape.tokens - 1, 1).copy_(new_token)
             return attend(query, key, value)
 
         return step

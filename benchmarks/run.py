@@ -43,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", metavar=" | ".join(BENCHMARKS))
     for name, module in BENCHMARKS.items():
         description = module.__doc__ or ""
-        own = benchmarks.add_parser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        own.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+        benchmark_parser = benchmarks.add_parser(
+            name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        benchmark_parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
         if hasattr(module, "add_arguments"):
-            module.add_arguments(own)
+            module.add_arguments(benchmark_parser)
     args = parser.parse_args(argv)
     if args.benchmark:
         BENCHMARKS[args.benchmark].execute(args)

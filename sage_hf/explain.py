@@ -123,8 +123,8 @@ class Explanation:
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
             )
             idle = "not run, or compiled" if self.compiled else "not run yet"
-            own = "its own, or a backend's" if self.compiled else "its own"
-            ran = row.recipe or (idle if row.asked else own)
+            own_attention = "its own, or a backend's" if self.compiled else "its own"
+            ran = row.recipe or (idle if row.asked else own_attention)
             lines.append([row.layer, row.asked or "-", ran, row.kernels or "-", row.numerics or "-", calls, note])
         if self.planned:
             header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
@@ -196,9 +196,9 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
             plans.setdefault(plan.outcome, []).append(plan)
         if not plans or layer in record.passed_by:
             yield row
-        for outcome, alike in plans.items():
-            heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, alike), strict=True))
-            ran = _make_row(row.layer, outcome, len(alike))
+        for outcome, same_outcome in plans.items():
+            heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, same_outcome), strict=True))
+            ran = _make_row(row.layer, outcome, len(same_outcome))
             yield replace(ran, heavy=heavy, chosen=chosen, recent=recent)
 
 
@@ -219,7 +219,7 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
         text += f", and at least the {recipe.recent_keys} latest of each causal row"
     ran = [row for row in rows if row.recipe == name]
     if calls := sum(row.calls for row in ran):
-        heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))
+        heavy, chosen, recent = (sum(getattr(row, count) for row in ran) for count in ("heavy", "chosen", "recent"))
         text += f": in {heavy} of {calls} calls, the heaviest in {chosen}"
         text += f", the latest in {recent}" if recipe.recent_keys else ""
     return text

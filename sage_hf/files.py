@@ -13,8 +13,8 @@ def check_folder(path: Path, flag: str) -> None:
     """Raise ValueError if `path` or one of its parents exists and is not a folder; missing folders are fine."""
     for part in (path, *path.parents):
         if os.path.lexists(part) and not part.is_dir():
-            what = "a file" if part.exists() else "a link to nothing"
-            raise ValueError(f"{flag} must be a folder, and {part} is {what}")
+            kind = "a file" if part.exists() else "a link to nothing"
+            raise ValueError(f"{flag} must be a folder, and {part} is {kind}")
 
 
 @contextmanager

@@ -90,15 +90,15 @@ def share_right(predicted: Tensor, labels: Tensor) -> float:
         labels: as from `texts`. Answers that begin within the first UNSCORED tokens, or reach the last token, do not
             count.
     """
-    right = every = 0
+    num_correct = num_answers = 0
     for guess, wanted in zip(predicted.tolist(), labels.tolist(), strict=True):
         for start in range(UNSCORED, TOKENS):
             begins = wanted[start] != IGNORED and wanted[start - 1] == IGNORED
             if begins and IGNORED in wanted[start:]:
                 stop = wanted.index(IGNORED, start)
-                every += 1
-                right += guess[start:stop] == wanted[start:stop]
-    return right / every
+                num_answers += 1
+                num_correct += guess[start:stop] == wanted[start:stop]
+    return num_correct / num_answers
 
 
 def trainable(model: Any, method: str) -> Any:

@@ -39,7 +39,9 @@ from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 OURS = ("sage1", "sage2", "sage3", "sage3_paper")
 FP8 = ("fa3_fp8", "cudnn_fp8")
 OTHERS = [
-    one for one in PROVIDERS if one.name in FP8 or (one.name.startswith("sageattention") and one.scope != "kernel")
+    provider
+    for provider in PROVIDERS
+    if provider.name in FP8 or (provider.name.startswith("sageattention") and provider.scope != "kernel")
 ]
 LABELS = {provider.name: provider.label for provider in OTHERS}
 LONGEST_ON_CPU = 8192
@@ -129,11 +131,11 @@ def run(
     for case in cases:
         inputs = case.draw(device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
         truth, _ = sdpa.attention(*inputs[:3], **inputs.options)
-        found = [measure_other(inputs, truth, one) for one in others]
-        found += [row for name in OURS for row in measure_recipe(inputs, truth, name)]
-        rows += [{"tensor": case.name, **row} for row in found]
+        new_rows = [measure_other(inputs, truth, provider) for provider in others]
+        new_rows += [row for name in OURS for row in measure_recipe(inputs, truth, name)]
+        rows += [{"tensor": case.name, **row} for row in new_rows]
         write(rows)
-        print(markdown(rows[-len(found) :]).splitlines()[-1], file=sys.stderr, flush=True)
+        print(markdown(rows[-len(new_rows) :]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -143,8 +145,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if "rel_l1" in row:
             errors[row["tensor"], row["provider"]][row.get("outlier_handling")] = row["rel_l1"]
-    found = {provider for _, provider in errors}
-    columns = [name for name in (*LABELS, *OURS) if name in found]
+    providers = {provider for _, provider in errors}
+    columns = [name for name in (*LABELS, *OURS) if name in providers]
     lines = [
         [tensor, *(" → ".join(f"{error:.4f}" for error in errors[tensor, name].values()) or "–" for name in columns)]
         for tensor in dict.fromkeys(row["tensor"] for row in rows)

@@ -329,7 +329,7 @@ def generate(
     """
     shape = (3, size.repeated + size.frames, size.pixels, size.pixels)
     seeds = [torch.Generator().manual_seed(1000 + i) for i in range(len(scenes))]
-    x = torch.stack([torch.randn(shape, generator=one) for one in seeds]).to(device)
+    x = torch.stack([torch.randn(shape, generator=seed_generator) for seed_generator in seeds]).to(device)
     words = word_ids(scenes).to(device)
     words = torch.cat([words, torch.zeros_like(words)])
     levels = shifted(torch.linspace(1, 0, steps + 1)).tolist()
@@ -348,5 +348,5 @@ def shown_scenes() -> list[Scene]:
 def score(clips: Tensor, scenes: Sequence[Scene]) -> dict[str, int]:
     """Return the numbers of clips in which colour, shape, direction, and all three match the prompt."""
     matches = attribute_matches(read_clips(clips), scenes)
-    found = {name: sum(matches[name]) for name in Scene._fields}
-    return found | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}
+    counts = {name: sum(matches[name]) for name in Scene._fields}
+    return counts | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}

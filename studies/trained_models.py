@@ -53,9 +53,10 @@ from sage_kernels.dispatch.select import set_routing
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
 EXACT = "exact"
 OTHERS = {
-    one.name: one
-    for one in PROVIDERS
-    if one.name in ("sdpa_fa2", "cudnn", "fa3_fp8") or (one.name.startswith("sageattention") and one.scope != "kernel")
+    provider.name: provider
+    for provider in PROVIDERS
+    if provider.name in ("sdpa_fa2", "cudnn", "fa3_fp8")
+    or (provider.name.startswith("sageattention") and provider.scope != "kernel")
 }
 TURNS = 2
 """Number of facts hidden at each depth."""
@@ -121,8 +122,8 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
     try:
         use(model, name)
         for part, truth in zip(parts, exact, strict=True):
-            found = hidden_states(model, part)
-            differences.add(head, truth[:-1], found[:-1], part[0, 1:])
+            actual = hidden_states(model, part)
+            differences.add(head, truth[:-1], actual[:-1], part[0, 1:])
         if name not in OTHERS:
             check_recipe(model, name)
     except Exception as error:  # Another provider may raise any error: its row holds it.
@@ -139,8 +140,8 @@ def measure_needles(model: Any, tokenizer: Any, text: Tensor, tokens: int, name:
     use(model, name)
     for turn in range(TURNS):
         haystack = hide(tokenizer, text[turn * tokens :], tokens, turn * (len(FACTS) // TURNS))
-        found = haystack.found(head, hidden_states(model, haystack.ids.to(model.device)))
-        counts.update({f"{depth:g}": int(is_found) for depth, is_found in found.items()})
+        is_found_by_depth = haystack.found_facts(head, hidden_states(model, haystack.ids.to(model.device)))
+        counts.update({f"{depth:g}": int(is_found) for depth, is_found in is_found_by_depth.items()})
     check_recipe(model, name)
     return {"recipe": name, "found": dict(counts), "of": TURNS}
 
@@ -188,8 +189,8 @@ class Run:
 
     def measure_needles(self, tokens: int, name: str) -> None:
         """Measure which facts are found."""
-        found = measure_needles(self.model, self.tokenizer, self.text, tokens, name)
-        self.stored.add("needles", {"model": self.name, "tokens": tokens, **found})
+        needles = measure_needles(self.model, self.tokenizer, self.text, tokens, name)
+        self.stored.add("needles", {"model": self.name, "tokens": tokens, **needles})
 
     def measure_answers(self, name: str) -> None:
         """Measure greedy answers, and the number of tokens before the first difference from the exact answer."""
@@ -201,8 +202,8 @@ class Run:
             use(self.model, name)
             tokens = answer(self.model, ids.to(self.model.device))
             row = {"model": self.name, "recipe": name, "prompt": prompt, "answer": self.tokenizer.decode(tokens)}
-            same = same_beginning(self.answers[prompt], tokens)
-            rows.append(row | {"tokens": len(tokens), "same_beginning": same})
+            num_same = same_beginning(self.answers[prompt], tokens)
+            rows.append(row | {"tokens": len(tokens), "same_beginning": num_same})
         self.stored.add("answers", *rows)
 
     def steps(self, lengths: Sequence[int], samples: int, names: Sequence[str]) -> Iterator[Callable[[], None]]:

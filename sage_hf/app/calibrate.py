@@ -185,8 +185,8 @@ def calibrate(
     subject = subject_of(pipe_or_model, settings, seed, RANGES)
     for prompt in (*prompts, *held_out):
         subject.check(prompt)
-    extras = [SageConfig(recipes[-1], sparse=one) for one in sparse]
-    extras += [SageConfig(recipes[-1], kv_cache=one) for one in kv_caches]
+    extras = [SageConfig(recipes[-1], sparse=sparsity) for sparsity in sparse]
+    extras += [SageConfig(recipes[-1], kv_cache=kv_cache) for kv_cache in kv_caches]
     done = Measurements({**subject.describe(), "recipes": list(names)}, measurements)
     power, limit = 1 / subject.exponent, budget**subject.exponent
     extra, spent = _choose_extra(subject, prompts, extras, done, limit)
@@ -232,14 +232,14 @@ class Measurements:
             return
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
-            found, self._done = dict(data["facts"]), dict(data["measurements"])
+            earlier_facts, self._done = dict(data["facts"]), dict(data["measurements"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self._path} holds no measurements of a calibration: {error!r}") from error
         for name, fact in json.loads(json.dumps(facts)).items():
-            if found.get(name) != fact:
+            if earlier_facts.get(name) != fact:
                 raise ValueError(
-                    f"{self._path} was measured with other {name} ({found.get(name)} instead of {fact}): remove it, or "
-                    "name another file"
+                    f"{self._path} was measured with other {name} ({earlier_facts.get(name)} instead of {fact}): "
+                    "remove it, or name another file"
                 )
 
     def of(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -368,24 +368,24 @@ def _choose_mix(
         config = replace(config, sparse=extra.sparse, kv_cache=extra.kv_cache)
         return mix, config, [_loss(subject, prompt, config, done) for prompt in prompts]
 
-    kept = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
-    fixed = [exact if row in kept else None for row in range(len(measured.layers))]
+    exact_rows = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
+    fixed = [exact if row in exact_rows else None for row in range(len(measured.layers))]
     highest = bound(measured.alone)
     target = (limit - spent) * (fmean(measured.alone) / highest if 0 < highest < math.inf else 1.0)
-    found, failed = None, math.inf
+    best, failed = None, math.inf
     for _ in range(ATTEMPTS):
         mix, config, losses = run(fastest_mix(measured.losses, measured.costs, target, fixed))
         if (highest := bound(losses)) <= limit:
-            found, passed = (mix, config, losses), target
+            best, passed = (mix, config, losses), target
             if failed == math.inf:
                 break
         else:
             failed = target
-        if found is None:
+        if best is None:
             target = HEADROOM * (mix.total(measured.losses) + spent) * limit / highest - spent
         else:
             target = (passed + failed) / 2
-    return found or run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
+    return best or run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
 
 
 def _in_range(span: StepRange, recipe: str) -> SageConfig:

@@ -347,18 +347,18 @@ def call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: d
         raise ValueError(
             f"{type(pipe).__name__} needs {', '.join(inputs)} too; use a text-to-video or text-to-image pipeline"
         )
-    given = {
+    settings = {
         "num_inference_steps": options.steps,
         "height": options.height,
         "width": options.width,
         "num_frames": options.frames,
         "guidance_scale": options.guidance_scale,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if foreign := [name for name in given if name not in parameters]:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if foreign := [name for name in settings if name not in parameters]:
         flag = {"num_inference_steps": "steps", "num_frames": "frames"}.get(foreign[0], foreign[0].replace("_", "-"))
         raise ValueError(f"{type(pipe).__name__} takes no {foreign[0]}: leave --{flag} out")
-    return {name: value for name, value in defaults.items() if name in parameters} | given
+    return {name: value for name, value in defaults.items() if name in parameters} | settings
 
 
 @contextmanager

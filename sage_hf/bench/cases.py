@@ -74,12 +74,12 @@ class Case:
         Raises:
             ValueError: the text has another form, a size is below 1, or Hq is no multiple of Hkv.
         """
-        numbers, _, rest = text.partition(",causal")
+        numbers, _, after_mask = text.partition(",causal")
         try:
             batch, q_heads, kv_heads, tokens, head_dim = sizes = tuple(map(int, numbers.split(",")))
         except ValueError:
             raise ValueError(f"{text!r} is no shape: expected B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal") from None
-        if rest or min(sizes) < 1 or q_heads % kv_heads:
+        if after_mask or min(sizes) < 1 or q_heads % kv_heads:
             raise ValueError(f"{text!r} is no shape: sizes must be at least 1, and Hq a multiple of Hkv")
         return cls.square(text, (batch, q_heads, kv_heads, tokens, head_dim), text.endswith("causal"), training)
 
@@ -249,8 +249,8 @@ def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bo
     lengths = None
     if KINDS.get(case.mask) == "keys":
         drawn = random.Random(f"{case.name}, {case}")
-        found = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
-        lengths = torch.tensor(found, dtype=torch.int32, device=device)
+        numbers = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
+        lengths = torch.tensor(numbers, dtype=torch.int32, device=device)
     mask = _mask(case, lengths, generator, device)
     return Inputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)
 

@@ -38,24 +38,24 @@ EVERY_MODEL_PROVIDER = tuple(dict.fromkeys((*MODEL_PROVIDERS, *TRAINING_MODEL_PR
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `execute` to the parser."""
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
         "--model",
         nargs="+",
         metavar="NAME",
         help=f"time steps of whole models with random weights, instead of attention: {ALL}, or of {_names(MODELS)}",
     )
-    what.add_argument(
+    subject.add_argument(
         "--grid",
         action="store_true",
         help=f"time {len(CASES)} calls of every kind against the fastest other attention, instead of the shapes; with "
         "--training only calls of training, with --shapes only some kinds",
     )
-    what.add_argument(
+    subject.add_argument(
         "--phases", action="store_true", help="time statistics, quantising and attention of our calls separately"
     )
-    what.add_argument("--host", action="store_true", help="time small calls on the host, instead of the GPU")
-    what.add_argument(
+    subject.add_argument("--host", action="store_true", help="time small calls on the host, instead of the GPU")
+    subject.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
@@ -122,10 +122,10 @@ def execute(args: argparse.Namespace) -> None:
             benchmark does not take.
     """
     chosen = next((name for name in TAKES if name and getattr(args, name)), "")
-    given = {name for names in TAKES.values() for name in names if getattr(args, name)}
-    if refused := sorted(given.difference(TAKES[chosen])):
-        what = f"--{chosen}" if chosen else "a benchmark of shapes"
-        raise ValueError(f"{what} takes no {', '.join(f'--{name}' for name in refused)}")
+    given_names = {name for names in TAKES.values() for name in names if getattr(args, name)}
+    if refused := sorted(given_names.difference(TAKES[chosen])):
+        benchmark = f"--{chosen}" if chosen else "a benchmark of shapes"
+        raise ValueError(f"{benchmark} takes no {', '.join(f'--{name}' for name in refused)}")
     benchmarks = {
         "host": _execute_host,
         "report": _execute_report,
@@ -161,19 +161,19 @@ def _execute_models(args: argparse.Namespace) -> None:
     providers = _chosen("--providers", args.providers, EVERY_MODEL_PROVIDER)
     device = gpu(args.device)
     path = results.path_of(args.output, results.facts(device), "models")
-    kept = results.read(path)
+    earlier = results.read(path)
     order = [
-        (model.name, mode, one.name)
+        (model.name, mode, provider.name)
         for model in MODELS
         for mode in ("eager", "compiled")
-        for one in EVERY_MODEL_PROVIDER
+        for provider in EVERY_MODEL_PROVIDER
     ]
 
     def key(row: Row) -> tuple[str, ...]:
         return row["name"], row["mode"], row["provider"]
 
     def write(result: Result) -> None:
-        results.write(path, results.merged(result, kept, key, order))
+        results.write(path, results.merged(result, earlier, key, order))
 
     result = measure_models.run(device, models, providers, progress, args.layers, args.compiled, write)
     print(model_tables.model_text(result))
@@ -220,15 +220,15 @@ def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case
     device = gpu(args.device)
     empty: Result = {**results.facts(device), "rows": []}
     path = results.path_of(args.output, empty, benchmark)
-    kept = results.read(path)
+    earlier = results.read(path)
     order = [grid_tables.key(measure_grid.sizes(case)) for case in CASES]
     if args.resume:
-        there = {grid_tables.key(row) for row in results.merged(empty, kept, grid_tables.key, order)["rows"]}
-        cases = [case for case in cases if grid_tables.key(measure_grid.sizes(case) | more) not in there]
+        measured_keys = {grid_tables.key(row) for row in results.merged(empty, earlier, grid_tables.key, order)["rows"]}
+        cases = [case for case in cases if grid_tables.key(measure_grid.sizes(case) | more) not in measured_keys]
 
     def write(result: Result) -> None:
         result = {**result, "rows": [row | more for row in result["rows"]]}
-        results.write(path, results.merged(result, kept, grid_tables.key, order))
+        results.write(path, results.merged(result, earlier, grid_tables.key, order))
 
     result = measure_grid.run(device, cases, progress, write)
     return path, results.read(path) or result
@@ -276,11 +276,11 @@ def _shapes(args: argparse.Namespace) -> list[Case]:
 
 
 def _names(known: Sequence[Named]) -> str:
-    return ", ".join(dict.fromkeys(one.name for one in known))
+    return ", ".join(dict.fromkeys(item.name for item in known))
 
 
 def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
     """Return the entries of `known` with these names, or all without names. Raise ValueError for unknown names."""
-    if unknown := set(names or ()).difference(one.name for one in known):
+    if unknown := set(names or ()).difference(item.name for item in known):
         raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
-    return [one for one in known if names is None or one.name in names]
+    return [item for item in known if names is None or item.name in names]

@@ -136,7 +136,7 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
     }
     grouped = ("causal, grouped queries", "chunked prefill", "decoding")
     longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
-    found = []
+    cases = []
     for index in range(count):
         kind, masks = list(kinds.items())[index % len(kinds)]
         mask = random_.choice(masks)
@@ -153,8 +153,8 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
         elif kind == "decoding":
             q_len = 1
         case = Case(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
-        found.append(_capped(case, most_operations))
-    return found
+        cases.append(_capped(case, most_operations))
+    return cases
 
 
 def _training() -> Iterator[Case]:

@@ -55,7 +55,9 @@ def run(
         for case in cases:
             progress(f"{case.name}: {case}")
             for scope in ("end_to_end", "kernel"):
-                result["rows"] += measure_case(case, [one for one in providers if one.scope == scope], device)
+                result["rows"] += measure_case(
+                    case, [provider for provider in providers if provider.scope == scope], device
+                )
     return result
 
 
@@ -81,8 +83,8 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                     if not biased:
                         row["compile_s"], peak, count = first_calls(step)
                         if provider.scope == "end_to_end":
-                            given = case.output_bytes + (case.input_bytes if case.training else 0)
-                            row["peak_extra_bytes"] = max(0, peak - given)
+                            result_bytes = case.output_bytes + (case.input_bytes if case.training else 0)
+                            row["peak_extra_bytes"] = max(0, peak - result_bytes)
                         if case.training:
                             row["saved_bytes"] = saved_bytes(provider, inputs)
                         steps = (step.forward, step.backward) if isinstance(step, Step) else (step,)
@@ -158,9 +160,9 @@ class SampledGradientErrors:
         tensors = (self._sample(x.detach()) for x in (inputs.gradient, *inputs.tensors))
         self._truth = exact_gradients(*tensors, is_causal=inputs.case.upper_left)
 
-    def of(self, found: Gradients, scale: float = 1.0) -> dict[str, float]:
+    def of(self, gradients: Gradients, scale: float = 1.0) -> dict[str, float]:
         """Return the errors <name>_rel_l1 of output, dq, dk and dv, each multiplied by scale."""
-        pairs = zip(ERRORS, self._truth, found, strict=True)
+        pairs = zip(ERRORS, self._truth, gradients, strict=True)
         return {f"{name}_rel_l1": tensor_errors(truth, self._sample(x) * scale).rel_l1 for name, truth, x in pairs}
 
     def _sample(self, x: Tensor) -> Tensor:
@@ -208,6 +210,6 @@ def saved_bytes(provider: Provider, inputs: Inputs) -> int:
     copies: Any = replace(inputs, **{name: getattr(inputs, name).clone() for name in ("query", "key", "value")})
     output = within(provider, provider.prepare(copies).call)()
     del copies
-    kept = torch.cuda.memory_allocated() - before
+    saved = torch.cuda.memory_allocated() - before
     del output
-    return kept
+    return saved

@@ -67,15 +67,15 @@ def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row
     calls: dict[str, tuple[Callable[[], object], int]] = {recipe: (_whole(inputs, recipe), 0) for recipe in RECIPES}
     rows: list[Row] = []
     read = inputs.key.nbytes + inputs.value.nbytes  # by the statistics
-    for what, (call, moved) in (calls | known).items():
+    for subject, (call, moved) in (calls | known).items():
         try:
-            found = phases(profiled(call))
+            times = phases(profiled(call))
         except Exception as error:  # A profiler may be refused; a kernel may fail.
-            rows.append(sizes | {"what": what, "unavailable": reason(error)})
+            rows.append(sizes | {"what": subject, "unavailable": reason(error)})
             continue
         by_phase = {"statistics": read, "quantize": moved - read, WHOLE: moved} if moved else {}
-        for phase, (ms, kernels) in found.items():
-            row = sizes | {"what": what, "phase": phase, "kernels": kernels, "ms": ms}
+        for phase, (ms, kernels) in times.items():
+            row = sizes | {"what": subject, "phase": phase, "kernels": kernels, "ms": ms}
             if phase in by_phase:
                 row |= {"bytes": by_phase[phase], "copy_share": by_phase[phase] / (ms * 1e-3) / bandwidth}
             rows.append(row)
@@ -83,9 +83,9 @@ def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row
 
 
 @torch.no_grad()
-def _call_once(what: tuple[Case, str]) -> None:
+def _call_once(call: tuple[Case, str]) -> None:
     """Call a recipe's quantisers alone, and then the recipe."""
-    case, recipe = what
+    case, recipe = call
     inputs = draw(case, torch.device("cuda"), heads_first=True)
     quantizers(inputs, [recipe])
     _whole(inputs, recipe)()

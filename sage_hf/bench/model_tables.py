@@ -70,8 +70,8 @@ def _family(kernels: str) -> str:
     """Return a kernel's kind, as users know it, from a row's names of a call's kernels."""
     kernel = kernels.split(",")[0]
     families = {"int8": "INT8", "nvfp4": "FP4", "fa3": "FA3", "sdpa": "PyTorch", "efficient": "PyTorch"}
-    own = "our exact kernel"
-    return next((family for prefix, family in families.items() if kernel.startswith(prefix)), own)
+    ours = "our exact kernel"
+    return next((family for prefix, family in families.items() if kernel.startswith(prefix)), ours)
 
 
 def model_gain(result: Result) -> str:
@@ -119,10 +119,10 @@ def low_bit_gain(result: Result, most: int) -> str:
     header.append("kernels of its attention calls")
     others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in others)
-    found = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
-    found += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
+    slower_steps = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
+    slower_steps += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
     span = f"at {min(others):.2f}× to {max(others):.2f}×" if others else ""
-    line = f"{len(others)} other steps were measured, {span}; {found}. " if others else ""
+    line = f"{len(others)} other steps were measured, {span}; {slower_steps}. " if others else ""
     return f"{markdown_table(header, table)}\n\n{line}{_models_caption(result)}"
 
 
@@ -141,7 +141,7 @@ def model_gains(result: Result) -> list[ModelGain]:
 
     A model without both is left out. Sparse attention computes a different function, so its time does not count.
     """
-    found = []
+    gains = []
     for (label, mode), rows in _model_rows(result).items():
         ours = {name: row["ms"] for name, row in rows.items() if name in RECIPES_OF_GAIN}
         if "default" not in rows or not ours:
@@ -156,8 +156,8 @@ def model_gains(result: Result) -> list[ModelGain]:
         without_fa3 = rows.get(f"{fastest}, no fa3", {}).get("ms")
         names = str(row.get("name", row["model"])), label, mode, fastest.removeprefix("sage_hf:")
         ran = row.get("kernels", {}), row.get("qk_norm_rope", 0)
-        found.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
-    return found
+        gains.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
+    return gains
 
 
 def model_speed(result: Result) -> str:
@@ -205,12 +205,12 @@ def _model_speeds(result: Result) -> tuple[list[str], list[list[str]]]:
             [
                 model,
                 mode,
-                *(_ms(of_model[one]["ms"]) if one in of_model else MISSING for one in providers),
+                *(_ms(of_model[name]["ms"]) if name in of_model else MISSING for name in providers),
                 MISSING if share is None else f"{share:.0%}",
             ]
         )
-    labels = {one.name: one.label for one in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
-    return ["model", "mode", *(labels.get(one, one) for one in providers), "share of attention"], cells
+    labels = {provider.name: provider.label for provider in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
+    return ["model", "mode", *(labels.get(name, name) for name in providers), "share of attention"], cells
 
 
 def _ms(number: float) -> str:

@@ -275,9 +275,11 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
         graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=types.FP8_E4M3, name=name)
         for x, name in zip(codes, "qkv", strict=True)
     )
-    one = [1, 1, 1, 1]
+    scalar_size = [1, 1, 1, 1]
     names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-    scales = {name: graph.tensor(dim=one, stride=one, data_type=types.FLOAT, name=name) for name in names}
+    scales = {
+        name: graph.tensor(dim=scalar_size, stride=scalar_size, data_type=types.FLOAT, name=name) for name in names
+    }
     o, _, *maxima = graph.sdpa_fp8(
         q=q,
         k=k,
@@ -290,7 +292,7 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
     )
     o.set_output(True).set_dim(list(output.shape)).set_stride(list(output.stride())).set_data_type(types.FP8_E4M3)
     for amax in maxima:
-        amax.set_output(True).set_dim(one).set_stride(one).set_data_type(types.FLOAT)
+        amax.set_output(True).set_dim(scalar_size).set_stride(scalar_size).set_data_type(types.FLOAT)
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A])
@@ -468,11 +470,11 @@ def quantizers(
                 calls[f"K and V of {recipe}, Hopper"] = partial(hopper.quantize_operands, call, leaves_query=True)
         else:
             calls[f"operands of {recipe}"] = partial(_quantizer(name).quantize, call)
-    found: dict[str, tuple[Callable[[], object], int]] = {}
+    quantizer_calls: dict[str, tuple[Callable[[], object], int]] = {}
     query, key, value = inputs.tensors
     for name, quantize in calls.items():
         operands = [x for x in vars(quantize()).values() if isinstance(x, Tensor)]
-        left = any(x is query for x in operands)
-        moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if left else [query])]
-        found[name] = quantize, sum(x.nbytes for x in moved)
-    return found
+        leaves_query = any(x is query for x in operands)
+        moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if leaves_query else [query])]
+        quantizer_calls[name] = quantize, sum(x.nbytes for x in moved)
+    return quantizer_calls

@@ -62,7 +62,9 @@ def run(
         yet to be tried have "untried".
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
-    providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
+    providers = [
+        provider for provider in PROVIDERS if provider.name in SPEED_PROVIDERS and provider.scope == "end_to_end"
+    ]
     properties = torch.cuda.get_device_properties(device)
     result: Result = {
         **facts(device),
@@ -78,15 +80,15 @@ def run(
     for untried in (False, True):
         context = enforce_nvfp4_forward(True) if untried else nullcontext()
         with context, torch.cuda.device(device), torch.no_grad():
-            found = plans(device)
+            planned = plans(device)
             if untried:
                 before = {row["recipe"]: row["kernel"] for row in result["plans"]}
-                found = [row for row in found if row["kernel"] != before[row["recipe"]]]
-            recipes = [row["recipe"] for row in found if row["recipe"] in FORWARD_RECIPES]
+                planned = [row for row in planned if row["kernel"] != before[row["recipe"]]]
+            recipes = [row["recipe"] for row in planned if row["recipe"] in FORWARD_RECIPES]
             names = {f"sage_hf:{recipe}" for recipe in recipes}
-            chosen = [one for one in providers if one.name in names or not untried]
+            chosen = [provider for provider in providers if provider.name in names or not untried]
             note = {"untried": True} if untried else {}
-            result["plans"] += [row | note for row in found]
+            result["plans"] += [row | note for row in planned]
             write(result)
             for shape in shapes if chosen else ():
                 progress(f"{shape.name}: {shape}" + f", {UNTRIED}" * untried)

@@ -224,14 +224,14 @@ class Queue:
         code and data from the host's caches, as between the layers of a model. All providers take longer in this way.
         """
         fewest, most = HOST_TURNS
-        longest = max((one.once_ms for one in timed), default=HOST_MS)
+        longest = max((call.once_ms for call in timed), default=HOST_MS)
         for order in drawn_orders(timed, max(fewest, min(most, int(HOST_MS / longest)))):
-            for one in order:
-                with one.context():
+            for call in order:
+                with call.context():
                     self._stream.synchronize()
                     started = time.perf_counter()
-                    one.call()
-                    one.host_times.append(1e6 * (time.perf_counter() - started))
+                    call.call()
+                    call.host_times.append(1e6 * (time.perf_counter() - started))
         self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
@@ -241,13 +241,13 @@ class Queue:
             launch.
         """
         for turn, order in enumerate(drawn_orders(timed, REPLAYS + 1)):
-            for one in order:
+            for call in order:
                 if turn:
                     torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()
-                one.replay()
+                call.replay()
                 if turn:
-                    one.marks.append((start, self._mark()))
+                    call.marks.append((start, self._mark()))
         self._stream.synchronize()
 
     def _capture(self, call: Timeable, calls: int) -> torch.cuda.CUDAGraph:
@@ -308,13 +308,13 @@ def profiled(call: Timeable) -> list[list[Span]]:
         for _ in range(PROFILED_CALLS):
             call()
         torch.cuda.synchronize()
-    found = [
+    spans = [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    if not found or len(found) % PROFILED_CALLS:
-        raise RuntimeError(f"the profiler saw {len(found)} kernels in {PROFILED_CALLS} calls")
-    found.sort(key=lambda span: span.end)
-    each = len(found) // PROFILED_CALLS
-    return [found[start : start + each] for start in range(0, len(found), each)]
+    if not spans or len(spans) % PROFILED_CALLS:
+        raise RuntimeError(f"the profiler saw {len(spans)} kernels in {PROFILED_CALLS} calls")
+    spans.sort(key=lambda span: span.end)
+    each = len(spans) // PROFILED_CALLS
+    return [spans[start : start + each] for start in range(0, len(spans), each)]

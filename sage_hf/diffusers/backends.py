@@ -134,8 +134,8 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
         return out.transpose(1, 2), lse
 
-    def attend_heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
-        out = backend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **given)
+    def attend_heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        out = backend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options)
         return cast(torch.Tensor, out).transpose(1, 2)
 
     return backend

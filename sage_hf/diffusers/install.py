@@ -160,8 +160,8 @@ def _without_inspection(forward: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if kwargs or torch.compiler.is_compiling() or not isinstance(self.processor, SageAttnProcessor):
             return forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        given = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
-        return self.processor(self, hidden_states, **given)
+        arguments = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+        return self.processor(self, hidden_states, **arguments)
 
     return wrapper
 

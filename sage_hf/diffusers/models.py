@@ -52,12 +52,12 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
             bound[name] = bind(module, recipe, fallback)
             check_parallelism(model, layer_of(module))
         except FixedBackendError as error:
-            left = error
+            backend_error = error
             say_left(error)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
     if not bound:
-        raise left
+        raise backend_error
     return bound
 
 
@@ -66,18 +66,18 @@ def _check_supported(model: Any, processor: Any) -> None:
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
-    left: list[FixedBackendError] = []
+    backend_errors: list[FixedBackendError] = []
     for name, module in layers.items():
         chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
         if isinstance(chosen, SageAttnProcessor):
             try:
                 check_parallelism(model, layer_for(module, chosen))
             except FixedBackendError as error:
-                left.append(error)
+                backend_errors.append(error)
             except UnsupportedAttentionError as error:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
-    if left and len(left) == len(layers):
-        raise left[0]
+    if backend_errors and len(backend_errors) == len(layers):
+        raise backend_errors[0]
 
 
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
@@ -167,8 +167,8 @@ def complete_model_class(model_class: Any) -> None:
         from diffusers.models.attention import AttentionMixin
 
         _check_supported(self, processor)
-        own = getattr(super(model_class, self), "set_attn_processor", None)
-        return AttentionMixin.set_attn_processor(self, processor) if own is None else own(processor)
+        inherited = getattr(super(model_class, self), "set_attn_processor", None)
+        return AttentionMixin.set_attn_processor(self, processor) if inherited is None else inherited(processor)
 
     @functools.wraps(set_backend)
     def set_attention_backend(self: torch.nn.Module, backend: str) -> None:
@@ -180,11 +180,11 @@ def complete_model_class(model_class: Any) -> None:
                 for module, processor in removed:
                     exchange_processor(module, processor, by_backend=True)
                 raise
-            kept = sum(sage_of(module) is not None for module in attention_layers(self).values())
-            if kept:
+            unreached = sum(sage_of(module) is not None for module in attention_layers(self).values())
+            if unreached:
                 logger.warning(
-                    f'set_attention_backend("{backend}") does not reach the {kept} layers with a SageAttnProcessor: '
-                    "set another processor there first"
+                    f'set_attention_backend("{backend}") does not reach the {unreached} layers with a SageAttnProcessor'
+                    ": set another processor there first"
                 )
             return
         for name, processor in _bind_all(self, *NAMES[backend.lower()]).items():

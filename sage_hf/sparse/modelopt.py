@@ -48,8 +48,8 @@ def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
     algorithms = {name: _algorithm(group) for name, group in named.items()}
     skipping = [name for name, algorithm in algorithms.items() if algorithm in _SKIP_SOFTMAX]
     if not skipping:
-        found = ", ".join(map(str, algorithms.values())) or "no group"
-        raise ValueError(f"sparse: {KEY} has {found}, and sage_hf can use only skip_softmax")
+        listed = ", ".join(map(str, algorithms.values())) or "no group"
+        raise ValueError(f"sparse: {KEY} has {listed}, and sage_hf can use only skip_softmax")
     left_out = [f"the group {name} ({algorithms[name]})" for name in named if name != skipping[0]]
     fields = {**shipped, **named[skipping[0]]}
     sparsity = _of_prefill(fields.get("target_sparsity", fields.get("target_sparse_ratio")))

@@ -120,13 +120,13 @@ def sage_attention_forward(
 def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[str, str | None]:
     """Return a layer's recipe and fallback, given its model's; see `sage_attention_forward`."""
     # This is faster than `getattr`, which for a missing attribute searches a module's parameters, buffers and children.
-    own = module.__dict__
+    attributes = module.__dict__
     if torch.compiler.is_compiling():
-        own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
-    implementation = own.get(IMPLEMENTATION)
+        attributes = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
+    implementation = attributes.get(IMPLEMENTATION)
     if not implementation or implementation == name_of(recipe, fallback):
-        training = own.get(TRAINING) if module.training else None
-        recipe, fallback = training or own.get(RECIPE) or recipe, own.get(FALLBACK) or fallback
+        training = attributes.get(TRAINING) if module.training else None
+        recipe, fallback = training or attributes.get(RECIPE) or recipe, attributes.get(FALLBACK) or fallback
     return recipe, fallback
 
 
@@ -220,8 +220,8 @@ def _attend_by_recipe(
     if sinks is None or lse is None:
         return output
     # The output was divided by exp(lse); a sink adds exp(sink) to this sum.
-    kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
-    return (output * kept.unsqueeze(-1)).to(output.dtype)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
+    return (output * share.unsqueeze(-1)).to(output.dtype)
 
 
 def _gains(causality: Causality, call: _ModelCall) -> bool:

@@ -77,9 +77,9 @@ class QuantizedKVCache(Cache):
             elif type(layer) is StaticLayer:
                 layers[number] = latest = StaticQuantizedLayer(config, self.note, number, latest, layer, layers)
             else:
-                self.note.kept.setdefault(_kind_of(layer), []).append(number)
+                self.note.exact_layers.setdefault(_kind_of(layer), []).append(number)
         super().__init__(layers=layers)
-        for reason, numbers in self.note.kept.items():
+        for reason, numbers in self.note.exact_layers.items():
             warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
 
     @property
@@ -141,14 +141,18 @@ class GenerateWithCache:
                 gives the cache's length.
         """
         model = self.model
-        given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
+        generation_config = kwargs.get("generation_config") or next(iter(args[1:2]), None)
 
         def setting(name: str) -> Any:
-            values = kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None)
+            values = (
+                kwargs.get(name),
+                getattr(generation_config, name, None),
+                getattr(model.generation_config, name, None),
+            )
             return next((value for value in values if value is not None), None)
 
-        own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
-        if not own and setting("use_cache") is not False:
+        has_cache = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
+        if not has_cache and setting("use_cache") is not False:
             chosen, length = setting("cache_implementation"), None
             if chosen == "static":
                 length = self._static_length(args, kwargs, setting)
@@ -160,7 +164,7 @@ class GenerateWithCache:
                     "offloaded: leave cache_implementation out, or pass the other cache itself"
                 )
             cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
-            if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
+            if getattr(generation_config, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()  # as `generate` does for the caches of its assistants
             kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
@@ -174,13 +178,13 @@ class GenerateWithCache:
         """
         prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         tokens = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
-        new, most, given = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
-        if new is None and most is None and given is None:
+        new, most, cache_length = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
+        if new is None and most is None and cache_length is None:
             raise ValueError(
                 f'cache_implementation="static" and kv_cache={self.format!r}: set max_new_tokens or max_cache_len, or '
                 f'pass cache=sage_hf.QuantizedKVCache(model.config, "{self.format}", max_cache_len=…)'
             )
-        self.longest = max(self.longest, given or 0, (most or 0) if new is None else tokens + new)
+        self.longest = max(self.longest, cache_length or 0, (most or 0) if new is None else tokens + new)
         return self.longest
 
 

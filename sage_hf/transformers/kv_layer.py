@@ -90,9 +90,9 @@ class QuantizedLayer(DynamicLayer):
             reason = f"{key.dtype}"
         self.is_decided = True
         if reason:
-            kept = self.note.kept.setdefault(reason, [])
-            if self.number not in kept:  # after reset() it exists already
-                kept.append(self.number)
+            layers = self.note.exact_layers.setdefault(reason, [])
+            if self.number not in layers:  # after reset() it exists already
+                layers.append(self.number)
             warn_once(f"KV cache: layers stay in 16 bits: {reason}")
         else:
             self.cache = KVCache(get_format(self.note.format), key)
@@ -326,10 +326,10 @@ def limit_of_keywords(
 ) -> str:
     """Return the reason why attention with these arguments cannot decode from the codes; "" if it can."""
     named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
-    given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
-    given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
-    if given:
-        return f"{', '.join(given)} given by the model"
+    passed = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
+    passed += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
+    if passed:
+        return f"{', '.join(passed)} given by the model"
     if query.shape[0] != key.shape[0] or query.dtype != key.dtype:
         return "Q and K differ in batch or dtype"
     if scaling is not None and scaling <= 0:

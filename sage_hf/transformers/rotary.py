@@ -66,7 +66,7 @@ _replacements: dict[tuple[Any, str], _Replacement] = {}
 def rotate_by_kernel(model: nn.Module) -> None:
     """Let the layers of a model's class use the kernel while they run a low-bit recipe of ours."""
     for layer in filter(calls_interface, built_classes(type(model))):
-        owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
+        owner: Any = next((base for base in layer.__mro__ if "forward" in vars(base)), None)
         if owner is None or ROTATE not in unwrap(owner.forward).__code__.co_names:
             continue
         file = sys.modules.get(unwrap(owner.forward).__module__)

@@ -53,10 +53,10 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     def forward(name: str) -> Callable[[], Tensor]:
         if name in BACKENDS:
             return partial(exactly, BACKENDS[name])
-        if (own := get_exact(name)) is not None:
-            if reason := own.unsupported(execution.request_of(call)):
+        if (kernel := get_exact(name)) is not None:
+            if reason := kernel.unsupported(execution.request_of(call)):
                 raise ValueError(f"{name}: {reason}")
-            return partial(own.attend, call)
+            return partial(kernel.attend, call)
         if case.training:
             options = causality | {"valid": call.mask.valid, "recipe": name, "fallback": "error"}
             return lambda: training.attention(query, key, value, **options)[0]

@@ -61,8 +61,10 @@ def mochi_attention(
     outputs = []
     for sample in range(hidden_states.shape[0]):
         valid = attention_mask[sample].flatten().nonzero().flatten()
-        one = slice(sample, sample + 1)
-        query, key, value = (join_tokens(v[one], t[one][:, :, valid]) for v, t in zip(video, text, strict=True))
+        sample_slice = slice(sample, sample + 1)
+        query, key, value = (
+            join_tokens(v[sample_slice], t[sample_slice][:, :, valid]) for v, t in zip(video, text, strict=True)
+        )
         output = merge_heads(attend(query, key, value))
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, video_length + text_length - output.shape[1])))
 
