@@ -94,7 +94,7 @@ def model_gain(result: Result) -> str:
             line += [f"{saved:.1f}" for saved in gain.saved_ms] or [MISSING] * len(PARTS)
             line.append(MISSING if gain.without_fa3_ms is None else _ms(gain.without_fa3_ms))
         cells.append(line)
-    return f"{markdown_table(header, cells)}\n\n{_models_caption(result)}"
+    return f"{markdown_table(*_without_single_mode(header, cells))}\n\n{_models_caption(result)}"
 
 
 def low_bit_gain(result: Result, most: int) -> str:
@@ -117,12 +117,12 @@ def low_bit_gain(result: Result, most: int) -> str:
         for gain in low_bit[:most]
     ]
     header.append("kernels of its attention calls")
-    others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
-    slower = sum(ratio < NOT_SLOWER for ratio in others)
+    other_ratios = [gain.ratio for gain in gains if gain not in low_bit[:most]]
+    slower = sum(ratio < NOT_SLOWER for ratio in other_ratios)
     slower_steps = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
     slower_steps += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
-    span = f"at {min(others):.2f}× to {max(others):.2f}×" if others else ""
-    line = f"{len(others)} other steps were measured, {span}; {slower_steps}. " if others else ""
+    span = f"at {min(other_ratios):.2f}× to {max(other_ratios):.2f}×" if other_ratios else ""
+    line = f"{len(other_ratios)} other steps were measured, {span}; {slower_steps}. " if other_ratios else ""
     return f"{markdown_table(header, table)}\n\n{line}{_models_caption(result)}"
 
 
@@ -210,7 +210,16 @@ def _model_speeds(result: Result) -> tuple[list[str], list[list[str]]]:
             ]
         )
     labels = {provider.name: provider.label for provider in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
-    return ["model", "mode", *(labels.get(name, name) for name in providers), "share of attention"], cells
+    header = ["model", "mode", *(labels.get(name, name) for name in providers), "share of attention"]
+    return _without_single_mode(header, cells)
+
+
+def _without_single_mode(header: list[str], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells; if all rows have one mode, the second column, "mode", goes, and the header names it."""
+    modes = {line[1] for line in cells}
+    if len(modes) != 1:
+        return header, cells
+    return [f"{header[0]}, {modes.pop()}", *header[2:]], [[line[0], *line[2:]] for line in cells]
 
 
 def _ms(number: float) -> str:
