@@ -210,9 +210,9 @@ class SageConfig:
         sparse = data.get("sparse")
         if sparse not in (None, "model"):
             sparse = Sparse.from_dict(sparse)
-        others: dict[str, Any] = {key: data.get(key) for key in ("fallback", "training", "kv_cache")}
-        others |= {key: data.get(key, "") for key in ("note", "architecture")}
-        return cls(data["recipe"], layers=tuple(layers), steps=tuple(steps), sparse=sparse, **others)
+        plain_fields: dict[str, Any] = {key: data.get(key) for key in ("fallback", "training", "kv_cache")}
+        plain_fields |= {key: data.get(key, "") for key in ("note", "architecture")}
+        return cls(data["recipe"], layers=tuple(layers), steps=tuple(steps), sparse=sparse, **plain_fields)
 
     def to_json(self) -> str:
         """Return the configuration as JSON text that `from_json` reads back."""

@@ -108,7 +108,9 @@ class Explanation:
         return replace(
             later,
             rows=tuple(sorted(rows, key=lambda row: places[row.layer])),
-            sparse=tuple((f"{layer} (last video)" if self.rows else layer, kept) for layer, kept in later.sparse),
+            sparse=tuple(
+                (f"{layer} (last video)" if self.rows else layer, sparsity) for layer, sparsity in later.sparse
+            ),
             costs=tuple(dict.fromkeys((*self.costs, *later.costs))),
             qk_norm_rope=max(self.qk_norm_rope, later.qk_norm_rope),
         )
@@ -138,7 +140,7 @@ class Explanation:
             text.append(
                 f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
             )
-        if any("attention weight" in kept for _, kept in self.sparse):
+        if any("attention weight" in sparsity for _, sparsity in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the kept weight is measured on 64 sampled rows a head:")
         text += [
             f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
@@ -229,11 +231,11 @@ def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
     for name, layer in target.layers.items():
         sage = sage_of(layer)
         original = layer.processor if sage is None else layer_of(layer).original
-        kept = original.describe() if isinstance(original, VSAProcessor) else ""
+        sparsity = original.describe() if isinstance(original, VSAProcessor) else ""
         if sage is not None and sage.sparse is not None:
-            kept = sparsity_of(sage.sparse)
-        if kept:
-            yield target.label(name), kept
+            sparsity = sparsity_of(sage.sparse)
+        if sparsity:
+            yield target.label(name), sparsity
 
 
 def asks_for_low_bits(target: Target, layer: nn.Module) -> bool:

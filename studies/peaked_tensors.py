@@ -115,9 +115,11 @@ class Sinks:
 
     def _strength(self, query: Tensor, key: Tensor, mean: Tensor) -> Tensor:
         """Return the length of the sinks' keys in each head of K, (1, kv_heads), by bisection."""
-        others = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
-        others[..., self.positions] = False
-        others_lse = sdpa.log_sum_exp(query, key, mask=others, is_causal=self.causal, causal_offset=self.causal_offset)
+        is_no_sink = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
+        is_no_sink[..., self.positions] = False
+        others_lse = sdpa.log_sum_exp(
+            query, key, mask=is_no_sink, is_causal=self.causal, causal_offset=self.causal_offset
+        )
         rows = torch.arange(self.q_len, device=key.device) + self.causal_offset
         seen = rows >= max(self.positions) if self.causal else rows >= 0
         along = (query.unflatten(1, (self.kv_heads, -1)) @ mean.mT.unsqueeze(2)).squeeze(-1).double()

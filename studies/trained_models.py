@@ -52,7 +52,7 @@ from sage_kernels.dispatch.select import set_routing
 
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
 EXACT = "exact"
-OTHERS = {
+OTHER_PROVIDERS = {
     provider.name: provider
     for provider in PROVIDERS
     if provider.name in ("sdpa_fa2", "cudnn", "fa3_fp8")
@@ -65,8 +65,8 @@ TABLES = ("rows", "needles", "answers", "sinks")
 
 def use(model: Any, name: str) -> None:
     """Let a model run exact attention, a recipe in its own numerics, or another provider's kernel."""
-    if name in OTHERS:
-        model.set_attn_implementation(register(OTHERS[name]))
+    if name in OTHER_PROVIDERS:
+        model.set_attn_implementation(register(OTHER_PROVIDERS[name]))
     else:
         use_recipe(model, name)
 
@@ -124,10 +124,10 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
         for part, truth in zip(parts, exact, strict=True):
             actual = hidden_states(model, part)
             differences.add(head, truth[:-1], actual[:-1], part[0, 1:])
-        if name not in OTHERS:
+        if name not in OTHER_PROVIDERS:
             check_recipe(model, name)
     except Exception as error:  # Another provider may raise any error: its row holds it.
-        if name not in OTHERS:
+        if name not in OTHER_PROVIDERS:
             raise
         return {"recipe": name, "unavailable": results.reason(error)}
     return {"recipe": name, **differences.row()}
@@ -214,7 +214,7 @@ class Run:
             samples: largest number of texts of a length.
             names: recipes and providers.
         """
-        recipes = [name for name in names if name not in OTHERS]
+        recipes = [name for name in names if name not in OTHER_PROVIDERS]
         for tokens in lengths[:1]:
             yield from self.lacking("sinks", partial(self.measure_sinks, tokens))
         for tokens, name in product(lengths, [name for name in names if name != EXACT]):
@@ -250,7 +250,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     set_routing(False)  # exact attention would replace recipes where it is faster
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = args.attention or [EXACT, *RECIPES, *(OTHERS if device.type == "cuda" else ())]
+    names = args.attention or [EXACT, *RECIPES, *(OTHER_PROVIDERS if device.type == "cuda" else ())]
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)
     stored = Results(results.path_of(args.output, facts, "trained_models"), facts, TABLES)

@@ -98,8 +98,8 @@ def _predictions(row: dict[str, Any]) -> list[str]:
 
 
 def _kept(answers: Sequence[dict[str, Any]]) -> str:
-    kept = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
-    return kept if answers else "–"
+    kept_tokens = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
+    return kept_tokens if answers else "–"
 
 
 def _label(name: str) -> str:

@@ -192,13 +192,13 @@ def calibrate(
     extra, spent = _choose_extra(subject, prompts, extras, done, limit)
     measured = _measure(subject, prompts, names, done)
     mix, config, losses = _choose_mix(subject, prompts, names, done, measured, limit, keep_sensitive, extra, spent)
-    others = [_loss(subject, prompt, config, done) for prompt in held_out]
+    held_out_losses = [_loss(subject, prompt, config, done) for prompt in held_out]
     result = Calibration(
         config=config,
         measure=subject.measure,
         budget=budget,
         errors=tuple(loss**power for loss in losses),
-        held_out=tuple(loss**power for loss in others),
+        held_out=tuple(loss**power for loss in held_out_losses),
         alone=max(measured.alone) ** power,
         recipes=names,
         layers=measured.layers,

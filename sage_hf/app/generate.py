@@ -384,10 +384,10 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     """Return captions by label that name the attention that really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
-    others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
+    run_recipes = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
     remark = ""
-    if others:
-        remark = f" (ran {', '.join(others)})"
+    if run_recipes:
+        remark = f" (ran {', '.join(run_recipes)})"
     elif any(row.numerics == "emulated" for row in low_bit):
         remark = " (emulated)"
     return {label: label if label == "exact" else label + remark for label in labels}

@@ -195,16 +195,16 @@ def watch(rows: list[Row]) -> Iterator[None]:
 def _compared(candidates: Sequence[Candidate], failures: dict[str, str]) -> Row:
     """Return the part of a row that compares sage-hf with other providers."""
     ours = next((candidate for candidate in candidates if candidate.provider.ours), None)
-    others = sorted(
+    other_providers = sorted(
         (candidate for candidate in candidates if not candidate.provider.ours), key=lambda candidate: candidate.timed.ms
     )
-    if ours is None or not others:
+    if ours is None or not other_providers:
         return {"unavailable": "; ".join(f"{name}: {why}" for name, why in failures.items())}
-    best = others[0]
+    best = other_providers[0]
     times: Row = {"ours_ms": ours.timed.ms, "ours_host_us": ours.timed.host_us}
     for name, candidate in (
         ("best", best),
-        ("pytorch", next((candidate for candidate in others if candidate.provider.name != "fa3"), None)),
+        ("pytorch", next((candidate for candidate in other_providers if candidate.provider.name != "fa3"), None)),
     ):
         if candidate is not None:
             times |= {
@@ -213,5 +213,5 @@ def _compared(candidates: Sequence[Candidate], failures: dict[str, str]) -> Row:
                 f"{name}_host_us": candidate.timed.host_us,
             }
     distance = (ours.output - best.output).abs().sum(dtype=torch.float32) / best.output.abs().sum(dtype=torch.float32)
-    others_ms = {candidate.provider.name: round(candidate.timed.ms, 6) for candidate in others}
+    others_ms = {candidate.provider.name: round(candidate.timed.ms, 6) for candidate in other_providers}
     return times | {"rel_l1": distance.item(), "others_ms": others_ms}

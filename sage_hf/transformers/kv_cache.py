@@ -99,16 +99,16 @@ class QuantizedKVCache(Cache):
             if tokens_to_remove >= 0:
                 return
         quantized = [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
-        others = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
+        plain_layers = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
         for layer in quantized:
             layer.settle()
-        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in others):
+        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in plain_layers):
             raise RuntimeError("a layer with a sliding window does not track past states, and cannot be cropped")
         try:
-            for layer, _ in others:
+            for layer, _ in plain_layers:
                 layer.crop(tokens_to_remove)
         except Exception:
-            for layer, before in others:
+            for layer, before in plain_layers:
                 vars(layer).update(before)
             raise
         for layer in quantized:

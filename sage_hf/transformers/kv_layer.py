@@ -105,7 +105,7 @@ class QuantizedLayer(DynamicLayer):
         value_states: torch.Tensor,
         *args: Any,
         kwargs: dict[str, Any] | None = None,
-        **others: Any,
+        **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new tokens, (batch, kv_heads, tokens, head_dim).
 
@@ -113,7 +113,7 @@ class QuantizedLayer(DynamicLayer):
             key_states, value_states: the new tokens.
             args: arguments of transformers before 5.24; not used.
             kwargs: the keywords of the attention function that is called next.
-            others: not used.
+            unused: not used.
 
         Returns:
             The new tokens if our attention comes next, or else whole K and V.

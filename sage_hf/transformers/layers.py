@@ -71,8 +71,12 @@ def refusal(model_class: type) -> str | None:
 
 def _model_of_another_file(model_class: type) -> type | None:
     """Return the closest base class that is a model and is defined in another file; None if there is none."""
-    others = (base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL))
-    return next((base for base in others if is_module_class(base) and hasattr(base, "set_attn_implementation")), None)
+    foreign_bases = (
+        base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL)
+    )
+    return next(
+        (base for base in foreign_bases if is_module_class(base) and hasattr(base, "set_attn_implementation")), None
+    )
 
 
 def _find_enclosing(name: str, values: dict[str, bool]) -> bool:
