@@ -326,8 +326,8 @@ def main() -> None:
     before = results.read(path) if dist.get_rank() == 0 else None
     result = results.merged({**facts, "rows": []}, before, lambda row: tuple(row[key] for key in KEYS), ())
     bench = Bench(device, control, path, result, deadline, args.profile)
-    known = {model.name: model for model in models.MODELS}
-    chosen = [known[NAMES.get(name, name)] for name in args.models.split(",")]
+    models_by_name = {model.name: model for model in models.MODELS}
+    chosen = [models_by_name[NAMES.get(name, name)] for name in args.models.split(",")]
     runs = []
     for model in map(tiny, chosen) if args.tiny else chosen:
         providers, modes = args.providers.split(","), args.modes.split(",")

@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure_unseen(args: argparse.Namespace) -> None:
     """Measure random calls, write <gpu>-unseen.json after each, and print how well routing chose."""
     device = command.gpu(args.device)
-    drawn = {"seed": args.unseen, "table": table_in_use(device)}
-    path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), drawn)
+    draw_facts = {"seed": args.unseen, "table": table_in_use(device)}
+    path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), draw_facts)
     print(f"{grid_tables.unseen_text(result)}\n\nwrote {path}")
 
 

@@ -126,8 +126,8 @@ class Explanation:
             )
             idle = "not run, or compiled" if self.compiled else "not run yet"
             own_attention = "its own, or a backend's" if self.compiled else "its own"
-            ran = row.recipe or (idle if row.asked else own_attention)
-            lines.append([row.layer, row.asked or "-", ran, row.kernels or "-", row.numerics or "-", calls, note])
+            attention = row.recipe or (idle if row.asked else own_attention)
+            lines.append([row.layer, row.asked or "-", attention, row.kernels or "-", row.numerics or "-", calls, note])
         if self.planned:
             header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
         text = [text_table(header, lines)]
@@ -219,9 +219,11 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
     if recipe.recent_keys:
         text += f", and at least the {recipe.recent_keys} latest of each causal row"
-    ran = [row for row in rows if row.recipe == name]
-    if calls := sum(row.calls for row in ran):
-        heavy, chosen, recent = (sum(getattr(row, count) for row in ran) for count in ("heavy", "chosen", "recent"))
+    rows_of_recipe = [row for row in rows if row.recipe == name]
+    if calls := sum(row.calls for row in rows_of_recipe):
+        heavy, chosen, recent = (
+            sum(getattr(row, count) for row in rows_of_recipe) for count in ("heavy", "chosen", "recent")
+        )
         text += f": in {heavy} of {calls} calls, the heaviest in {chosen}"
         text += f", the latest in {recent}" if recipe.recent_keys else ""
     return text

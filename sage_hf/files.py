@@ -24,7 +24,7 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
     Raises:
         ValueError: the folder cannot be made or written to; the message names `flag`.
     """
-    made = [part for part in (path, *path.parents) if not part.exists()]
+    missing = [part for part in (path, *path.parents) if not part.exists()]
     try:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # the folder holds files, or was never made
-            for part in made:
+            for part in missing:
                 part.rmdir()
 
 

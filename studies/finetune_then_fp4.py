@@ -74,9 +74,9 @@ def texts(tokenizer: Any, draw: random.Random, count: int) -> tuple[Tensor, Tens
         labels: list[int] = []
         while len(ids) < TOKENS:
             question, solution = problem(draw)
-            asked, answer, end = encode(f"Question: {question} Answer:"), encode(f" {solution}"), encode(".\n\n")
-            ids += asked + answer + end
-            labels += [IGNORED] * len(asked) + answer + [IGNORED] * len(end)
+            question_ids, answer, end = encode(f"Question: {question} Answer:"), encode(f" {solution}"), encode(".\n\n")
+            ids += question_ids + answer + end
+            labels += [IGNORED] * len(question_ids) + answer + [IGNORED] * len(end)
         all_ids.append(ids[:TOKENS])
         all_labels.append(labels[:TOKENS])
     return torch.tensor(all_ids), torch.tensor(all_labels)

@@ -335,8 +335,8 @@ def generate(
     levels = shifted(torch.linspace(1, 0, steps + 1)).tolist()
     for level, following in itertools.pairwise(levels):
         both = torch.cat([x, x])
-        asked, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
-        x = x + (following - level) * torch.lerp(empty, asked, guidance)
+        with_prompt, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
+        x = x + (following - level) * torch.lerp(empty, with_prompt, guidance)
     return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2)[:, size.repeated :].contiguous()
 
 

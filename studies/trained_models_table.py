@@ -61,7 +61,7 @@ def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str
                 row for row in needles if (row["model"], row["recipe"], row["tokens"]) == (model, recipe, tokens)
             ]
             counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in needles_of_cell]
-            cells += [f"{count} of {every}" for count, every in counts] or ["–"]
+            cells += [f"{count} of {total}" for count, total in counts] or ["–"]
         answers_of_recipe = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
         lines.append([model, _label(recipe), *cells, _kept(answers_of_recipe)])
     header = ["model", "attention", *(f"facts found in {tokens:,} tokens" for tokens in lengths), "greedy tokens kept"]

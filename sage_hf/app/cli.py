@@ -273,12 +273,12 @@ def _env(args: argparse.Namespace) -> None:
         rows = []
         for recipe in RECIPES:
             try:
-                chosen = select(nominal_request(recipe, device), default_fallback())
+                plan = select(nominal_request(recipe, device), default_fallback())
             except KernelUnavailableError as error:
                 rows.append([recipe, "none", "–", "–", str(error)])
                 continue
-            kernels = ", ".join(name for name in (chosen.kernel, chosen.quantizer, chosen.backward) if name)
-            rows.append([recipe, chosen.recipe, kernels, chosen.numerics, chosen.reason])
+            kernels = ", ".join(name for name in (plan.kernel, plan.quantizer, plan.backward) if name)
+            rows.append([recipe, plan.recipe, kernels, plan.numerics, plan.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernels", "numerics", "why"], rows))
         if device.type == "cuda":

@@ -248,8 +248,8 @@ def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bo
         x.requires_grad_(case.training)
     lengths = None
     if KINDS.get(case.mask) == "keys":
-        drawn = random.Random(f"{case.name}, {case}")
-        numbers = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
+        random_ = random.Random(f"{case.name}, {case}")
+        numbers = [random_.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
         lengths = torch.tensor(numbers, dtype=torch.int32, device=device)
     mask = _mask(case, lengths, generator, device)
     return Inputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)

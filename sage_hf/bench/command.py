@@ -121,10 +121,10 @@ def execute(args: argparse.Namespace) -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or an option that the
             benchmark does not take.
     """
-    chosen = next((name for name in TAKES if name and getattr(args, name)), "")
+    chosen_benchmark = next((name for name in TAKES if name and getattr(args, name)), "")
     given_names = {name for names in TAKES.values() for name in names if getattr(args, name)}
-    if refused := sorted(given_names.difference(TAKES[chosen])):
-        benchmark = f"--{chosen}" if chosen else "a benchmark of shapes"
+    if refused := sorted(given_names.difference(TAKES[chosen_benchmark])):
+        benchmark = f"--{chosen_benchmark}" if chosen_benchmark else "a benchmark of shapes"
         raise ValueError(f"{benchmark} takes no {', '.join(f'--{name}' for name in refused)}")
     benchmarks = {
         "host": _execute_host,
@@ -134,7 +134,7 @@ def execute(args: argparse.Namespace) -> None:
         "model": _execute_models,
         "": _execute_shapes,
     }
-    benchmarks[chosen](args)
+    benchmarks[chosen_benchmark](args)
 
 
 def _execute_shapes(args: argparse.Namespace) -> None:
@@ -178,8 +178,8 @@ def _execute_models(args: argparse.Namespace) -> None:
     result = measure_models.run(device, models, providers, progress, args.layers, args.compiled, write)
     print(model_tables.model_text(result))
     whole = results.read(path) or result
-    drawn = plots.has_matplotlib() and model_tables.model_gains(whole)
-    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if drawn else ""
+    can_plot = plots.has_matplotlib() and model_tables.model_gains(whole)
+    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if can_plot else ""
     print(f"\nwrote {path}{picture}")
 
 
@@ -206,7 +206,9 @@ def _execute_grid(args: argparse.Namespace) -> None:
     print(f"{grid_tables.text(result)}\n\nwrote {path}{picture}")
 
 
-def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case], more: Row) -> tuple[Path, Result]:
+def measure_calls(
+    args: argparse.Namespace, benchmark: str, cases: Sequence[Case], extra_columns: Row
+) -> tuple[Path, Result]:
     """Measure calls like the grid's, and write <gpu>-<benchmark>.json as rows come; return the file and its result.
 
     The file's rows of other calls stay, if machine, versions and commit are the same.
@@ -215,7 +217,7 @@ def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case
         args: `device`, `output`, and `resume` (measure only calls that the file lacks).
         benchmark: name of the file.
         cases: the calls.
-        more: entries to add to each row.
+        extra_columns: entries to add to each row.
     """
     device = gpu(args.device)
     empty: Result = {**results.facts(device), "rows": []}
@@ -224,10 +226,12 @@ def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case
     order = [grid_tables.key(measure_grid.sizes(case)) for case in CASES]
     if args.resume:
         measured_keys = {grid_tables.key(row) for row in results.merged(empty, earlier, grid_tables.key, order)["rows"]}
-        cases = [case for case in cases if grid_tables.key(measure_grid.sizes(case) | more) not in measured_keys]
+        cases = [
+            case for case in cases if grid_tables.key(measure_grid.sizes(case) | extra_columns) not in measured_keys
+        ]
 
     def write(result: Result) -> None:
-        result = {**result, "rows": [row | more for row in result["rows"]]}
+        result = {**result, "rows": [row | extra_columns for row in result["rows"]]}
         results.write(path, results.merged(result, earlier, grid_tables.key, order))
 
     result = measure_grid.run(device, cases, progress, write)
@@ -275,12 +279,12 @@ def _shapes(args: argparse.Namespace) -> list[Case]:
     return _chosen("--shapes", args.shapes, _of(args, SHAPES, TRAINING_SHAPES)) + cases
 
 
-def _names(known: Sequence[Named]) -> str:
-    return ", ".join(dict.fromkeys(item.name for item in known))
+def _names(items: Sequence[Named]) -> str:
+    return ", ".join(dict.fromkeys(item.name for item in items))
 
 
-def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
-    """Return the entries of `known` with these names, or all without names. Raise ValueError for unknown names."""
-    if unknown := set(names or ()).difference(item.name for item in known):
-        raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
-    return [item for item in known if names is None or item.name in names]
+def _chosen(option: str, names: Sequence[str] | None, items: Sequence[Named]) -> list[Named]:
+    """Return the items with these names, or all without names. Raise ValueError for unknown names."""
+    if unknown := set(names or ()).difference(item.name for item in items):
+        raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(items)}")
+    return [item for item in items if names is None or item.name in names]

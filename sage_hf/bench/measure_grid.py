@@ -157,7 +157,7 @@ def measure_case(case: Case, queue: Queue) -> Row:
         except torch.OutOfMemoryError as error:
             return row | {"unavailable": reason(error)}
         for provider in providers_of(case):
-            ran: list[Row] = []
+            announced: list[Row] = []
             try:
                 with warnings.catch_warnings(), provider.context():
                     warnings.simplefilter("ignore")  # PyTorch says why a backend refuses.
@@ -170,9 +170,9 @@ def measure_case(case: Case, queue: Queue) -> Row:
                         fastest_ms = min(fastest_ms, once_ms)
                     timed = queue.prepare(call, provider.context)
                     if provider.ours:
-                        with watch(ran):
+                        with watch(announced):
                             call()  # later steps of decoding may run another kernel than the first step
-                        row |= ran[0]
+                        row |= announced[0]
                     candidates.append(Candidate(provider, output, timed))
             except Exception as error:  # A provider may raise any error.
                 failures[provider.name] = reason(error)

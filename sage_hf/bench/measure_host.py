@@ -148,8 +148,8 @@ def table(result: Result) -> tuple[list[str], list[list[str]]]:
     for row in result["rows"]:
         times_by_route.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
     lines = [
-        [route.replace("_", " "), *(by.get(provider, "–") for provider in PROVIDERS)]
-        for route, by in times_by_route.items()
+        [route.replace("_", " "), *(times.get(provider, "–") for provider in PROVIDERS)]
+        for route, times in times_by_route.items()
     ]
     return ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)], lines
 

@@ -80,8 +80,10 @@ def run(
     for model in models:
         progress(f"{model.name}: {model.label}, {model.call}")
         started = time.perf_counter()
-        chosen = [provider for provider in _suited(model) if provider in providers]
-        for row in measure_model(model, chosen, device, ("eager", "compiled") if compiled else ("eager",), layers):
+        chosen_providers = [provider for provider in _suited(model) if provider in providers]
+        for row in measure_model(
+            model, chosen_providers, device, ("eager", "compiled") if compiled else ("eager",), layers
+        ):
             outcome = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
             progress(
                 f"  {row['provider']}, {row['mode']}, {row['layers']} of {row['layers_of_model']} layers: {outcome}"

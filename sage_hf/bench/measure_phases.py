@@ -61,13 +61,13 @@ def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row
     sizes: Row = case.to_row()
     try:
         inputs = draw(case, device, biased=True, heads_first=True)
-        known = quantizers(inputs, RECIPES)
+        quantizer_calls = quantizers(inputs, RECIPES)
     except Exception as error:  # It may raise any error: the row holds it.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
     calls: dict[str, tuple[Callable[[], object], int]] = {recipe: (_whole(inputs, recipe), 0) for recipe in RECIPES}
     rows: list[Row] = []
     read = inputs.key.nbytes + inputs.value.nbytes  # by the statistics
-    for subject, (call, moved) in (calls | known).items():
+    for subject, (call, moved) in (calls | quantizer_calls).items():
         try:
             times = phases(profiled(call))
         except Exception as error:  # A profiler may be refused; a kernel may fail.

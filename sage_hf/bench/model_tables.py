@@ -53,8 +53,10 @@ class ModelGain:
         families: Counter[str] = Counter()
         for kernel, calls in self.kernels.items():
             families[_family(kernel)] += calls
-        ran = ", ".join(f"{family} in {calls} of {families.total()}" for family, calls in families.most_common())
-        return f"{ran or 'not recorded'}{' + fused norms' if self.qk_norm_rope else ''}"
+        calls_by_family = ", ".join(
+            f"{family} in {calls} of {families.total()}" for family, calls in families.most_common()
+        )
+        return f"{calls_by_family or 'not recorded'}{' + fused norms' if self.qk_norm_rope else ''}"
 
 
 RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
@@ -148,15 +150,17 @@ def model_gains(result: Result) -> list[ModelGain]:
             continue
         fastest = min(ours, key=ours.__getitem__)
         row, before = rows[fastest], rows["default"]["ms"]
-        steps = [rows.get(f"{fastest}{less}", {}).get("ms") for less in (", no low bits, no norms", ", no low bits")]
+        steps = [
+            rows.get(f"{fastest}{left_out}", {}).get("ms") for left_out in (", no low bits, no norms", ", no low bits")
+        ]
         if row["provider"] == "sage_hf:sage_bwd":  # in training, PyTorch's own exact kernels run
             steps[0] = before
         times = [before, *steps, row["ms"]]
         saved = tuple(a - b for a, b in itertools.pairwise(times)) if None not in steps else ()
         without_fa3 = rows.get(f"{fastest}, no fa3", {}).get("ms")
         names = str(row.get("name", row["model"])), label, mode, fastest.removeprefix("sage_hf:")
-        ran = row.get("kernels", {}), row.get("qk_norm_rope", 0)
-        gains.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
+        kernels = row.get("kernels", {}), row.get("qk_norm_rope", 0)
+        gains.append(ModelGain(*names, before, row["ms"], *kernels, saved, without_fa3))
     return gains
 
 

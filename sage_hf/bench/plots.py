@@ -129,14 +129,16 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
     from matplotlib.figure import Figure
 
     ours = _our_fastest(columns)
-    drawn = {provider: rows for provider, rows in columns.items() if provider is ours or _is_drawn_peer(provider)}
-    head_dims = sorted({shape.head_dim for rows in drawn.values() for shape in rows}, reverse=True)
+    drawn_columns = {
+        provider: rows for provider, rows in columns.items() if provider is ours or _is_drawn_peer(provider)
+    }
+    head_dims = sorted({shape.head_dim for rows in drawn_columns.values() for shape in rows}, reverse=True)
     figure = Figure(figsize=(5.5 * len(head_dims), 4.2), layout="constrained")
     labels: dict[Axes, dict[Provider, tuple[float, float]]] = {}
     panels = figure.subplots(1, len(head_dims), squeeze=False, sharey=True)
     for axes, head_dim in zip(panels[0], head_dims, strict=True):
         ends: dict[Provider, tuple[float, float]] = {}
-        for provider, rows in drawn.items():
+        for provider, rows in drawn_columns.items():
             points = sorted(
                 (shape.q_len, row["tflops"])
                 for shape, row in rows.items()

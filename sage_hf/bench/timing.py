@@ -278,12 +278,12 @@ def looped_us(calls: Mapping[str, tuple[Timeable, int]], device: torch.device) -
     times: dict[str, list[float]] = {name: [] for name in calls}
     for order in drawn_orders(list(calls), ROUNDS):
         for name in order:
-            run, made = calls[name]
-            count = max(1, LOOPED_CALLS // made)
+            run, num_calls = calls[name]
+            count = max(1, LOOPED_CALLS // num_calls)
             start = synchronize(device)
             for _ in range(count):
                 run()
-            times[name].append((time.perf_counter() - start) / (count * made))
+            times[name].append((time.perf_counter() - start) / (count * num_calls))
     return {name: 1e6 * statistics.median(rounds) for name, rounds in times.items()}
 
 
@@ -316,5 +316,5 @@ def profiled(call: Timeable) -> list[list[Span]]:
     if not spans or len(spans) % PROFILED_CALLS:
         raise RuntimeError(f"the profiler saw {len(spans)} kernels in {PROFILED_CALLS} calls")
     spans.sort(key=lambda span: span.end)
-    each = len(spans) // PROFILED_CALLS
-    return [spans[start : start + each] for start in range(0, len(spans), each)]
+    spans_per_call = len(spans) // PROFILED_CALLS
+    return [spans[start : start + spans_per_call] for start in range(0, len(spans), spans_per_call)]

@@ -258,28 +258,28 @@ def _moved(rope: Rope, device: torch.device) -> Rope:
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
     """Describe a norm for the kernel; None if its class is unknown, it has hooks, or no kernel computes its
     gradients."""
-    known = NORM_CLASSES.get(path_of(type(module), "forward"))
-    if known is None or "forward" in vars(module) or _has_hooks(module):
+    norm_class = NORM_CLASSES.get(path_of(type(module), "forward"))
+    if norm_class is None or "forward" in vars(module) or _has_hooks(module):
         return None
     norm: Any = module
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
-    if not isinstance(eps, float) or (known.kind == "rms" and bias is not None) or len(_sizes(module)) != 1:
+    if not isinstance(eps, float) or (norm_class.kind == "rms" and bias is not None) or len(_sizes(module)) != 1:
         return None
     for vector in (weight, bias):
         if vector is None:
             continue
-        if type(vector) is not nn.Parameter or not (known.any_weight or vector.dtype == sample.dtype):
+        if type(vector) is not nn.Parameter or not (norm_class.any_weight or vector.dtype == sample.dtype):
             return None
     trains = torch.is_grad_enabled() and (sample.requires_grad or (weight is not None and weight.requires_grad))
     if trains and (sample.numel() < LARGE_TRAINING_SAMPLE or _sizes(module)[0] > LARGE_ROW):
         return None
-    return Norm(known.kind, eps, weight, bias, rounds=known.rounds)
+    return Norm(norm_class.kind, eps, weight, bias, rounds=norm_class.rounds)
 
 
 def gains(module: nn.Module, sample: Tensor) -> bool:
     """Check whether a kernel is faster than a norm of a known class, if nothing is rotated."""
-    known = NORM_CLASSES[path_of(type(module), "forward")]
-    return not known.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
+    norm_class = NORM_CLASSES[path_of(type(module), "forward")]
+    return not norm_class.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

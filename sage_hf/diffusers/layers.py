@@ -313,10 +313,10 @@ def _leaves_choice(call: Callable[..., Any]) -> bool:
     except (OSError, SyntaxError):  # code that is not in a file
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
-    named = [
+    backends = [
         {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}.get("backend", "None") for node in calls
     ]
-    return "None" in named
+    return "None" in backends
 
 
 def _is_name(node: ast.expr) -> bool:

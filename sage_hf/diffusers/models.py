@@ -68,10 +68,10 @@ def _check_supported(model: Any, processor: Any) -> None:
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
     backend_errors: list[FixedBackendError] = []
     for name, module in layers.items():
-        chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
-        if isinstance(chosen, SageAttnProcessor):
+        layer_processor = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
+        if isinstance(layer_processor, SageAttnProcessor):
             try:
-                check_parallelism(model, layer_for(module, chosen))
+                check_parallelism(model, layer_for(module, layer_processor))
             except FixedBackendError as error:
                 backend_errors.append(error)
             except UnsupportedAttentionError as error:

@@ -164,7 +164,7 @@ def source_of(code: CodeType) -> ast.Module | None:
 
 def _named_by_constructor(module_class: type) -> list[type]:
     """Return the module classes that a constructor names: global, of the function around it, in modules, in tables."""
-    named: list[object] = []
+    referenced: list[object] = []
     for base in module_class.__mro__:
         constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
         if isinstance(constructor, FunctionType) and constructor.__module__ not in EVERY_MODEL:
@@ -177,8 +177,8 @@ def _named_by_constructor(module_class: type) -> list[type]:
                 value for value in values if isinstance(value, ModuleType) and not value.__name__.startswith("torch")
             ]
             values += [vars(module)[name] for module in modules for name in names if name in vars(module)]
-            named += values + [value for table in values if isinstance(table, dict) for value in table.values()]
-    return [value for value in named if is_module_class(value)]
+            referenced += values + [value for table in values if isinstance(table, dict) for value in table.values()]
+    return [value for value in referenced if is_module_class(value)]
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -153,15 +153,15 @@ class GenerateWithCache:
 
         has_cache = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
         if not has_cache and setting("use_cache") is not False:
-            chosen, length = setting("cache_implementation"), None
-            if chosen == "static":
+            implementation, length = setting("cache_implementation"), None
+            if implementation == "static":
                 length = self._static_length(args, kwargs, setting)
                 kwargs["cache_implementation"] = None  # overrides the configs, which then name no cache
-            elif chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
+            elif implementation not in (None, "hybrid"):  # "hybrid", of older files, is transformers 5's default cache
                 raise ValueError(
-                    f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
-                    'grows with its tokens, or has static shapes by cache_implementation="static", and is not '
-                    "offloaded: leave cache_implementation out, or pass the other cache itself"
+                    f"cache_implementation={implementation!r} and kv_cache={self.format!r} name two caches; the "
+                    'quantised one grows with its tokens, or has static shapes by cache_implementation="static", and '
+                    "is not offloaded: leave cache_implementation out, or pass the other cache itself"
                 )
             cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
             if getattr(generation_config, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
@@ -178,13 +178,15 @@ class GenerateWithCache:
         """
         prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         tokens = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
-        new, most, cache_length = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
-        if new is None and most is None and cache_length is None:
+        max_new_tokens, max_length, cache_length = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
+        if max_new_tokens is None and max_length is None and cache_length is None:
             raise ValueError(
                 f'cache_implementation="static" and kv_cache={self.format!r}: set max_new_tokens or max_cache_len, or '
                 f'pass cache=sage_hf.QuantizedKVCache(model.config, "{self.format}", max_cache_len=…)'
             )
-        self.longest = max(self.longest, cache_length or 0, (most or 0) if new is None else tokens + new)
+        self.longest = max(
+            self.longest, cache_length or 0, (max_length or 0) if max_new_tokens is None else tokens + max_new_tokens
+        )
         return self.longest
 
 

@@ -325,9 +325,11 @@ def limit_of_keywords(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None, keywords: dict[str, Any]
 ) -> str:
     """Return the reason why attention with these arguments cannot decode from the codes; "" if it can."""
-    named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
-    passed = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
-    passed += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
+    keyword_names = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
+    passed = [name for name in keyword_names if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
+    passed += sort_keywords(
+        module, {name: x for name, x in keywords.items() if name not in (*keyword_names, "is_causal")}
+    )
     if passed:
         return f"{', '.join(passed)} given by the model"
     if query.shape[0] != key.shape[0] or query.dtype != key.dtype:

@@ -179,9 +179,9 @@ def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.dev
         (1, 3, head_dim),
         (1, 3, head_dim),
     )  # as compiled for most models
-    drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
+    samples = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
     try:
-        return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
+        return all(map(torch.equal, _by_kernel(*samples), rotate(*samples)))
     except Exception as error:
         logger.warning(f"{rotate.__module__}.{ROTATE} stays in use: comparing it with our kernel failed: {error!r}")
         return False
