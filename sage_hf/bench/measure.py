@@ -40,8 +40,8 @@ def run(
 
     Returns:
         Plain data: facts about the machine, and "rows". A row has the case, "provider", "scope" and
-        - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops", "kernel",
-          and in training "forward_ms", "backward_ms";
+        - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops" (of
+          `Case.operations`), "kernel" (which ran), and in training "forward_ms", "backward_ms";
         - "compile_s": seconds by which the first call took longer than the second;
         - "rel_l1", "cosine", in training "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": errors in some heads,
           on the timed tensors, which are standard normal; the same names with "_biased": errors if K and V have means;
