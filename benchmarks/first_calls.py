@@ -84,18 +84,18 @@ def measure_call(
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    given, other = step(tokens), step(tokens + tokens // 4 + 5)
-    exact_s = timed(given, F.scaled_dot_product_attention)
+    call_inputs, longer_inputs = step(tokens), step(tokens + tokens // 4 + 5)
+    exact_s = timed(call_inputs, F.scaled_dot_product_attention)
     start = time.perf_counter()
     from sage_hf import record, sage_attention
 
     import_s = time.perf_counter() - start
     # Low-bit training, even where exact attention trains faster.
     ours = partial(timed, attend=sage_attention, recipe=recipe, fallback="error" if grad else "native")
-    ran: list[Any] = []
-    with record.observe(ran.append):
-        first_s, second_s, other_s = (ours(run) for run in (given, given, other))
-    plan = ran[0].plan
+    announced_calls: list[Any] = []
+    with record.observe(announced_calls.append):
+        first_s, second_s, other_s = (ours(run) for run in (call_inputs, call_inputs, longer_inputs))
+    plan = announced_calls[0].plan
     times = {"import_s": import_s, "first_s": first_s, "second_ms": second_s * 1e3, "other_length_ms": other_s * 1e3}
     times["exact_ms"] = exact_s * 1e3
     return {"recipe": plan.recipe, "kernel": plan.kernel, **{name: round(time, 3) for name, time in times.items()}}
@@ -110,10 +110,10 @@ def run_alone(name: str) -> dict[str, Any]:
         command = [sys.executable, __file__, name]
         rows = []
         for _ in range(2):
-            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if ran.returncode:
-                return {"call": name, "unavailable": ran.stderr.strip().splitlines()[-1]}
-            rows.append(json.loads(ran.stdout.splitlines()[-1]))
+            process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if process.returncode:
+                return {"call": name, "unavailable": process.stderr.strip().splitlines()[-1]}
+            rows.append(json.loads(process.stdout.splitlines()[-1]))
     return {"call": name, **rows[0], "cached_s": rows[1]["first_s"]}
 
 

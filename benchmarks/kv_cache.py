@@ -104,8 +104,8 @@ def exact_steps(
 
     def step_of(key: torch.Tensor, value: torch.Tensor) -> Step:
         def step() -> torch.Tensor:
-            for x, one in zip((key, value), new, strict=True):
-                x.narrow(axis, shape.tokens - 1, 1).copy_(one)
+            for x, new_token in zip((key, value), new, strict=True):
+                x.narrow(axis, shape.tokens - 1, 1).copy_(new_token)
             return attend(query, key, value)
 
         return step
@@ -220,14 +220,14 @@ def model_row(
 
     before = torch.cuda.memory_allocated()
     forward(ids)
-    held = torch.cuda.memory_allocated() - before
+    held_bytes = torch.cuda.memory_allocated() - before
     for _ in range(WARM_STEPS):
         forward(ids[:, :1])
     taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
     if isinstance(cache, QuantizedKVCache):
         size, provider = sum(cache.note.bytes.values()), f"sage_hf ({', '.join(cache.note.kernels)})"
     elif format in BACKENDS:
-        size, provider = held, "transformers"
+        size, provider = held_bytes, "transformers"
     else:
         size, provider = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), "transformers"
     row = {"batch": batch, "tokens": tokens, "format": format, "static": static, "provider": provider}

@@ -74,7 +74,7 @@ def tiny(model: Model) -> Model:
     """Return a model with few heads, layers and tokens."""
     sizes = {"num_attention_heads": 4} | dict.fromkeys(model.depths, 1)
     draw = flux(128) if model.name.startswith("flux") else model.inputs
-    inputs = lambda given: draw(TinyDraw(given.device))  # noqa: E731
+    inputs = lambda generator: draw(TinyDraw(generator.device))  # noqa: E731
     return replace(model, config={**model.config, **sizes}, inputs=inputs, layers_of_model=len(model.depths))
 
 
@@ -108,8 +108,8 @@ class Bench:
 
     def row(self, **keys: Any) -> Row | None:
         """Return the first process's row with these keys; None if it has none."""
-        found = [row for row in self.result["rows"] if all(row[key] == keys[key] for key in KEYS)]
-        return self.everyones(found[0] if found else None)[0]
+        rows = [row for row in self.result["rows"] if all(row[key] == keys[key] for key in KEYS)]
+        return self.everyones(rows[0] if rows else None)[0]
 
     def has_time(self) -> bool:
         """Check whether the first process may begin a row."""
@@ -118,7 +118,7 @@ class Bench:
     def write(self, row: Row) -> None:
         """Put a row into the file, in place of an earlier row with the same keys."""
         rows = self.result["rows"]
-        rows[:] = [one for one in rows if any(one[key] != row[key] for key in KEYS)] + [row]
+        rows[:] = [kept_row for kept_row in rows if any(kept_row[key] != row[key] for key in KEYS)] + [row]
         if dist.get_rank() == 0:
             results.write(self.path, self.result)
 
@@ -326,8 +326,8 @@ def main() -> None:
     before = results.read(path) if dist.get_rank() == 0 else None
     result = results.merged({**facts, "rows": []}, before, lambda row: tuple(row[key] for key in KEYS), ())
     bench = Bench(device, control, path, result, deadline, args.profile)
-    known = {model.name: model for model in models.MODELS}
-    chosen = [known[NAMES.get(name, name)] for name in args.models.split(",")]
+    models_by_name = {model.name: model for model in models.MODELS}
+    chosen = [models_by_name[NAMES.get(name, name)] for name in args.models.split(",")]
     runs = []
     for model in map(tiny, chosen) if args.tiny else chosen:
         providers, modes = args.providers.split(","), args.modes.split(",")

@@ -59,10 +59,10 @@ def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
         rotate = import_module("diffusers.models.embeddings").apply_rotary_emb
         cosine, sine = (x.repeat_interleave(2, -1) for x in _angles(tokens, head_dim))
         norm = norm_class()(head_dim, eps=1e-6).to("cuda", torch.bfloat16)
-        own = Norm("rms", 1e-6, norm.weight, rounds=not isinstance(norm, nn.RMSNorm)), Rope(cosine, sine)
+        norm_and_rope = Norm("rms", 1e-6, norm.weight, rounds=not isinstance(norm, nn.RMSNorm)), Rope(cosine, sine)
         return (
             lambda x: rotate(norm(x), (cosine, sine), sequence_dim=1),
-            lambda x: qk_norm_rope(x, *own),
+            lambda x: qk_norm_rope(x, *norm_and_rope),
             [norm.weight],
         )
 
@@ -71,23 +71,27 @@ def _flux(norm_class: Any) -> Callable[[Sizes], Made]:
 
 def _cogvideox(sizes: Sizes) -> Made:
     norm = nn.LayerNorm(sizes[3], eps=1e-6, device="cuda", dtype=torch.bfloat16)
-    own = Norm("layer", 1e-6, norm.weight, norm.bias)
+    kernel_norm = Norm("layer", 1e-6, norm.weight, norm.bias)
     # The processor normalises a view of (batch, heads, tokens, head_dim).
-    return lambda x: norm(x.transpose(1, 2)).transpose(1, 2), lambda x: qk_norm_rope(x, own), [norm.weight, norm.bias]
+    return (
+        lambda x: norm(x.transpose(1, 2)).transpose(1, 2),
+        lambda x: qk_norm_rope(x, kernel_norm),
+        [norm.weight, norm.bias],
+    )
 
 
 def _llama(sizes: Sizes) -> Made:
     _, tokens, _, head_dim = sizes
     rotate = import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
     cosine, sine = (torch.cat((x, x), -1)[None] for x in _angles(tokens, head_dim, torch.bfloat16))
-    own = Rope(cosine[:, :, None], sine[:, :, None], halves=True)
+    rope = Rope(cosine[:, :, None], sine[:, :, None], halves=True)
 
     def operators(x: Tensor) -> Tensor:
         query = x.transpose(1, 2)
         rotated: Tensor = rotate(query, query[:, :1], cosine, sine)[0]
         return rotated.transpose(1, 2)
 
-    return operators, lambda x: qk_norm_rope(x, rope=own), []
+    return operators, lambda x: qk_norm_rope(x, rope=rope), []
 
 
 def _diffusers_norm() -> Any:
@@ -130,7 +134,7 @@ def measure_case(case: Case, bandwidth: float) -> dict[str, Any]:
         return lambda: torch.autograd.grad(call(x), [x, *parameters], gradient)
 
     steps = {"operators": step(operators), "compiled": step(torch.compile(operators)), "ours": step(ours)}
-    times = timing.median_ms({name: (one, CALLS) for name, one in steps.items()})
+    times = timing.median_ms({name: (function, CALLS) for name, function in steps.items()})
     batch, tokens, heads, head_dim = case.sizes
     sizes = {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim}
     moved = 2 * x.numel() * x.element_size()

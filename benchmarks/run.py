@@ -43,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", metavar=" | ".join(BENCHMARKS))
     for name, module in BENCHMARKS.items():
         description = module.__doc__ or ""
-        own = benchmarks.add_parser(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        own.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
+        benchmark_parser = benchmarks.add_parser(
+            name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        benchmark_parser.add_argument("--output", type=Path, default=Path("output"), metavar="DIR")
         if hasattr(module, "add_arguments"):
-            module.add_arguments(own)
+            module.add_arguments(benchmark_parser)
     args = parser.parse_args(argv)
     if args.benchmark:
         BENCHMARKS[args.benchmark].execute(args)
@@ -59,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure_unseen(args: argparse.Namespace) -> None:
     """Measure random calls, write <gpu>-unseen.json after each, and print how well routing chose."""
     device = command.gpu(args.device)
-    drawn = {"seed": args.unseen, "table": table_in_use(device)}
-    path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), drawn)
+    draw_facts = {"seed": args.unseen, "table": table_in_use(device)}
+    path, result = command.measure_calls(args, "unseen", unseen_points(args.calls, args.unseen), draw_facts)
     print(f"{grid_tables.unseen_text(result)}\n\nwrote {path}")
 
 

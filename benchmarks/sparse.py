@@ -135,12 +135,12 @@ def flex_mask(blocks: BlockList, tokens: int) -> BlockMask:
     return BlockMask.from_kv_blocks(none, torch.zeros_like(tiles), blocks.counts, tiles, BLOCK_SIZE=sizes)
 
 
-def errors_of(found: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, float]:
+def errors_of(computed: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, float]:
     """Return relative L1 errors against exact attention over the list.
 
     Args:
-        found: the output, which is compared in some rows of the first and the last head; in training `Gradients`, which
-            are compared in the first head.
+        computed: the output, which is compared in some rows of the first and the last head; in training `Gradients`,
+            which are compared in the first head.
         inputs, blocks: inputs and list of the call.
     """
     query, key, value = (x.detach() for x in inputs.tensors)
@@ -149,13 +149,13 @@ def errors_of(found: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, 
         first = blocks._replace(counts=blocks.counts[:, :1], tiles=blocks.tiles[:, :1])
         tensors = (x[:, :1] for x in (inputs.gradient, query, key, value))
         truths = exact_gradients(*tensors, mask=first.mask(tokens, 0, tokens))
-        pairs = zip(("dq", "dk", "dv"), truths[1:], found[1:], strict=True)
+        pairs = zip(("dq", "dk", "dv"), truths[1:], computed[1:], strict=True)
         return {f"rel_l1_{name}": tensor_errors(truth, x[:, :1]).rel_l1 for name, truth, x in pairs}
     rows = torch.linspace(0, tokens - 1, ERROR_ROWS, device=query.device).long()
     heads = torch.tensor([0, query.shape[1] - 1], device=query.device)
     mask = blocks.kept(tokens)[:, heads][:, :, rows // blocks.block_m].repeat_interleave(blocks.block_n, -1)
     truth, _ = sdpa.attention(query[:, heads][:, :, rows], key[:, heads], value[:, heads], mask=mask)
-    return {"rel_l1": tensor_errors(truth, found[:, heads][:, :, rows]).rel_l1}
+    return {"rel_l1": tensor_errors(truth, computed[:, heads][:, :, rows]).rel_l1}
 
 
 def calls_of(case: Case, inputs: cases.Inputs, blocks: BlockList) -> dict[str, Callable[[], Any]]:
@@ -194,9 +194,9 @@ def measure(case: Case, device: torch.device) -> list[Row]:
         rows[name] = {**case.row, "provider": name, "scope": "end_to_end"} | ({"skipped": 0.0} if dense else {})
         try:
             _, peak, count = first_calls(call)
-            found = call()
-            require_finite(found)
-            rows[name] |= {"peak_extra_bytes": peak} | ({} if dense else errors_of(found, inputs, blocks))
+            computed = call()
+            require_finite(computed)
+            rows[name] |= {"peak_extra_bytes": peak} | ({} if dense else errors_of(computed, inputs, blocks))
             calls[name] = (call, max(MIN_CALLS, count // 2))
         except Exception as failure:  # A provider may raise any error: its row holds it.
             rows[name] |= {"unavailable": reason(failure)}

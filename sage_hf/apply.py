@@ -194,20 +194,20 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         say_left,
     )
 
-    processors, left = {}, None
+    processors, backend_error = {}, None
     for name, layer in target.layers.items():
         try:
             processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
             check_parallelism(inner(target.model), layer_of(layer))
             processors[name] = processor
         except FixedBackendError as error:
-            left = error
+            backend_error = error
             say_left(error)
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise
-    if not processors and left is not None:
-        raise left
+    if not processors and backend_error is not None:
+        raise backend_error
     schedule = sparse = None
     denoiser = inner(target.model)
     settings = settings_for(config.sparse, denoiser, target.layers)
@@ -267,7 +267,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
             generate.before = vars(model).get("generate")
             _set_attribute(model, "generate", generate, undo)
         read = [getattr(layer, "config", layer) for layer in target.layers.values() if implementation_of(layer)]
-        for model_config in {id(one): one for one in [*configs_of(model), *read]}.values():
+        for model_config in {id(any_config): any_config for any_config in [*configs_of(model), *read]}.values():
             undo.append(keep_implementation(model_config))
         model.set_attn_implementation(implementation)
         for layer_config in read:  # transformers skips classes whose source it cannot read, such as a notebook's
@@ -287,7 +287,7 @@ def _check_masks(model: nn.Module, implementation: str) -> None:
     def kind(name: str | None) -> str | None:  # recipes without gradients have the masks of sdpa
         return "sdpa" if name in NAMES and get_recipe(NAMES[name][0]).backward is None else name
 
-    before = {kind(implementation_of(one)) for one in configs_of(model)}
+    before = {kind(implementation_of(model_config)) for model_config in configs_of(model)}
     if before != {kind(implementation)} and (readers := swapped_in_readers(model)):
         name, module = next(iter(readers.items()))
         raise ValueError(
@@ -299,9 +299,9 @@ def _check_masks(model: nn.Module, implementation: str) -> None:
 
 def _check_config_is_its_own(model: nn.Module) -> None:
     """Raise ValueError if the model shares a config, which names its attention, with a switched model."""
-    own = set(map(id, configs_of(model)))
+    config_ids = set(map(id, configs_of(model)))
     for other in list(_transformers_models):
-        if other is not model and changes_of(other) and not own.isdisjoint(map(id, configs_of(other))):
+        if other is not model and changes_of(other) and not config_ids.isdisjoint(map(id, configs_of(other))):
             raise ValueError(
                 f"{type(model).__name__} shares its config with a {type(other).__name__} that is switched: restore "
                 "that model first, or give each model its own config (copy.deepcopy)"
@@ -312,7 +312,7 @@ def _restore_files(model: nn.Module) -> None:
     """Put back the original objects of transformers' modelling files, if this was the last switched model."""
     from sage_hf.transformers.rotary import forget_model
 
-    if not any(implementation_of(one) in NAMES for one in configs_of(model)):
+    if not any(implementation_of(model_config) in NAMES for model_config in configs_of(model)):
         forget_model(model)
 
 
@@ -323,12 +323,12 @@ def _recipe(config: SageConfig, layer: str) -> str:
 
 
 def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> None:
-    own = {name: vars(module)[name]} if name in vars(module) else {}
-    undo.append(partial(_put_back, module, name, own))
+    earlier_attribute = {name: vars(module)[name]} if name in vars(module) else {}
+    undo.append(partial(_put_back, module, name, earlier_attribute))
     setattr(module, name, value)
 
 
-def _put_back(module: nn.Module, name: str, own: dict[str, object]) -> None:
+def _put_back(module: nn.Module, name: str, earlier_attribute: dict[str, object]) -> None:
     """Give a module back its own attribute from before, or the class's if it had none, whatever it has now."""
     vars(module).pop(name, None)
-    vars(module).update(own)
+    vars(module).update(earlier_attribute)

@@ -115,8 +115,8 @@ class SageConfig:
         for key, kind in (("layers", LayerRule), ("steps", StepRule)):
             rules = getattr(self, key)
             if not isinstance(rules, list | tuple) or not all(isinstance(rule, kind) for rule in rules):
-                what = f"expected a tuple of {kind.__name__}, got {rules!r}"
-                raise ValueError(f"{key}: {what} (SageConfig.from_dict reads plain data)")
+                problem = f"expected a tuple of {kind.__name__}, got {rules!r}"
+                raise ValueError(f"{key}: {problem} (SageConfig.from_dict reads plain data)")
             object.__setattr__(self, key, tuple(rules))
         for i, rule in enumerate(self.layers):
             if not isinstance(rule.pattern, str) or not rule.pattern:
@@ -143,13 +143,13 @@ class SageConfig:
         layers = list(layers)
 
         def named(pattern: str) -> list[str]:
-            found = (one for one in layers if matches(pattern, one) or matches(pattern, f"{name}.{one}"))
-            return list(map(glob.escape, found))
+            matching = (layer for layer in layers if matches(pattern, layer) or matches(pattern, f"{name}.{layer}"))
+            return list(map(glob.escape, matching))
 
-        rules = tuple(replace(rule, pattern=one) for rule in self.layers for one in named(rule.pattern))
+        rules = tuple(replace(rule, pattern=layer) for rule in self.layers for layer in named(rule.pattern))
         sparse = self.sparse
         if isinstance(sparse, Sparse):
-            dense = tuple(one for pattern in sparse.dense_layers for one in named(pattern))
+            dense = tuple(layer for pattern in sparse.dense_layers for layer in named(pattern))
             sparse = replace(sparse, dense_layers=dense)
         return replace(self, layers=rules, sparse=sparse)
 
@@ -210,9 +210,9 @@ class SageConfig:
         sparse = data.get("sparse")
         if sparse not in (None, "model"):
             sparse = Sparse.from_dict(sparse)
-        others: dict[str, Any] = {key: data.get(key) for key in ("fallback", "training", "kv_cache")}
-        others |= {key: data.get(key, "") for key in ("note", "architecture")}
-        return cls(data["recipe"], layers=tuple(layers), steps=tuple(steps), sparse=sparse, **others)
+        plain_fields: dict[str, Any] = {key: data.get(key) for key in ("fallback", "training", "kv_cache")}
+        plain_fields |= {key: data.get(key, "") for key in ("note", "architecture")}
+        return cls(data["recipe"], layers=tuple(layers), steps=tuple(steps), sparse=sparse, **plain_fields)
 
     def to_json(self) -> str:
         """Return the configuration as JSON text that `from_json` reads back."""

@@ -108,7 +108,9 @@ class Explanation:
         return replace(
             later,
             rows=tuple(sorted(rows, key=lambda row: places[row.layer])),
-            sparse=tuple((f"{layer} (last video)" if self.rows else layer, kept) for layer, kept in later.sparse),
+            sparse=tuple(
+                (f"{layer} (last video)" if self.rows else layer, sparsity) for layer, sparsity in later.sparse
+            ),
             costs=tuple(dict.fromkeys((*self.costs, *later.costs))),
             qk_norm_rope=max(self.qk_norm_rope, later.qk_norm_rope),
         )
@@ -123,9 +125,9 @@ class Explanation:
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
             )
             idle = "not run, or compiled" if self.compiled else "not run yet"
-            own = "its own, or a backend's" if self.compiled else "its own"
-            ran = row.recipe or (idle if row.asked else own)
-            lines.append([row.layer, row.asked or "-", ran, row.kernels or "-", row.numerics or "-", calls, note])
+            own_attention = "its own, or a backend's" if self.compiled else "its own"
+            attention = row.recipe or (idle if row.asked else own_attention)
+            lines.append([row.layer, row.asked or "-", attention, row.kernels or "-", row.numerics or "-", calls, note])
         if self.planned:
             header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
         text = [text_table(header, lines)]
@@ -138,7 +140,7 @@ class Explanation:
             text.append(
                 f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
             )
-        if any("attention weight" in kept for _, kept in self.sparse):
+        if any("attention weight" in sparsity for _, sparsity in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the kept weight is measured on 64 sampled rows a head:")
         text += [
             f"{row.layer}: {row.reason}" for row in _join_rows(tuple(LayerRow(x, "", reason=y) for x, y in self.sparse))
@@ -196,9 +198,9 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
             plans.setdefault(plan.outcome, []).append(plan)
         if not plans or layer in record.passed_by:
             yield row
-        for outcome, alike in plans.items():
-            heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, alike), strict=True))
-            ran = _make_row(row.layer, outcome, len(alike))
+        for outcome, same_outcome in plans.items():
+            heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, same_outcome), strict=True))
+            ran = _make_row(row.layer, outcome, len(same_outcome))
             yield replace(ran, heavy=heavy, chosen=chosen, recent=recent)
 
 
@@ -217,9 +219,11 @@ def _in_16_bits(name: str, rows: tuple[LayerRow, ...]) -> str:
     text = f"{recipe.heavy_keys} keys per sequence stay in 16 bits ({choice})"
     if recipe.recent_keys:
         text += f", and at least the {recipe.recent_keys} latest of each causal row"
-    ran = [row for row in rows if row.recipe == name]
-    if calls := sum(row.calls for row in ran):
-        heavy, chosen, recent = (sum(getattr(row, what) for row in ran) for what in ("heavy", "chosen", "recent"))
+    rows_of_recipe = [row for row in rows if row.recipe == name]
+    if calls := sum(row.calls for row in rows_of_recipe):
+        heavy, chosen, recent = (
+            sum(getattr(row, count) for row in rows_of_recipe) for count in ("heavy", "chosen", "recent")
+        )
         text += f": in {heavy} of {calls} calls, the heaviest in {chosen}"
         text += f", the latest in {recent}" if recipe.recent_keys else ""
     return text
@@ -229,11 +233,11 @@ def _sparse_rows(target: Target) -> Iterator[tuple[str, str]]:
     for name, layer in target.layers.items():
         sage = sage_of(layer)
         original = layer.processor if sage is None else layer_of(layer).original
-        kept = original.describe() if isinstance(original, VSAProcessor) else ""
+        sparsity = original.describe() if isinstance(original, VSAProcessor) else ""
         if sage is not None and sage.sparse is not None:
-            kept = sparsity_of(sage.sparse)
-        if kept:
-            yield target.label(name), kept
+            sparsity = sparsity_of(sage.sparse)
+        if sparsity:
+            yield target.label(name), sparsity
 
 
 def asks_for_low_bits(target: Target, layer: nn.Module) -> bool:

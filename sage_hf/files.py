@@ -13,8 +13,8 @@ def check_folder(path: Path, flag: str) -> None:
     """Raise ValueError if `path` or one of its parents exists and is not a folder; missing folders are fine."""
     for part in (path, *path.parents):
         if os.path.lexists(part) and not part.is_dir():
-            what = "a file" if part.exists() else "a link to nothing"
-            raise ValueError(f"{flag} must be a folder, and {part} is {what}")
+            kind = "a file" if part.exists() else "a link to nothing"
+            raise ValueError(f"{flag} must be a folder, and {part} is {kind}")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
     Raises:
         ValueError: the folder cannot be made or written to; the message names `flag`.
     """
-    made = [part for part in (path, *path.parents) if not part.exists()]
+    missing = [part for part in (path, *path.parents) if not part.exists()]
     try:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def writable_folder(path: Path, flag: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # the folder holds files, or was never made
-            for part in made:
+            for part in missing:
                 part.rmdir()
 
 

@@ -30,5 +30,5 @@ def path_of(cls: type, method: str | None = None) -> str:
 
 def name_in_diffusers(cls: type, method: str | None = None) -> str:
     """Return the name of a class of diffusers, "" for any other class; `method` as in `path_of`."""
-    library, _, rest = path_of(cls, method).partition(".")
-    return rest.rpartition(".")[2] if library == "diffusers" else ""
+    library, _, path = path_of(cls, method).partition(".")
+    return path.rpartition(".")[2] if library == "diffusers" else ""

@@ -15,14 +15,14 @@ class KVNote:
 
     Attributes:
         format: format of the low-bit layers.
-        kept: reason why layers stay in 16 bits -> the layers' numbers.
+        exact_layers: reason why layers stay in 16 bits -> the layers' numbers.
         tokens: number of tokens in the cache; if the device counts them, a tensor whose first element is the number.
         bytes: number of a low-bit layer -> bytes of its tensors.
         kernels: kernel that decoded, or "whole K and V" -> why no better kernel did; "" if it is the best.
     """
 
     format: str
-    kept: dict[str, list[int]] = field(default_factory=dict)
+    exact_layers: dict[str, list[int]] = field(default_factory=dict)
     tokens: int | torch.Tensor = 0
     bytes: dict[int, int] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class KVNote:
         text += f"{sum(self.bytes.copy().values()):,} bytes"
         for kernel, reason in self.kernels.copy().items():
             text += f"; decoded by {kernel}" + (f" ({reason})" if reason else "")
-        for reason, layers in self.kept.copy().items():
+        for reason, layers in self.exact_layers.copy().items():
             text += f"; 16 bits in layers {', '.join(map(str, layers))} ({reason})"
         return text
 

@@ -12,13 +12,13 @@ _RANGE = re.compile(r"(?<![^.])(\d+)-(\d+)(?![^.])")
 
 def matches(pattern: str, layer: str) -> bool:
     """Check whether the layer's name matches the pattern, such as `blocks.*.attn1` or `blocks.0-3.attn1`."""
-    return fnmatchcase(layer, pattern) or any(fnmatchcase(layer, one) for one in _without_ranges(pattern))
+    return fnmatchcase(layer, pattern) or any(fnmatchcase(layer, plain) for plain in _without_ranges(pattern))
 
 
 def _without_ranges(pattern: str) -> Iterator[str]:
     """Yield a pattern for each number of each range; yield nothing if there is no range."""
-    if (found := _RANGE.search(pattern)) is None:
+    if (numbers := _RANGE.search(pattern)) is None:
         return
-    for number in range(int(found[1]), int(found[2]) + 1):
-        one = f"{pattern[: found.start()]}{number}{pattern[found.end() :]}"
-        yield from _without_ranges(one) if _RANGE.search(one) else (one,)
+    for number in range(int(numbers[1]), int(numbers[2]) + 1):
+        pattern_of_number = f"{pattern[: numbers.start()]}{number}{pattern[numbers.end() :]}"
+        yield from _without_ranges(pattern_of_number) if _RANGE.search(pattern_of_number) else (pattern_of_number,)

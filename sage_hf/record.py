@@ -164,8 +164,8 @@ def file_plan(plan: Plan) -> None:
             _count_outside()
     if id(plan) not in _known:
         if plan.is_fallback:
-            more = "" if plan.brief_reason == plan.reason else " (all reasons: sage_hf.explain)"
-            _log_fallback(plan.request.recipe, plan.recipe, plan.brief_reason + more)
+            hint = "" if plan.brief_reason == plan.reason else " (all reasons: sage_hf.explain)"
+            _log_fallback(plan.request.recipe, plan.recipe, plan.brief_reason + hint)
         if plan.kernel == "reference":
             _log_slow(plan)
         if len(_known) >= KNOWN:

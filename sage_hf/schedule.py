@@ -127,7 +127,7 @@ class StepSchedule:
         """
         value = float(timestep.max()) if isinstance(timestep, Tensor) else float(timestep)
         generation = self._generation(pipe, value)
-        generation.advance(value, None if pipe is None else told_timestep(pipe))
+        generation.advance(value, None if pipe is None else pipeline_timestep(pipe))
         self.step, self.num_steps = generation.step, generation.num_steps
         if self._on_step is not None:
             self._on_step(self.step)
@@ -171,7 +171,7 @@ class Generation:
         self._places: list[float] = []
         self._steps: list[int] = []  # of the places
         self._units: list[Unit] = []
-        self._told = True  # whether all of the pipeline's timesteps so far are among the scheduler's
+        self._follows_pipeline = True  # whether all of the pipeline's timesteps so far are among the scheduler's
         self._place = 0
         self._last: float | None = None
         self._direction = 0
@@ -184,9 +184,9 @@ class Generation:
         timesteps = scheduler.timesteps.tolist()
         generation._places = list(dict.fromkeys(timesteps))  # second-order schedulers repeat some timesteps
         generation._units = units(getattr(scheduler, "config", {}).get("num_train_timesteps", 1000))
-        found = generation._find(first)
+        places_by_unit = generation._find(first)
         # 1.0 may be the first timestep in one unit and the last in another: the unit in which it comes earlier wins.
-        generation._units = sorted(found, key=found.__getitem__)
+        generation._units = sorted(places_by_unit, key=places_by_unit.__getitem__)
         places = len(generation._places)
         generation.num_steps = steps = places
         if (order := getattr(scheduler, "order", 1)) > 1:
@@ -195,21 +195,21 @@ class Generation:
         if order > 1 and len(begun := timesteps[::order]) == scheduler.num_inference_steps:
             # A timestep between two steps may equal the next step (KDPM2 with ancestral sampling).
             of_begun = {timestep: step for step, timestep in enumerate(begun)}
-            generation._steps = [of_begun.get(one, timesteps.index(one) // order) for one in generation._places]
+            generation._steps = [of_begun.get(place, timesteps.index(place) // order) for place in generation._places]
             generation.num_steps = len(begun)
         return generation
 
-    def advance(self, value: float, told: float | None = None) -> None:
-        """Move to the step of the timestep `value`; `told` is the pipeline's `current_timestep`, or None."""
+    def advance(self, value: float, current_timestep: float | None = None) -> None:
+        """Move to the step of the timestep `value`; `current_timestep` is the pipeline's, or None."""
         self._count(value)
-        self._told = self._told and told in self._places
-        if told is not None and self._told:
-            self._place = self._places.index(told)
+        self._follows_pipeline = self._follows_pipeline and current_timestep in self._places
+        if current_timestep is not None and self._follows_pipeline:
+            self._place = self._places.index(current_timestep)
         else:
-            found = self._find(value)
-            self._units = list(found)
-            if found:
-                self._place = found[self._units[0]]
+            places_by_unit = self._find(value)
+            self._units = list(places_by_unit)
+            if places_by_unit:
+                self._place = places_by_unit[self._units[0]]
         # A counted place may lie after the scheduler's last place.
         behind = self._place - len(self._steps)
         self.step = self._steps[self._place] if behind < 0 else (self.num_steps or 0) + behind
@@ -229,12 +229,12 @@ class Generation:
         self._last = value
 
 
-def told_timestep(pipe: Any) -> float | None:
+def pipeline_timestep(pipe: Any) -> float | None:
     """Return the `current_timestep` of a running pipeline; None if it has none, or several at once."""
-    told = getattr(pipe, "current_timestep", None)
-    if isinstance(told, Tensor):
-        return float(told) if told.numel() == 1 else None
-    return float(told) if isinstance(told, (int, float)) else None
+    timestep = getattr(pipe, "current_timestep", None)
+    if isinstance(timestep, Tensor):
+        return float(timestep) if timestep.numel() == 1 else None
+    return float(timestep) if isinstance(timestep, (int, float)) else None
 
 
 def timestep_argument(denoiser: nn.Module) -> str:
@@ -269,9 +269,9 @@ class Unit:
 
     def place(self, timestep: float, places: list[float]) -> int | None:
         """Return the index in `places` of the denoiser's timestep; None if it is not among them."""
-        given = self.scale * timestep + self.offset
-        nearest = min(range(len(places)), key=lambda place: abs(places[place] - given))
-        near = abs(places[nearest] - given) <= self.relative * abs(places[nearest]) + self.absolute
+        scheduler_timestep = self.scale * timestep + self.offset
+        nearest = min(range(len(places)), key=lambda place: abs(places[place] - scheduler_timestep))
+        near = abs(places[nearest] - scheduler_timestep) <= self.relative * abs(places[nearest]) + self.absolute
         return nearest if near else None
 
 

@@ -49,12 +49,14 @@ def find_targets(pipe_or_model: object) -> list[Target]:
     """
     if isinstance(pipe_or_model, nn.Module):
         return [_target("", pipe_or_model)]
-    found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    parts_by_name = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
     parts = getattr(pipe_or_model, "__dict__", {})
-    found |= {name: model for name, model in parts.items() if name not in found and _attends_in_steps(model)}
+    parts_by_name |= {
+        name: model for name, model in parts.items() if name not in parts_by_name and _attends_in_steps(model)
+    }
     models: dict[str, nn.Module] = {}
-    for name, model in found.items():
-        if isinstance(model, nn.Module) and all(inner(model) is not inner(one) for one in models.values()):
+    for name, model in parts_by_name.items():
+        if isinstance(model, nn.Module) and all(inner(model) is not inner(known) for known in models.values()):
             models[name] = model
     if not models:
         raise TypeError(

@@ -74,9 +74,9 @@ def texts(tokenizer: Any, draw: random.Random, count: int) -> tuple[Tensor, Tens
         labels: list[int] = []
         while len(ids) < TOKENS:
             question, solution = problem(draw)
-            asked, answer, end = encode(f"Question: {question} Answer:"), encode(f" {solution}"), encode(".\n\n")
-            ids += asked + answer + end
-            labels += [IGNORED] * len(asked) + answer + [IGNORED] * len(end)
+            question_ids, answer, end = encode(f"Question: {question} Answer:"), encode(f" {solution}"), encode(".\n\n")
+            ids += question_ids + answer + end
+            labels += [IGNORED] * len(question_ids) + answer + [IGNORED] * len(end)
         all_ids.append(ids[:TOKENS])
         all_labels.append(labels[:TOKENS])
     return torch.tensor(all_ids), torch.tensor(all_labels)
@@ -90,15 +90,15 @@ def share_right(predicted: Tensor, labels: Tensor) -> float:
         labels: as from `texts`. Answers that begin within the first UNSCORED tokens, or reach the last token, do not
             count.
     """
-    right = every = 0
+    num_correct = num_answers = 0
     for guess, wanted in zip(predicted.tolist(), labels.tolist(), strict=True):
         for start in range(UNSCORED, TOKENS):
             begins = wanted[start] != IGNORED and wanted[start - 1] == IGNORED
             if begins and IGNORED in wanted[start:]:
                 stop = wanted.index(IGNORED, start)
-                every += 1
-                right += guess[start:stop] == wanted[start:stop]
-    return right / every
+                num_answers += 1
+                num_correct += guess[start:stop] == wanted[start:stop]
+    return num_correct / num_answers
 
 
 def trainable(model: Any, method: str) -> Any:

@@ -221,8 +221,8 @@ def gradients(
     if formats.ds != "16bit":
         dq, dk = restored(dq, 1 / query_factor), restored(dk, 1 / key_factor)
     head_dim = operands.query.shape[-1]
-    found = dq[:, :, :q_len, :head_dim] * scale, dk[:, :, :kv_len, :head_dim] * scale, dv[:, :, :kv_len]
-    return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
+    without_padding = dq[:, :, :q_len, :head_dim] * scale, dk[:, :, :kv_len, :head_dim] * scale, dv[:, :, :kv_len]
+    return without_padding[0].to(dtype), without_padding[1].to(dtype), without_padding[2].to(dtype)
 
 
 def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -235,8 +235,8 @@ def rounded(x: torch.Tensor, kind: str, extent: tuple[int, int], dtype: torch.dt
     rows, columns = (size if size > 0 else x.shape[axis] for size, axis in zip(extent, (2, 3), strict=True))
     blocks = x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4).flatten(4)
     codes, scales = int8.quantize(blocks, 1) if kind == "int8" else fp8.quantize(blocks, -1)
-    found = (codes.float() * scales).unflatten(4, (rows, columns)).transpose(3, 4)
-    return found.flatten(4).flatten(2, 3)
+    dequantized = (codes.float() * scales).unflatten(4, (rows, columns)).transpose(3, 4)
+    return dequantized.flatten(4).flatten(2, 3)
 
 
 def transformed(x: torch.Tensor, recipe: Recipe, equalizer: torch.Tensor | None, power: int) -> torch.Tensor:
@@ -260,17 +260,23 @@ def errors(samples: list[Sample], truths: list[tuple[torch.Tensor, ...]], varian
     """
     sums = {name: ErrorSums() for name in RESULTS}
     for sample, truth in zip(samples, truths, strict=True):
-        for name, wanted, got in zip(RESULTS, truth, quantized(sample, variant), strict=True):
+        for name, wanted, actual in zip(RESULTS, truth, quantized(sample, variant), strict=True):
             size = wanted.square().mean().sqrt()
-            sums[name].add(wanted / size, got.double() / size)
-    found = {name: sums[name].errors() for name in RESULTS}
-    return {name: {"cosine": one.cosine, "rel_l1": one.rel_l1, "rmse": one.rmse} for name, one in found.items()}
+            sums[name].add(wanted / size, actual.double() / size)
+    errors_by_result = {name: sums[name].errors() for name in RESULTS}
+    return {
+        name: {"cosine": result_errors.cosine, "rel_l1": result_errors.rel_l1, "rmse": result_errors.rmse}
+        for name, result_errors in errors_by_result.items()
+    }
 
 
 def markdown(rows: list[dict], name: str) -> str:
     """Return a Markdown table for one set of tensors: relative L1 error (cosine similarity); `rows` as in the JSON."""
     lines = [
-        [row["variant"], *(f"{row[name][one]['rel_l1']:.4f} ({row[name][one]['cosine']:.5f})" for one in RESULTS)]
+        [
+            row["variant"],
+            *(f"{row[name][result]['rel_l1']:.4f} ({row[name][result]['cosine']:.5f})" for result in RESULTS),
+        ]
         for row in rows
     ]
     return markdown_table([name, *RESULTS], lines)
@@ -282,7 +288,7 @@ def summary(rows: list[dict]) -> str:
     lines = [
         [
             row["variant"],
-            *(" / ".join(f"{row[name][one]['rel_l1']:.3f}".lstrip("0") for one in RESULTS[1:]) for name in sets),
+            *(" / ".join(f"{row[name][result]['rel_l1']:.3f}".lstrip("0") for result in RESULTS[1:]) for name in sets),
         ]
         for row in rows
         if row["variant"] in SUMMARISED

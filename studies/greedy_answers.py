@@ -28,20 +28,20 @@ def answer(model: Any, ids: Tensor, **options: Any) -> list[int]:
 def prompts(tokenizer: Any, text: Tensor) -> dict[str, Tensor]:
     """Return prompts (1, tokens) by name: questions in the model's chat format, and a text to continue."""
     (continued,) = windows(text, CONTINUED, 1, beginning(tokenizer))
-    found = {f"the first {CONTINUED} tokens of the text": continued}
+    ids_by_name = {f"the first {CONTINUED} tokens of the text": continued}
     for question in QUESTIONS:
         if tokenizer.chat_template:
             chat = [{"role": "user", "content": question}]
             shown = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         else:
             shown = f"Question: {question}\nAnswer:"
-        found[question] = tokenizer(
+        ids_by_name[question] = tokenizer(
             shown, add_special_tokens=not tokenizer.chat_template, return_tensors="pt"
         ).input_ids
-    return found
+    return ids_by_name
 
 
-def same_beginning(one: list[int], other: list[int]) -> int:
+def same_beginning(first: list[int], second: list[int]) -> int:
     """Return the number of equal tokens before the first difference."""
-    equal = [a == b for a, b in zip(one, other, strict=False)]
+    equal = [a == b for a, b in zip(first, second, strict=False)]
     return equal.index(False) if False in equal else len(equal)

@@ -15,9 +15,9 @@ class Results:
     def __init__(self, path: Path, facts: dict[str, Any], tables: Sequence[str]) -> None:
         """Keep the tables of a run whose facts are the same, except for the date."""
         before = results.read(path) or {}
-        same = all(before.get(name) == value for name, value in facts.items() if name != "date")
+        same_facts = all(before.get(name) == value for name, value in facts.items() if name != "date")
         self.path = path
-        self.result = facts | {name: before.get(name, []) if same else [] for name in tables}
+        self.result = facts | {name: before.get(name, []) if same_facts else [] for name in tables}
 
     def has(self, table: str, **key: Any) -> bool:
         """Return whether a table has a row with this key."""

@@ -123,24 +123,24 @@ def main() -> None:
         exact: Tensor | None = None
         for format, make in CACHES.items():
             start = time.perf_counter()
-            found = through_cache(model, ids, PROMPT, make(model.config))
-            exact = found if exact is None else exact
+            cached_states = through_cache(model, ids, PROMPT, make(model.config))
+            exact = cached_states if exact is None else exact
             differences = Differences()
             # The prompt's tokens do not read the cache, so they are left out.
-            differences.add(head, exact[PROMPT:-1], found[PROMPT:-1], ids[0, PROMPT + 1 :])
+            differences.add(head, exact[PROMPT:-1], cached_states[PROMPT:-1], ids[0, PROMPT + 1 :])
             facts = {"format": format, "tokens": tokens}
             add("rows", facts | {"prompt": PROMPT} | differences.row())
             hidden = through_cache(model, haystack.ids.to(device), haystack.asked, make(model.config))
-            counts = {f"{depth:g}": int(is_found) for depth, is_found in haystack.found(head, hidden).items()}
+            counts = {f"{depth:g}": int(is_found) for depth, is_found in haystack.found_facts(head, hidden).items()}
             add("needles", facts | {"found": counts, "of": 1})
     expected: dict[str, list[int]] = {}
     for format, make in CACHES.items():
         for prompt, ids in prompts(tokenizer, text).items():
             start = time.perf_counter()
             new = answer(model, ids.to(device), **{cache_keyword(model): make(model.config)})
-            same = same_beginning(expected.setdefault(prompt, new), new)
+            num_same = same_beginning(expected.setdefault(prompt, new), new)
             row = {"format": format, "prompt": prompt, "answer": tokenizer.decode(new)}
-            add("answers", row | {"tokens": len(new), "same_beginning": same})
+            add("answers", row | {"tokens": len(new), "same_beginning": num_same})
 
 
 if __name__ == "__main__":

@@ -146,16 +146,16 @@ class Differences:
     same_top: int = 0
 
     @torch.no_grad()
-    def add(self, head: Head, exact: Tensor, found: Tensor, targets: Tensor) -> None:
+    def add(self, head: Head, exact: Tensor, actual: Tensor, targets: Tensor) -> None:
         """Add the predictions of a text.
 
         Args:
             head: the model's output head.
-            exact, found: hidden states that predict the targets, (tokens, hidden size).
+            exact, actual: hidden states that predict the targets, (tokens, hidden size).
             targets: int64 (tokens,).
         """
-        for hidden, other, wanted in zip(*(x.split(HEAD_TOKENS) for x in (exact, found, targets)), strict=True):
-            truth, low = head(hidden).log_softmax(-1), head(other).log_softmax(-1)
+        for hidden, actual_part, wanted in zip(*(x.split(HEAD_TOKENS) for x in (exact, actual, targets)), strict=True):
+            truth, low = head(hidden).log_softmax(-1), head(actual_part).log_softmax(-1)
             loss, low_loss = (-x.gather(1, wanted[:, None]).double() for x in (truth, low))
             self.tokens += len(wanted)
             self.exact_loss += loss.sum().item()

@@ -38,10 +38,12 @@ from sage_kernels.spec.recipe import RECIPES, Recipe, without_outlier_handling
 
 OURS = ("sage1", "sage2", "sage3", "sage3_paper")
 FP8 = ("fa3_fp8", "cudnn_fp8")
-OTHERS = [
-    one for one in PROVIDERS if one.name in FP8 or (one.name.startswith("sageattention") and one.scope != "kernel")
+OTHER_PROVIDERS = [
+    provider
+    for provider in PROVIDERS
+    if provider.name in FP8 or (provider.name.startswith("sageattention") and provider.scope != "kernel")
 ]
-LABELS = {provider.name: provider.label for provider in OTHERS}
+LABELS = {provider.name: provider.label for provider in OTHER_PROVIDERS}
 LONGEST_ON_CPU = 8192
 """Largest number of keys that the reference computes."""
 ALIGNED_BY_LAST_KEY = {"fa3_fp8"}
@@ -114,7 +116,7 @@ def measure_other(inputs: Inputs, truth: Tensor, provider: Provider) -> dict[str
 def run(
     device: torch.device,
     cases: Sequence[Case],
-    others: Sequence[Provider],
+    providers: Sequence[Provider],
     write: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Return the rows of all cases, in float32 on a CPU and in bfloat16 on a GPU.
@@ -122,18 +124,18 @@ def run(
     Args:
         device: device to run on.
         cases: the tensors.
-        others: other libraries' kernels to measure too.
+        providers: other libraries' kernels to measure too.
         write: called with the rows so far after each case.
     """
     rows: list[dict[str, Any]] = []
     for case in cases:
         inputs = case.draw(device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
         truth, _ = sdpa.attention(*inputs[:3], **inputs.options)
-        found = [measure_other(inputs, truth, one) for one in others]
-        found += [row for name in OURS for row in measure_recipe(inputs, truth, name)]
-        rows += [{"tensor": case.name, **row} for row in found]
+        new_rows = [measure_other(inputs, truth, provider) for provider in providers]
+        new_rows += [row for name in OURS for row in measure_recipe(inputs, truth, name)]
+        rows += [{"tensor": case.name, **row} for row in new_rows]
         write(rows)
-        print(markdown(rows[-len(found) :]).splitlines()[-1], file=sys.stderr, flush=True)
+        print(markdown(rows[-len(new_rows) :]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -143,8 +145,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if "rel_l1" in row:
             errors[row["tensor"], row["provider"]][row.get("outlier_handling")] = row["rel_l1"]
-    found = {provider for _, provider in errors}
-    columns = [name for name in (*LABELS, *OURS) if name in found]
+    providers = {provider for _, provider in errors}
+    columns = [name for name in (*LABELS, *OURS) if name in providers]
     lines = [
         [tensor, *(" → ".join(f"{error:.4f}" for error in errors[tensor, name].values()) or "–" for name in columns)]
         for tensor in dict.fromkeys(row["tensor"] for row in rows)
@@ -162,8 +164,8 @@ def main() -> None:
     facts = results.facts(device)
     path = results.path_of(args.output, facts, "peaked")
     cases = [case for case in CASES if on_gpu or case.kv_len <= LONGEST_ON_CPU]
-    others = OTHERS if on_gpu else ()
-    print(markdown(run(device, cases, others, lambda rows: results.write(path, {**facts, "rows": rows}))))
+    other_providers = OTHER_PROVIDERS if on_gpu else ()
+    print(markdown(run(device, cases, other_providers, lambda rows: results.write(path, {**facts, "rows": rows}))))
 
 
 if __name__ == "__main__":

@@ -125,18 +125,18 @@ def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recip
         select.cache_clear()
         record.clear()
         model.set_attn_implementation(f"{name}_emulate")
-        found = log_probabilities(model, tokens)
+        actual = log_probabilities(model, tokens)
         ran = {row.recipe for row in sage_hf.explain(model).rows if row.calls}
     select.cache_clear()
     if ran != {name}:
         raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran))} ran")
-    losses = losses_of(found, tokens)
+    losses = losses_of(actual, tokens)
     differences = losses - losses_of(truth, tokens)
     return {
         "perplexity": losses.mean().exp().item(),
         "change": differences.mean().expm1().item(),
         "standard_error": (differences.std() / len(tokens) ** 0.5).item(),
-        "divergence": (truth.exp() * (truth - found)).sum(-1).mean().item(),
+        "divergence": (truth.exp() * (truth - actual)).sum(-1).mean().item(),
     }
 
 

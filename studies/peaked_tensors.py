@@ -115,17 +115,22 @@ class Sinks:
 
     def _strength(self, query: Tensor, key: Tensor, mean: Tensor) -> Tensor:
         """Return the length of the sinks' keys in each head of K, (1, kv_heads), by bisection."""
-        others = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
-        others[..., self.positions] = False
-        rest = sdpa.log_sum_exp(query, key, mask=others, is_causal=self.causal, causal_offset=self.causal_offset)
+        is_no_sink = torch.ones(1, 1, 1, self.kv_len, dtype=torch.bool, device=key.device)
+        is_no_sink[..., self.positions] = False
+        others_lse = sdpa.log_sum_exp(
+            query, key, mask=is_no_sink, is_causal=self.causal, causal_offset=self.causal_offset
+        )
         rows = torch.arange(self.q_len, device=key.device) + self.causal_offset
         seen = rows >= max(self.positions) if self.causal else rows >= 0
         along = (query.unflatten(1, (self.kv_heads, -1)) @ mean.mT.unsqueeze(2)).squeeze(-1).double()
-        along, rest = along[..., seen] * self.head_dim**-0.5, rest.unflatten(1, (self.kv_heads, -1))[..., seen].double()
+        along, others_lse = (
+            along[..., seen] * self.head_dim**-0.5,
+            others_lse.unflatten(1, (self.kv_heads, -1))[..., seen].double(),
+        )
         low, high = (torch.full((1, self.kv_heads), bound, device=key.device).double() for bound in (0.0, 1000.0))
         for _ in range(60):
             middle = (low + high) / 2
-            share = torch.sigmoid(middle[..., None, None] * along + math.log(self.count) - rest).mean((-1, -2))
+            share = torch.sigmoid(middle[..., None, None] * along + math.log(self.count) - others_lse).mean((-1, -2))
             low, high = torch.where(share < self.mass, middle, low), torch.where(share < self.mass, high, middle)
         return low.float()
 
@@ -151,8 +156,8 @@ class Loud:
     @property
     def name(self) -> str:
         """Return the name in tables."""
-        what = f"K {self.kind} in 4 channels" if self.kind.startswith("×") else self.kind
-        return f"{what}, {self.kv_len:,} keys" + _sizes(self.q_heads, self.kv_heads, self.head_dim)
+        kind = f"K {self.kind} in 4 channels" if self.kind.startswith("×") else self.kind
+        return f"{kind}, {self.kv_len:,} keys" + _sizes(self.q_heads, self.kv_heads, self.head_dim)
 
     def draw(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Draw the call in float32; the same device and seed give the same call."""

@@ -34,16 +34,16 @@ def pooled_tail(query: Tensor, key: Tensor, value: Tensor, blocks: BlockList, sc
     lists = lists._replace(tiles=blocks.tiles.expand(len(query), -1, -1, -1))
     outputs = []
     for index in range(len(query)):  # the mask of one batch element is as large as its scores
-        one = slice(index, index + 1)
-        kept = lists._replace(counts=lists.counts[one], tiles=lists.tiles[one]).kept_by_rows(kv_len, 0, q_len)
+        sample = slice(index, index + 1)
+        kept = lists._replace(counts=lists.counts[sample], tiles=lists.tiles[sample]).kept_by_rows(kv_len, 0, q_len)
         of_keys = torch.zeros(kept.shape, device=key.device).masked_fill(~kept, -torch.inf)
         of_keys = of_keys.repeat_interleave(blocks.block_n, -1)[..., :kv_len]
         of_tiles = sizes.log().expand(kept.shape).masked_fill(kept, -torch.inf)
         outputs.append(
             F.scaled_dot_product_attention(
-                query[one].float(),
-                torch.cat([key[one].float(), k_means[one]], 2),
-                torch.cat([value[one].float(), v_means[one]], 2),
+                query[sample].float(),
+                torch.cat([key[sample].float(), k_means[sample]], 2),
+                torch.cat([value[sample].float(), v_means[sample]], 2),
                 torch.cat([of_keys, of_tiles], -1),
                 scale=scale,
             )

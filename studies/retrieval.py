@@ -44,7 +44,7 @@ class Haystack:
     answers: tuple[tuple[float, int, int], ...]
 
     @torch.no_grad()
-    def found(self, head: Head, hidden: Tensor) -> dict[float, bool]:
+    def found_facts(self, head: Head, hidden: Tensor) -> dict[float, bool]:
         """Return whether the fact at each depth is found.
 
         Args:
@@ -80,7 +80,10 @@ def hide(tokenizer: Any, text: Tensor, tokens: int, turn: int = 0) -> Haystack:
     stop = encode(".")
     ids = beginning(tokenizer).tolist()
     room = (
-        tokens - len(ids) - sum(map(len, needles)) - sum(len(one) + len(other) + len(stop) for one, other in questions)
+        tokens
+        - len(ids)
+        - sum(map(len, needles))
+        - sum(len(asked_ids) + len(answer_ids) + len(stop) for asked_ids, answer_ids in questions)
     )
     if room < len(facts):
         raise ValueError(f"{tokens} tokens are too few to hide {len(facts)} facts in")

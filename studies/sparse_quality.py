@@ -95,16 +95,16 @@ def _config(recipe: str, sparse: Sparse | None = None) -> SageConfig:
 
 def variants() -> list[Variant]:
     """Return all variants, in the order of the table."""
-    found = [Variant("dense", "exact"), *(Variant("dense", recipe, _config(recipe)) for recipe in RECIPES)]
+    listed = [Variant("dense", "exact"), *(Variant("dense", recipe, _config(recipe)) for recipe in RECIPES)]
     for keep in KEEPS:
         for router in ROUTERS:
             sparse = Sparse(router, keep, from_tokens=1)
-            found.append(Variant("dense", f"sage2, {router} {keep:g}", _config("sage2", sparse)))
-        found.append(Variant("dense", f"exact, subblock {keep:g}, pooled tail", found[-1].config, tail=True))
+            listed.append(Variant("dense", f"sage2, {router} {keep:g}", _config("sage2", sparse)))
+        listed.append(Variant("dense", f"exact, subblock {keep:g}, pooled tail", listed[-1].config, tail=True))
     sparse = Sparse("subblock", KEEPS[-1], dense_steps=DENSE_STEPS, from_tokens=1)
     run = f"sage2, subblock {KEEPS[-1]:g}, {DENSE_STEPS} dense steps"
-    found += [Variant("dense", run, _config("sage2", sparse)), Variant("dense", "VSA, not trained", vsa=True)]
-    return [*found, Variant("vsa", "VSA"), Variant("vsa", "VSA, sage2", _config("sage2"))]
+    listed += [Variant("dense", run, _config("sage2", sparse)), Variant("dense", "VSA, not trained", vsa=True)]
+    return [*listed, Variant("vsa", "VSA"), Variant("vsa", "VSA, sage2", _config("sage2"))]
 
 
 class Study:
@@ -255,13 +255,13 @@ def applied(denoiser: Denoiser, config: SageConfig | None, steps: int) -> Iterat
         layers[0].model.measured_calls = steps
 
         def kept() -> dict[str, float]:
-            found = [layer.kept for layer in layers]
-            dense = [why for one in found for why in one.dense]
+            statistics = [layer.statistics for layer in layers]
+            dense = [why for layer in statistics for why in layer.dense]
             if any("steps" not in why for why in dense) or bool(dense) != bool(config.sparse.dense_steps):
                 raise RuntimeError(f"not the calls that should be dense were: {dense[:1]}")
-            mass = torch.stack([torch.stack(one.mass).mean() for one in found])
-            least = torch.stack([torch.stack(one.least).min() for one in found])
-            tiles = torch.stack([one.tiles / one.calls for one in found])
+            mass = torch.stack([torch.stack(layer.mass).mean() for layer in statistics])
+            least = torch.stack([torch.stack(layer.least).min() for layer in statistics])
+            tiles = torch.stack([layer.tiles / layer.calls for layer in statistics])
             return {
                 "tiles": tiles.mean().item(),
                 "mass": mass.mean().item(),

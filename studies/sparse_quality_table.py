@@ -41,13 +41,13 @@ def markdown(result: dict[str, Any]) -> str:
     )
     runs = []
     for name, run in dict.fromkeys((row["trained"], row["run"]) for row in rows):
-        found = [row for row in rows if (row["trained"], row["run"]) == (name, run)]
+        rows_of_run = [row for row in rows if (row["trained"], row["run"]) == (name, run)]
         weight = "–"
-        if "mass" in found[0]:
-            weight = f"{_percent(found, 'mass')} ({_percent(found, 'least_layer_mass')})"
-        quality = [_number(found, key, digits) for key, digits in (("psnr", 1), ("ssim", 3), ("flicker", 2))]
-        scores = [_spread([row["score"][one] for row in found], 1) for one in ATTRIBUTES]
-        runs.append([TRAININGS[name], f"`{run}`", _percent(found, "tiles"), weight, *quality, *scores])
+        if "mass" in rows_of_run[0]:
+            weight = f"{_percent(rows_of_run, 'mass')} ({_percent(rows_of_run, 'least_layer_mass')})"
+        quality = [_number(rows_of_run, key, digits) for key, digits in (("psnr", 1), ("ssim", 3), ("flicker", 2))]
+        scores = [_spread([row["score"][attribute] for row in rows_of_run], 1) for attribute in ATTRIBUTES]
+        runs.append([TRAININGS[name], f"`{run}`", _percent(rows_of_run, "tiles"), weight, *quality, *scores])
     header = ["trained", "run with", "tiles", "weight", "PSNR", "SSIM", "flicker", *ATTRIBUTES]
     table = markdown_table(["attention in training", "held-out loss"], trained)
     return "\n\n".join((head, table, prompts, markdown_table(header, runs)))
@@ -58,9 +58,11 @@ def is_whole(result: dict[str, Any], row: dict[str, Any]) -> bool:
 
     A run whose time was over has judged its last model only in part.
     """
-    judged = Counter((one["trained"], one["seed"]) for one in result["rows"] if "score" in one)
-    alike = [count for (trained, _), count in judged.items() if trained == row["trained"]]
-    return bool(alike) and judged[row["trained"], row["seed"]] == max(alike)
+    judged = Counter(
+        (judged_row["trained"], judged_row["seed"]) for judged_row in result["rows"] if "score" in judged_row
+    )
+    counts = [count for (trained, _), count in judged.items() if trained == row["trained"]]
+    return bool(counts) and judged[row["trained"], row["seed"]] == max(counts)
 
 
 def _mean(values: Iterable[float]) -> float:

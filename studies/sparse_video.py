@@ -329,14 +329,14 @@ def generate(
     """
     shape = (3, size.repeated + size.frames, size.pixels, size.pixels)
     seeds = [torch.Generator().manual_seed(1000 + i) for i in range(len(scenes))]
-    x = torch.stack([torch.randn(shape, generator=one) for one in seeds]).to(device)
+    x = torch.stack([torch.randn(shape, generator=seed_generator) for seed_generator in seeds]).to(device)
     words = word_ids(scenes).to(device)
     words = torch.cat([words, torch.zeros_like(words)])
     levels = shifted(torch.linspace(1, 0, steps + 1)).tolist()
     for level, following in itertools.pairwise(levels):
         both = torch.cat([x, x])
-        asked, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
-        x = x + (following - level) * torch.lerp(empty, asked, guidance)
+        with_prompt, empty = denoiser(both, torch.full((len(both),), level, device=device), words)[0].chunk(2)
+        x = x + (following - level) * torch.lerp(empty, with_prompt, guidance)
     return (x * CONTRAST + MEAN).clamp(0, 1).transpose(1, 2)[:, size.repeated :].contiguous()
 
 
@@ -348,5 +348,5 @@ def shown_scenes() -> list[Scene]:
 def score(clips: Tensor, scenes: Sequence[Scene]) -> dict[str, int]:
     """Return the numbers of clips in which colour, shape, direction, and all three match the prompt."""
     matches = attribute_matches(read_clips(clips), scenes)
-    found = {name: sum(matches[name]) for name in Scene._fields}
-    return found | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}
+    counts = {name: sum(matches[name]) for name in Scene._fields}
+    return counts | {"all": sum(map(all, zip(*(matches[name] for name in Scene._fields), strict=True)))}

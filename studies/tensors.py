@@ -92,7 +92,7 @@ def video_activations(
     """
     from sage_hf import record
 
-    kept: list[Triple] = []
+    triples: list[Triple] = []
     now = 0
 
     def enter(step: int, inputs: dict[str, Any]) -> None:
@@ -101,11 +101,11 @@ def video_activations(
 
     def keep(call: AttentionCall) -> None:
         if now in at_steps:
-            kept.append((call.query.clone(), call.key.clone(), call.value.clone()))
+            triples.append((call.query.clone(), call.key.clone(), call.value.clone()))
 
     with record.observe(keep):
         _denoise(_exact_pipeline(folder), folder, prompt, steps, seed, enter)
-    return kept
+    return triples
 
 
 def video_gradients(
@@ -205,10 +205,10 @@ def text_activations(model: str, text: str) -> list[Triple]:
 
     tokens = AutoTokenizer.from_pretrained(model)(text, truncation=True, max_length=512, return_tensors="pt")
     encoder = AutoModel.from_pretrained(model, attn_implementation="sage_exact").eval()
-    kept: list[Triple] = []
-    with record.observe(lambda call: kept.append((call.query, call.key, call.value))), torch.no_grad():
+    triples: list[Triple] = []
+    with record.observe(lambda call: triples.append((call.query, call.key, call.value))), torch.no_grad():
         encoder(**tokens)
-    return kept
+    return triples
 
 
 def text_gradients(model: str, text: str) -> list[Sample]:

@@ -52,10 +52,11 @@ from sage_kernels.dispatch.select import set_routing
 
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
 EXACT = "exact"
-OTHERS = {
-    one.name: one
-    for one in PROVIDERS
-    if one.name in ("sdpa_fa2", "cudnn", "fa3_fp8") or (one.name.startswith("sageattention") and one.scope != "kernel")
+OTHER_PROVIDERS = {
+    provider.name: provider
+    for provider in PROVIDERS
+    if provider.name in ("sdpa_fa2", "cudnn", "fa3_fp8")
+    or (provider.name.startswith("sageattention") and provider.scope != "kernel")
 }
 TURNS = 2
 """Number of facts hidden at each depth."""
@@ -64,8 +65,8 @@ TABLES = ("rows", "needles", "answers", "sinks")
 
 def use(model: Any, name: str) -> None:
     """Let a model run exact attention, a recipe in its own numerics, or another provider's kernel."""
-    if name in OTHERS:
-        model.set_attn_implementation(register(OTHERS[name]))
+    if name in OTHER_PROVIDERS:
+        model.set_attn_implementation(register(OTHER_PROVIDERS[name]))
     else:
         use_recipe(model, name)
 
@@ -121,12 +122,12 @@ def measure_text(model: Any, parts: Sequence[Tensor], exact: Sequence[Tensor], n
     try:
         use(model, name)
         for part, truth in zip(parts, exact, strict=True):
-            found = hidden_states(model, part)
-            differences.add(head, truth[:-1], found[:-1], part[0, 1:])
-        if name not in OTHERS:
+            actual = hidden_states(model, part)
+            differences.add(head, truth[:-1], actual[:-1], part[0, 1:])
+        if name not in OTHER_PROVIDERS:
             check_recipe(model, name)
     except Exception as error:  # Another provider may raise any error: its row holds it.
-        if name not in OTHERS:
+        if name not in OTHER_PROVIDERS:
             raise
         return {"recipe": name, "unavailable": results.reason(error)}
     return {"recipe": name, **differences.row()}
@@ -139,8 +140,8 @@ def measure_needles(model: Any, tokenizer: Any, text: Tensor, tokens: int, name:
     use(model, name)
     for turn in range(TURNS):
         haystack = hide(tokenizer, text[turn * tokens :], tokens, turn * (len(FACTS) // TURNS))
-        found = haystack.found(head, hidden_states(model, haystack.ids.to(model.device)))
-        counts.update({f"{depth:g}": int(is_found) for depth, is_found in found.items()})
+        is_found_by_depth = haystack.found_facts(head, hidden_states(model, haystack.ids.to(model.device)))
+        counts.update({f"{depth:g}": int(is_found) for depth, is_found in is_found_by_depth.items()})
     check_recipe(model, name)
     return {"recipe": name, "found": dict(counts), "of": TURNS}
 
@@ -188,8 +189,8 @@ class Run:
 
     def measure_needles(self, tokens: int, name: str) -> None:
         """Measure which facts are found."""
-        found = measure_needles(self.model, self.tokenizer, self.text, tokens, name)
-        self.stored.add("needles", {"model": self.name, "tokens": tokens, **found})
+        needles = measure_needles(self.model, self.tokenizer, self.text, tokens, name)
+        self.stored.add("needles", {"model": self.name, "tokens": tokens, **needles})
 
     def measure_answers(self, name: str) -> None:
         """Measure greedy answers, and the number of tokens before the first difference from the exact answer."""
@@ -201,8 +202,8 @@ class Run:
             use(self.model, name)
             tokens = answer(self.model, ids.to(self.model.device))
             row = {"model": self.name, "recipe": name, "prompt": prompt, "answer": self.tokenizer.decode(tokens)}
-            same = same_beginning(self.answers[prompt], tokens)
-            rows.append(row | {"tokens": len(tokens), "same_beginning": same})
+            num_same = same_beginning(self.answers[prompt], tokens)
+            rows.append(row | {"tokens": len(tokens), "same_beginning": num_same})
         self.stored.add("answers", *rows)
 
     def steps(self, lengths: Sequence[int], samples: int, names: Sequence[str]) -> Iterator[Callable[[], None]]:
@@ -213,7 +214,7 @@ class Run:
             samples: largest number of texts of a length.
             names: recipes and providers.
         """
-        recipes = [name for name in names if name not in OTHERS]
+        recipes = [name for name in names if name not in OTHER_PROVIDERS]
         for tokens in lengths[:1]:
             yield from self.lacking("sinks", partial(self.measure_sinks, tokens))
         for tokens, name in product(lengths, [name for name in names if name != EXACT]):
@@ -249,7 +250,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     set_routing(False)  # exact attention would replace recipes where it is faster
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = args.attention or [EXACT, *RECIPES, *(OTHERS if device.type == "cuda" else ())]
+    names = args.attention or [EXACT, *RECIPES, *(OTHER_PROVIDERS if device.type == "cuda" else ())]
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)
     stored = Results(results.path_of(args.output, facts, "trained_models"), facts, TABLES)

@@ -8,7 +8,7 @@ from typing import Any
 from sage_hf.bench.providers import PROVIDERS
 from sage_hf.text import markdown_table
 
-LABELS = {one.name: one.label for one in PROVIDERS if not one.ours} | {
+LABELS = {provider.name: provider.label for provider in PROVIDERS if not provider.ours} | {
     "exact": "exact",
     "sdpa_fa2": "exact, by FA2",
     "cudnn": "exact, by cuDNN",
@@ -41,8 +41,8 @@ def cost_markdown(rows: Sequence[dict[str, Any]], recipes: Sequence[str]) -> str
     changes = {(row["model"], row["tokens"], row["recipe"]): row for row in rows if "unavailable" not in row}
     lines = []
     for model, tokens in dict.fromkeys((model, tokens) for model, tokens, _ in changes):
-        found = [changes.get((model, tokens, recipe)) for recipe in recipes]
-        cells = ["–" if row is None else _percent(row["ppl_change"], "+") for row in found]
+        changes_of_recipes = [changes.get((model, tokens, recipe)) for recipe in recipes]
+        cells = ["–" if row is None else _percent(row["ppl_change"], "+") for row in changes_of_recipes]
         lines.append([f"{model}, {tokens:,} tokens", *cells])
     return markdown_table(["change of perplexity", *map(_label, recipes)], lines)
 
@@ -57,11 +57,13 @@ def found_markdown(needles: Sequence[dict[str, Any]], answers: Sequence[dict[str
     for model, recipe in dict.fromkeys((row["model"], row["recipe"]) for row in (*needles, *answers)):
         cells = []
         for tokens in lengths:
-            found = [row for row in needles if (row["model"], row["recipe"], row["tokens"]) == (model, recipe, tokens)]
-            counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in found]
-            cells += [f"{one} of {every}" for one, every in counts] or ["–"]
-        given = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
-        lines.append([model, _label(recipe), *cells, _kept(given)])
+            needles_of_cell = [
+                row for row in needles if (row["model"], row["recipe"], row["tokens"]) == (model, recipe, tokens)
+            ]
+            counts = [(sum(row["found"].values()), row["of"] * len(row["found"])) for row in needles_of_cell]
+            cells += [f"{count} of {total}" for count, total in counts] or ["–"]
+        answers_of_recipe = [row for row in answers if (row["model"], row["recipe"]) == (model, recipe)]
+        lines.append([model, _label(recipe), *cells, _kept(answers_of_recipe)])
     header = ["model", "attention", *(f"facts found in {tokens:,} tokens" for tokens in lengths), "greedy tokens kept"]
     return markdown_table(header, lines)
 
@@ -70,8 +72,8 @@ def cache_markdown(result: dict[str, Any]) -> str:
     """Return a table of predictions through each KV cache: of a text, and of facts and greedy answers."""
     lines = []
     for row in result["rows"]:
-        found, given = (
-            [one for one in result[table] if all(one.get(key, row[key]) == row[key] for key in keys)]
+        row_needles, row_answers = (
+            [candidate for candidate in result[table] if all(candidate.get(key, row[key]) == row[key] for key in keys)]
             for table, keys in (("needles", ("model", "tokens", "format")), ("answers", ("model", "format")))
         )
         lines.append(
@@ -80,8 +82,11 @@ def cache_markdown(result: dict[str, Any]) -> str:
                 f"{row['tokens']:,}",
                 row["format"],
                 *_predictions(row),
-                ", ".join(f"{sum(one['found'].values())} of {one['of'] * len(one['found'])}" for one in found),
-                _kept(given),
+                ", ".join(
+                    f"{sum(needle['found'].values())} of {needle['of'] * len(needle['found'])}"
+                    for needle in row_needles
+                ),
+                _kept(row_answers),
             ]
         )
     return markdown_table(["model", "tokens", "cache", *PREDICTIONS, "facts found", "greedy tokens kept"], lines)
@@ -93,8 +98,8 @@ def _predictions(row: dict[str, Any]) -> list[str]:
 
 
 def _kept(answers: Sequence[dict[str, Any]]) -> str:
-    kept = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
-    return kept if answers else "–"
+    kept_tokens = f"{sum(row['same_beginning'] for row in answers)} of {sum(row['tokens'] for row in answers)}"
+    return kept_tokens if answers else "–"
 
 
 def _label(name: str) -> str:

@@ -32,12 +32,15 @@ def fake_timing(monkeypatch, times: list[float]) -> None:
     monkeypatch.setattr(measure, "median_steps_ms", lambda calls: {name: steps for name in calls})
 
 
-def test_operations_are_those_of_both_products_and_half_when_causal():
-    shape = Case.square("x", (2, 4, 1, 100, 64))
-    assert shape.operations == 4 * 2 * 4 * 100 * 100 * 64
-    assert replace(shape, mask="causal").operations == shape.operations / 2
-    assert replace(shape, training=True).operations == 3.5 * shape.operations
-    assert shape.input_bytes == 2 * 2 * (4 + 1 + 1) * 100 * 64
+@pytest.mark.parametrize("mask", ["none", "causal", "lower_right"])
+@pytest.mark.parametrize("lengths", [(7, 7), (3, 10), (10, 3), (1, 5)])
+def test_operations_are_of_both_products_for_every_pair_that_causality_leaves(mask, lengths):
+    case = Case("x", 2, 4, 1, *lengths, 64, mask)
+    attends = draw(case, CPU).mask if mask == "lower_right" else torch.ones(lengths, dtype=torch.bool)
+    pairs = int((attends.tril() if mask == "causal" else attends).sum())
+    assert case.operations == 4 * 2 * 4 * pairs * 64
+    assert replace(case, training=True).operations == 3.5 * case.operations
+    assert case.input_bytes == 2 * 2 * (4 * lengths[0] + 2 * lengths[1]) * 64
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -67,7 +70,7 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def half(inputs):
-        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.is_causal)[0] / 2, "half", 2.0)
+        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0] / 2, "half", 2.0)
 
     fake_timing(monkeypatch, [1e-3])
     ours = [Provider("absent", "Absent", absent, "kernel"), Provider("half", "Half", half, "kernel")]
@@ -125,6 +128,22 @@ def test_the_portable_kernel_is_measured_where_another_is_preferred():
         registry.register_forward(portable)
         with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
             providers.ours_in_triton("sage1")(inputs)
+
+
+def test_the_recorded_kernel_is_the_kernel_that_ran(monkeypatch):
+    fake_timing(monkeypatch, [1e-3])
+    ran = []
+    (sage1,) = (one for one in PROVIDERS if (one.name, one.scope) == ("sage_hf:sage1", "end_to_end"))
+    with only_the_reference():
+        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
+        refuses = lambda request: "" if request.mask == "none" else "it takes no mask"  # noqa: E731
+        registry.register_forward(StandInForward("takes no mask", "sage1", reason=refuses, ran=ran.append))
+        registry.register_forward(StandInForward("takes masks", "sage1", ran=ran.append))
+        for mask, kernel in (("causal", "takes no mask"), ("lengths", "takes masks")):
+            (row,) = measure.measure_case(replace(SMALL, mask=mask), [sage1], CPU)
+            assert (row["kernel"], set(ran)) == (kernel, {kernel})
+            assert row["rel_l1"] < 0.05
+            ran.clear()
 
 
 def test_e4m3_scales_are_those_of_each_slice():
@@ -210,9 +229,10 @@ def test_the_gain_of_models_has_a_row_for_each_that_was_measured_with_both():
         "b", {"default": 68.0, "sage_hf:sage2": 103.0}
     )
     lines = model_tables.model_gain({**FACTS, "rows": rows}).splitlines()
+    assert lines[0].startswith("| model, eager | baseline, ms |")
     assert lines[2:4] == [
-        "| A | eager | 622 | 504 | `sage2` | 1.23× | FA3 in 2 of 3, PyTorch in 1 of 3 |",
-        "| B | eager | 68 | 103 | `sage2` | 0.66× | not recorded |",
+        "| A | 622 | 504 | `sage2` | 1.23× | FA3 in 2 of 3, PyTorch in 1 of 3 |",
+        "| B | 68 | 103 | `sage2` | 0.66× | not recorded |",
     ]
     assert lines[4] == "" and "NVIDIA H200" in lines[5]
 

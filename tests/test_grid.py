@@ -108,7 +108,7 @@ def test_masks_say_what_their_names_say(monkeypatch):
     monkeypatch.setattr(cases, "DOCUMENT", 40)
     base = Case("any", 3, 2, 2, 150, 150, 16)
     masks = {name: draw(replace(base, mask=name), CPU) for name in cases.MaskName.__args__}
-    assert masks["none"].mask is None and masks["causal"].mask is None and masks["causal"].is_causal
+    assert masks["none"].mask is None and masks["causal"].mask is None and masks["causal"].case.upper_left
     lengths = masks["lengths"]
     assert torch.equal(lengths.mask.sum(-1).flatten(), lengths.lengths) and lengths.mask[:, 0, 0, 0].all()
     keys = masks["keys"].mask[:, 0, 0]

@@ -299,10 +299,12 @@ def test_the_tables_tell_how_many_layers_ran_and_leave_out_what_failed():
     rows = [row("a", "default", ms=9.0, attention_share=0.875, **part), row("a", "sage_hf:sage2", ms=4.5, **part)]
     rows += [row("a", "fa3", unavailable="RuntimeError: no", **part), row("b", "default", ms=1.0)]
     result = {**FACTS, "rows": rows}
-    assert "| 3 of 60 layers of A | eager | 9 | 4.5 | `sage2` | 2.00× |" in model_tables.model_gain(result)
+    assert "| 3 of 60 layers of A | 9 | 4.5 | `sage2` | 2.00× |" in model_tables.model_gain(result)
     lines = model_tables.model_speed(result).splitlines()
-    assert lines[0] == "| model | mode | baseline | sage2 | share of attention |"
-    assert lines[2:] == ["| 3 of 60 layers of A | eager | 9 | 4.5 | 88% |", "| B | eager | 1 | – | – |"]
+    assert lines[0] == "| model, eager | baseline | sage2 | share of attention |"
+    assert lines[2:] == ["| 3 of 60 layers of A | 9 | 4.5 | 88% |", "| B | 1 | – | – |"]
+    compiled = {**result, "rows": [*rows, {**rows[0], "mode": "compiled"}]}
+    assert "| 3 of 60 layers of A | compiled | 9 |" in model_tables.model_speed(compiled)
     assert "fa3: RuntimeError: no (a, eager)" in model_tables.model_text(result)
 
 

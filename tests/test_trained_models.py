@@ -115,7 +115,7 @@ def test_each_fact_stands_at_its_depth_and_is_asked_for_at_the_end():
     hidden = torch.nn.functional.one_hot(torch.tensor([*ids[1:], 0]), vocabulary).float()
     first = min(start for _, start, _ in haystack.answers)
     hidden[first - 1] = 0
-    found = haystack.found(lambda x: x, hidden)
+    found = haystack.found_facts(lambda x: x, hidden)
     assert [depth for depth, is_found in found.items() if not is_found] == [haystack.answers[0][0]]
     with pytest.raises(ValueError, match="too few"):
         retrieval.hide(words, text, 150)

@@ -81,7 +81,7 @@ def test_a_step_gives_the_gradients_for_every_layout_of_the_output():
 def test_our_recipes_are_measured_natively_or_not_at_all(recipe):
     (provider,) = (one for one in TRAINING_PROVIDERS if one.name == f"sage_hf:{recipe}")
     with pytest.raises(KernelUnavailableError, match=f"no native kernel for recipe '{recipe}'"):
-        provider.prepare(draw(TRAINED, CPU))
+        provider.prepare(draw(TRAINED, CPU)).call()
 
 
 def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
@@ -89,7 +89,7 @@ def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def plain(inputs):
-        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.is_causal)[0], "plain")
+        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0], "plain")
 
     monkeypatch.setattr(measure, "first_calls", lambda call: (0.0, 10**9, 5))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)

@@ -185,20 +185,20 @@ def calibrate(
     subject = subject_of(pipe_or_model, settings, seed, RANGES)
     for prompt in (*prompts, *held_out):
         subject.check(prompt)
-    extras = [SageConfig(recipes[-1], sparse=one) for one in sparse]
-    extras += [SageConfig(recipes[-1], kv_cache=one) for one in kv_caches]
-    done = Measurements({**subject.describe(), "recipes": list(names)}, measurements)
+    extras = [SageConfig(recipes[-1], sparse=sparsity) for sparsity in sparse]
+    extras += [SageConfig(recipes[-1], kv_cache=kv_cache) for kv_cache in kv_caches]
+    stored = Measurements({**subject.describe(), "recipes": list(names)}, measurements)
     power, limit = 1 / subject.exponent, budget**subject.exponent
-    extra, spent = _choose_extra(subject, prompts, extras, done, limit)
-    measured = _measure(subject, prompts, names, done)
-    mix, config, losses = _choose_mix(subject, prompts, names, done, measured, limit, keep_sensitive, extra, spent)
-    others = [_loss(subject, prompt, config, done) for prompt in held_out]
+    extra, spent = _choose_extra(subject, prompts, extras, stored, limit)
+    measured = _measure(subject, prompts, names, stored)
+    mix, config, losses = _choose_mix(subject, prompts, names, stored, measured, limit, keep_sensitive, extra, spent)
+    held_out_losses = [_loss(subject, prompt, config, stored) for prompt in held_out]
     result = Calibration(
         config=config,
         measure=subject.measure,
         budget=budget,
         errors=tuple(loss**power for loss in losses),
-        held_out=tuple(loss**power for loss in others),
+        held_out=tuple(loss**power for loss in held_out_losses),
         alone=max(measured.alone) ** power,
         recipes=names,
         layers=measured.layers,
@@ -207,7 +207,7 @@ def calibrate(
         cells=mix.cells(),
         cell_errors=measured.losses[..., 0] ** power,
         priced=measured.priced,
-        facts=done.facts,
+        facts=stored.facts,
     )
     note = f"Calibrated by sage-hf: {result.summary().replace(chr(10), '; ')}."
     return replace(result, config=replace(config, architecture=architecture_of(subject.targets), note=note))
@@ -232,14 +232,14 @@ class Measurements:
             return
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
-            found, self._done = dict(data["facts"]), dict(data["measurements"])
+            earlier_facts, self._done = dict(data["facts"]), dict(data["measurements"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self._path} holds no measurements of a calibration: {error!r}") from error
         for name, fact in json.loads(json.dumps(facts)).items():
-            if found.get(name) != fact:
+            if earlier_facts.get(name) != fact:
                 raise ValueError(
-                    f"{self._path} was measured with other {name} ({found.get(name)} instead of {fact}): remove it, or "
-                    "name another file"
+                    f"{self._path} was measured with other {name} ({earlier_facts.get(name)} instead of {fact}): "
+                    "remove it, or name another file"
                 )
 
     def of(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -274,7 +274,7 @@ class _Measured:
         return tuple(1 if span is None else len(span) for span in self.ranges)
 
 
-def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], done: Measurements) -> _Measured:
+def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], stored: Measurements) -> _Measured:
     """Measure the losses of the fastest recipe everywhere and in each range, and of each layer with each recipe."""
     layers = tuple(target.label(name) for target in subject.targets for name in target.layers)
     ranges = subject.ranges(prompts[0])
@@ -285,14 +285,14 @@ def _measure(subject: Subject, prompts: Sequence[Any], recipes: Sequence[str], d
     losses, products, us, alone = [], [], [], []
     with tqdm(total=forwards * len(prompts), desc="calibrate", unit="pass", disable=None) as bar:
         for prompt in prompts:
-            alone.append(_loss(subject, prompt, SageConfig(recipes[0]), done))
+            alone.append(_loss(subject, prompt, SageConfig(recipes[0]), stored))
             bar.update(steps)
             parts = []
             for span in spans:
-                parts.append(_loss(subject, prompt, _in_range(span, recipes[0]), done))
+                parts.append(_loss(subject, prompt, _in_range(span, recipes[0]), stored))
                 bar.update(steps)
             measure = partial(subject.layer_losses, prompt, recipes, bar.update)
-            of_layers = done.of(f"{text_of(prompt)} | layers", measure)
+            of_layers = stored.of(f"{text_of(prompt)} | layers", measure)
             bar.update(steps)
             losses.append(_spread(np.array(of_layers["losses"]), parts or [1.0], alone[-1]))
             products.append(of_layers["products"])
@@ -323,14 +323,14 @@ def _spread(layers: np.ndarray, parts: Sequence[float], alone: float) -> np.ndar
 
 
 def _choose_extra(
-    subject: Subject, prompts: Sequence[Any], extras: Sequence[SageConfig], done: Measurements, limit: float
+    subject: Subject, prompts: Sequence[Any], extras: Sequence[SageConfig], stored: Measurements, limit: float
 ) -> tuple[SageConfig, float]:
     """Choose the first configuration that may be combined with a mix; return it and the `bound` of its losses.
 
     If there is none, return a configuration with neither sparse attention nor a low-bit KV cache, and 0.
     """
     for extra in extras:
-        spent = bound([_loss(subject, prompt, extra, done) for prompt in prompts])
+        spent = bound([_loss(subject, prompt, extra, stored) for prompt in prompts])
         if spent <= EXTRA_SHARE * limit:
             return extra, spent
     return SageConfig("exact"), 0.0
@@ -340,7 +340,7 @@ def _choose_mix(
     subject: Subject,
     prompts: Sequence[Any],
     recipes: Sequence[str],
-    done: Measurements,
+    stored: Measurements,
     measured: _Measured,
     limit: float,
     keep_sensitive: int,
@@ -353,7 +353,7 @@ def _choose_mix(
     last mix that did not.
 
     Args:
-        subject, prompts, recipes, done, measured: the model to calibrate, and its measurements.
+        subject, prompts, recipes, stored, measured: the model to calibrate, and its measurements.
         limit: the largest loss, including `spent`.
         keep_sensitive: see `calibrate`.
         extra, spent: see `_choose_extra`.
@@ -366,26 +366,26 @@ def _choose_mix(
     def run(mix: Mix) -> tuple[Mix, SageConfig, list[float]]:
         config = mix.config(recipes, measured.layers, measured.ranges)
         config = replace(config, sparse=extra.sparse, kv_cache=extra.kv_cache)
-        return mix, config, [_loss(subject, prompt, config, done) for prompt in prompts]
+        return mix, config, [_loss(subject, prompt, config, stored) for prompt in prompts]
 
-    kept = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
-    fixed = [exact if row in kept else None for row in range(len(measured.layers))]
+    exact_rows = np.argsort(-measured.losses[..., 0].sum(axis=1))[:keep_sensitive]
+    fixed = [exact if row in exact_rows else None for row in range(len(measured.layers))]
     highest = bound(measured.alone)
     target = (limit - spent) * (fmean(measured.alone) / highest if 0 < highest < math.inf else 1.0)
-    found, failed = None, math.inf
+    best, failed = None, math.inf
     for _ in range(ATTEMPTS):
         mix, config, losses = run(fastest_mix(measured.losses, measured.costs, target, fixed))
         if (highest := bound(losses)) <= limit:
-            found, passed = (mix, config, losses), target
+            best, passed = (mix, config, losses), target
             if failed == math.inf:
                 break
         else:
             failed = target
-        if found is None:
+        if best is None:
             target = HEADROOM * (mix.total(measured.losses) + spent) * limit / highest - spent
         else:
             target = (passed + failed) / 2
-    return found or run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
+    return best or run(Mix((None,) * len(measured.layers), (exact,) * len(measured.ranges)))
 
 
 def _in_range(span: StepRange, recipe: str) -> SageConfig:
@@ -393,10 +393,10 @@ def _in_range(span: StepRange, recipe: str) -> SageConfig:
     return SageConfig("exact", steps=(StepRule(span.start, span.stop, recipe),))
 
 
-def _loss(subject: Subject, prompt: Any, config: SageConfig, done: Measurements) -> float:
+def _loss(subject: Subject, prompt: Any, config: SageConfig, stored: Measurements) -> float:
     """Return a configuration's loss on a prompt; infinity if its output is not finite."""
     name = json.dumps(config.to_dict(), sort_keys=True)
-    loss = done.of(f"{text_of(prompt)} | {name}", lambda: subject.loss(prompt, config))
+    loss = stored.of(f"{text_of(prompt)} | {name}", lambda: subject.loss(prompt, config))
     return loss if math.isfinite(loss) else math.inf
 
 

@@ -273,12 +273,12 @@ def _env(args: argparse.Namespace) -> None:
         rows = []
         for recipe in RECIPES:
             try:
-                chosen = select(nominal_request(recipe, device), default_fallback())
+                plan = select(nominal_request(recipe, device), default_fallback())
             except KernelUnavailableError as error:
                 rows.append([recipe, "none", "–", "–", str(error)])
                 continue
-            kernels = ", ".join(name for name in (chosen.kernel, chosen.quantizer, chosen.backward) if name)
-            rows.append([recipe, chosen.recipe, kernels, chosen.numerics, chosen.reason])
+            kernels = ", ".join(name for name in (plan.kernel, plan.quantizer, plan.backward) if name)
+            rows.append([recipe, plan.recipe, kernels, plan.numerics, plan.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernels", "numerics", "why"], rows))
         if device.type == "cuda":
@@ -435,8 +435,8 @@ def _refuse_settings_of_renderings(args: argparse.Namespace, **more: object) -> 
     """Raise ValueError for an argument that has no meaning with --text; `more` holds further arguments' defaults."""
     rendering = dict.fromkeys(("steps", "height", "width", "frames", "guidance_scale", "fps"))
     rendering |= {"seed": 0, "cpu_offload": False, "vae_tiling": False, "ulysses": 1, "ring": 1, **more}
-    if given := [name for name, default in rendering.items() if getattr(args, name, default) != default]:
-        raise ValueError(f"--{given[0].replace('_', '-')} is for renderings: leave it out with --text")
+    if misplaced := [name for name, default in rendering.items() if getattr(args, name, default) != default]:
+        raise ValueError(f"--{misplaced[0].replace('_', '-')} is for renderings: leave it out with --text")
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -448,13 +448,13 @@ def _calibrate(args: argparse.Namespace) -> None:
     held_out = len(prompts) // 4 if args.held_out is None else args.held_out
     if not 0 <= held_out < len(prompts):
         raise ValueError(f"--held-out must leave a prompt of {len(prompts)}, got {held_out}")
-    kept = len(prompts) - held_out
+    num_calibrated = len(prompts) - held_out
     result = calibrate(
         model,
-        prompts[:kept],
+        prompts[:num_calibrated],
         args.budget,
         recipes=args.recipes,
-        held_out=prompts[kept:],
+        held_out=prompts[num_calibrated:],
         keep_sensitive=args.keep_sensitive,
         sparse=[Sparse(keep=share) for share in args.keep],
         kv_caches=args.kv_cache,
@@ -484,8 +484,8 @@ def _pipeline_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
     if not prompts:
         raise ValueError(f"--prompts: {args.prompts} has no line of text")
     names = ("steps", "height", "width", "frames", "guidance_scale", "seed", "dtype", "device")
-    given = {name: getattr(args, name) for name in (*names, "cpu_offload", "vae_tiling", "pretrained")}
-    options = GenerateOptions(SageConfig(), "calibrate", args.output.absolute().parent, prompts, **given)
+    generate_options = {name: getattr(args, name) for name in (*names, "cpu_offload", "vae_tiling", "pretrained")}
+    options = GenerateOptions(SageConfig(), "calibrate", args.output.absolute().parent, prompts, **generate_options)
     device = pick_device(args.device)
     pretrained = folder_or_name(args.pretrained)
     pipe = load_pipeline(
@@ -513,10 +513,10 @@ def _language_prompts(args: argparse.Namespace) -> tuple[Any, list[Any], dict[st
 
 def _name(args: argparse.Namespace) -> str:
     """Return the name of the recipe or configuration that the user asked for, or the command's default."""
-    own = getattr(args, "own_config", None)
-    if own is not None and args.pretrained != args.own_pretrained:
-        own = None
-    return next(name for name in (args.recipe, args.config, own, args.default_config) if name is not None)
+    own_config = getattr(args, "own_config", None)
+    if own_config is not None and args.pretrained != args.own_pretrained:
+        own_config = None
+    return next(name for name in (args.recipe, args.config, own_config, args.default_config) if name is not None)
 
 
 def _config(args: argparse.Namespace) -> SageConfig:

@@ -347,18 +347,18 @@ def call_settings(pipe: DiffusionPipeline, options: GenerateOptions, defaults: d
         raise ValueError(
             f"{type(pipe).__name__} needs {', '.join(inputs)} too; use a text-to-video or text-to-image pipeline"
         )
-    given = {
+    settings = {
         "num_inference_steps": options.steps,
         "height": options.height,
         "width": options.width,
         "num_frames": options.frames,
         "guidance_scale": options.guidance_scale,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if foreign := [name for name in given if name not in parameters]:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if foreign := [name for name in settings if name not in parameters]:
         flag = {"num_inference_steps": "steps", "num_frames": "frames"}.get(foreign[0], foreign[0].replace("_", "-"))
         raise ValueError(f"{type(pipe).__name__} takes no {foreign[0]}: leave --{flag} out")
-    return {name: value for name, value in defaults.items() if name in parameters} | given
+    return {name: value for name, value in defaults.items() if name in parameters} | settings
 
 
 @contextmanager
@@ -384,10 +384,10 @@ def _denoiser_clock(pipe: DiffusionPipeline, device: torch.device) -> Iterator[l
 def captions_of(labels: list[str], explanation: Explanation) -> dict[str, str]:
     """Return captions by label that name the attention that really ran: "sage3 (emulated)", "sage3 (ran sage2)"."""
     low_bit = [row for row in explanation.rows if row.recipe and row.asked != "exact"]
-    others = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
+    run_recipes = sorted({row.recipe for row in low_bit if row.recipe != row.asked})
     remark = ""
-    if others:
-        remark = f" (ran {', '.join(others)})"
+    if run_recipes:
+        remark = f" (ran {', '.join(run_recipes)})"
     elif any(row.numerics == "emulated" for row in low_bit):
         remark = " (emulated)"
     return {label: label if label == "exact" else label + remark for label in labels}

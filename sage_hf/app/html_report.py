@@ -127,13 +127,13 @@ def calibration_page(calibration: Calibration, versions: Mapping[str, str]) -> s
     shares = [[recipe, f"{share:.1%}"] for recipe, share in calibration.shares.items() if share]
     costs = "times of this GPU" if calibration.priced else f"the order {', '.join(calibration.recipes)}"
     errors = {f"prompt {place}": error for place, error in enumerate(calibration.errors, 1)}
-    others = {f"held-out prompt {place}": error for place, error in enumerate(calibration.held_out, 1)}
+    held_out_errors = {f"held-out prompt {place}": error for place, error in enumerate(calibration.held_out, 1)}
     first = calibration.recipes[0]
     parts = [
         "".join(f"<p>{escape(line)}</p>" for line in calibration.summary().splitlines()),
         "<h2>Error of the output</h2>",
         f'<p class="note">{escape(calibration.measure)}; the budget is {calibration.budget:g}.</p>',
-        _bars({f"{first} alone, worst prompt": calibration.alone, **errors, **others}, calibration.budget),
+        _bars({f"{first} alone, worst prompt": calibration.alone, **errors, **held_out_errors}, calibration.budget),
         "<h2>Recipe of each layer and step</h2>",
         f'<p class="note">Colours and numbers: the error of the output if only these layers and steps ran {first}, '
         f"predicted. Costs are by {escape(costs)}.</p>",

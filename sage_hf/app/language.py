@@ -86,7 +86,7 @@ def compare_text(
     model, tokenizer = load_language_model(folder_or_name(pretrained), dtype, device)
     windows = read_windows(path, model, tokenizer)
     exact_loss = low_loss = divergence = 0.0
-    tokens = same = 0
+    tokens = num_same_top = 0
     explanation = Explanation(())
     with apply(model, config), record_layer_errors(model) as recorder:
         _predict(model, windows[0].to(device))
@@ -106,7 +106,7 @@ def compare_text(
         exact_loss -= exact.gather(-1, targets).sum().item()
         low_loss -= low.gather(-1, targets).sum().item()
         divergence += (exact.exp() * (exact - low)).sum().item()
-        same += int((exact.argmax(-1) == low.argmax(-1)).sum())
+        num_same_top += int((exact.argmax(-1) == low.argmax(-1)).sum())
         tokens += len(targets)
     if not tokens:
         raise ValueError(f"--text: {path} has no three tokens to predict one through a KV cache")
@@ -116,7 +116,7 @@ def compare_text(
         math.exp(exact_loss / tokens),
         math.exp(low_loss / tokens),
         divergence / tokens,
-        same / tokens,
+        num_same_top / tokens,
         explanation,
         recorder,
     )

@@ -130,11 +130,11 @@ class LayerErrorRecorder:
     def never_ran(self) -> list[str]:
         """Return a sentence for each requested recipe that ran in no call, with the reason."""
         plans = [plan for layer in self._layers.values() for plan in layer.plans]
-        ran = {plan.recipe for plan in plans}
-        asked = {plan.request.recipe: plan for plan in plans if plan.request.recipe not in ran}
+        ran_recipes = {plan.recipe for plan in plans}
+        asked_plans = {plan.request.recipe: plan for plan in plans if plan.request.recipe not in ran_recipes}
         return [
             f"{recipe} never ran: these are the errors of {plan.recipe} attention ({plan.brief_reason})"
-            for recipe, plan in asked.items()
+            for recipe, plan in asked_plans.items()
         ]
 
     def __str__(self) -> str:

@@ -126,10 +126,10 @@ def _check_complete(pipe: DiffusionPipeline, folder: Path) -> None:
             continue
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
         if missing := [name for name, tensor in tensors if tensor.is_meta]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            others_text = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(
-                f"cannot load the pipeline {folder}: the files of {folder / component} lack {missing[0]}{more}; "
-                "download or copy them again"
+                f"cannot load the pipeline {folder}: the files of {folder / component} lack {missing[0]}{others_text}"
+                "; download or copy them again"
             )
 
 

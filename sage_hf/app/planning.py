@@ -41,13 +41,13 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         for target in find_targets(model):
             timestep_argument(target.model)
     with apply(model, replace(config, steps=())):
-        left = {row.layer: row for row in explain(model).rows if not row.asked}
+        unasked_rows = {row.layer: row for row in explain(model).rows if not row.asked}
     rows: list[LayerRow] = []
     for target in find_targets(model):
         rules = config.of_model(target.name, target.layers)
         for name, layer in target.layers.items():
             label, rule = target.label(name), rules.layer_rule(name)
-            rows += [left[label]] if label in left else _layer_rows(label, layer, config, rule, device)
+            rows += [unasked_rows[label]] if label in unasked_rows else _layer_rows(label, layer, config, rule, device)
     sparse = [
         (target.label("self-attention"), settings.describe())
         for target in find_targets(model)
@@ -140,14 +140,14 @@ def _denoisers(pretrained: str) -> dict[str, nn.Module]:
         return {}
     parts = {name: part[1] for name, part in index.items() if isinstance(part, list | tuple) and len(part) == 2}
     classes = {name: getattr(diffusers, kind, None) for name, kind in parts.items() if isinstance(kind, str)}
-    found = [
+    denoisers = [
         name
         for name, kind in classes.items()
         if name in DENOISERS or (isinstance(kind, type) and issubclass(kind, nn.Module) and denoises(kind))
     ]
-    if not found:
+    if not denoisers:
         raise ValueError(f"the pipeline {index.get('_class_name')} has no {', '.join(DENOISERS)}")
-    return {name: _diffusers_model(parts[name], pretrained, name) for name in found}
+    return {name: _diffusers_model(parts[name], pretrained, name) for name in denoisers}
 
 
 def _diffusers_model(class_name: str, pretrained: str | Path, subfolder: str | None) -> nn.Module:

@@ -144,7 +144,7 @@ def _text_of_setting(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text_of_setting, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_text_of_setting(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_text_of_setting(setting)}' for key, setting in value.items())}}}"
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
@@ -158,20 +158,20 @@ def fingerprint(model: nn.Module) -> str:
 
     Scales are of PEFT's adapters, FreeU, and attention processors (IP-Adapters).
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        found.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
         if not parameter.is_meta:
             step = max(1, parameter.numel() // SAMPLES)
-            found.update(parameter.detach().flatten()[::step].double().cpu().numpy().tobytes())
+            digest.update(parameter.detach().flatten()[::step].double().cpu().numpy().tobytes())
     for name, module in model.named_modules():
         if isinstance(scales := vars(module).get("scaling"), dict):  # in PEFT's layers, by adapter
             used = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", scales)
-            found.update(f"{name} {[(adapter, scales.get(adapter)) for adapter in used]}".encode())
+            digest.update(f"{name} {[(adapter, scales.get(adapter)) for adapter in used]}".encode())
         settings = {key: vars(module).get(key) for key in FREEU} | _settings_of(getattr(module, "processor", None))
         if any(value is not None for value in settings.values()):
-            found.update(f"{name} {sorted(settings.items())}".encode())
-    return found.hexdigest()[:16]
+            digest.update(f"{name} {sorted(settings.items())}".encode())
+    return digest.hexdigest()[:16]
 
 
 def _describe(targets: Sequence[Target]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class _Prober:
                     sums.losses[row, column, place] += loss(exact, run())
                 self._add_costs(requests, row, column, place)
                 progress()
-            self._add_costs([replace(one, recipe="exact") for one in requests], row, column, -1)
+            self._add_costs([replace(request, recipe="exact") for request in requests], row, column, -1)
 
     def _add_costs(self, requests: Sequence[Request], row: int, column: int, place: int) -> None:
         for request in requests:
@@ -282,7 +282,7 @@ class PipelineSubject:
         if prompt not in self._exact:
             with self._following() as schedules:
                 self._exact[prompt] = self._render(prompt)
-            self._num_steps = max(one.num_steps or one.step + 1 for one in schedules)
+            self._num_steps = max(schedule.num_steps or schedule.step + 1 for schedule in schedules)
         return self._exact[prompt]
 
     def loss(self, prompt: Any, config: SageConfig) -> float:

@@ -43,8 +43,8 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
             f"kernels are compiled on the GPU that runs them, and {device} is not a GPU: pass --device cuda"
         )
     excepted = [*(rule.recipe for rule in config.layers), *(rule.recipe for rule in config.steps)]
-    named = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
-    native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named)
+    named_recipes = dict.fromkeys([config.recipe, config.training or config.recipe, *excepted])
+    native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named_recipes)
     recipes = [recipe for recipe in native if recipe != "exact"]
     cases = [
         Case("warmup", 1, 2, 2, tokens, tokens, head_dim, mask)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sage_kernels.dispatch.curves import Sizes
-from sage_kernels.spec.call import MaskKind
+from sage_kernels.spec.call import Call, Mask, MaskKind
+from sage_kernels.spec.recipe import get_recipe
 
 MaskName = Literal["none", "causal", "lower_right", "lengths", "causal_lengths", "keys", "window", "documents", "bias"]
 KINDS: dict[MaskName, MaskKind] = {
@@ -73,12 +74,12 @@ class Case:
         Raises:
             ValueError: the text has another form, a size is below 1, or Hq is no multiple of Hkv.
         """
-        numbers, _, rest = text.partition(",causal")
+        numbers, _, after_mask = text.partition(",causal")
         try:
             batch, q_heads, kv_heads, tokens, head_dim = sizes = tuple(map(int, numbers.split(",")))
         except ValueError:
             raise ValueError(f"{text!r} is no shape: expected B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal") from None
-        if rest or min(sizes) < 1 or q_heads % kv_heads:
+        if after_mask or min(sizes) < 1 or q_heads % kv_heads:
             raise ValueError(f"{text!r} is no shape: sizes must be at least 1, and Hq a multiple of Hkv")
         return cls.square(text, (batch, q_heads, kv_heads, tokens, head_dim), text.endswith("causal"), training)
 
@@ -89,6 +90,12 @@ class Case:
         sizes = {name: row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")}
         training = row["direction"] == "forward_backward"
         return cls(row.get("kind") or row["shape"], **sizes, mask=mask, training=training)
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the call's part of a row of a result of named shapes; its "causal" means aligned upper left."""
+        names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
+        sizes = {name: getattr(self, name) for name in names}
+        return {"shape": self.name, **sizes, "causal": self.upper_left, "direction": self.direction}
 
     def __str__(self) -> str:
         heads = str(self.q_heads) if self.q_heads == self.kv_heads else f"{self.q_heads}/{self.kv_heads}"
@@ -107,19 +114,19 @@ class Case:
         return "forward_backward" if self.training else "forward"
 
     @property
-    def causal(self) -> bool:
-        """Return whether row i attends to keys 0…i."""
-        return self.mask == "causal"
-
-    @property
     def kind(self) -> MaskKind:
         """Return the kind of the mask that kernels read; causality is not a mask."""
         return KINDS.get(self.mask, "none")
 
     @property
+    def upper_left(self) -> bool:
+        """Return whether the call is causal, aligned upper left: query i attends to no key behind key i."""
+        return self.mask in ("causal", "causal_lengths")
+
+    @property
     def is_causal(self) -> bool:
-        """Return whether the call is causal, with any alignment."""
-        return self.mask in ("causal", "lower_right", "causal_lengths")
+        """Return whether the call is causal, with either alignment; `causal_offset` states which."""
+        return self.upper_left or self.mask == "lower_right"
 
     @property
     def causal_offset(self) -> int:
@@ -137,9 +144,21 @@ class Case:
         return 4.0 * self.scores * self.head_dim
 
     @property
+    def attended_pairs(self) -> int:
+        """Return the number of pairs of a query and a key, of all heads, that causality leaves; other masks hide none.
+
+        The lengths of samples, windows and documents do not count, because they are drawn or no part of the sizes.
+        """
+        pairs = self.q_len * self.kv_len
+        if self.is_causal:
+            ends = self.q_len + self.causal_offset, self.causal_offset, self.q_len + self.causal_offset - self.kv_len
+            pairs = _triangle(ends[0]) - _triangle(ends[1]) - _triangle(ends[2])
+        return self.batch * self.q_heads * pairs
+
+    @property
     def operations(self) -> float:
-        """Return the multiplications and additions of all matrix products; half of them if causal."""
-        return self.dense_operations * (0.5 if self.causal else 1.0) * (BACKWARD if self.training else 1.0)
+        """Return the multiplications and additions of all matrix products, for the pairs that causality leaves."""
+        return 4.0 * self.attended_pairs * self.head_dim * (BACKWARD if self.training else 1.0)
 
     @property
     def input_bytes(self) -> int:
@@ -152,6 +171,11 @@ class Case:
         return 2 * self.batch * self.q_heads * self.q_len * self.head_dim
 
 
+def _triangle(rows: int) -> int:
+    """Return 1 + 2 + … + rows; 0 for negative numbers."""
+    return max(0, rows) * (max(0, rows) + 1) // 2
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The tensors of a call on a device, with its mask in every form that a provider may take.
@@ -159,8 +183,8 @@ class Inputs:
     Attributes:
         case: the call.
         query, key, value: bfloat16 (batch, heads, tokens, head_dim).
-        mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask, or if `is_causal`
-            replaces it.
+        mask: bool or bfloat16, broadcastable to (batch, q_heads, q_len, kv_len); None without a mask. Causality
+            aligned upper left is not in it; causality aligned lower right is.
         lengths: int32 (batch,), the number of keys of each sample, if existing keys come first; else None.
         gradient: gradient of the output, for training; else None.
     """
@@ -179,14 +203,16 @@ class Inputs:
         return self.query, self.key, self.value
 
     @property
-    def is_causal(self) -> bool:
-        """Return whether attention is causal, aligned upper left."""
-        return self.case.causal
-
-    @property
     def grouped(self) -> bool:
         """Return whether several heads of Q share a head of K."""
         return self.case.q_heads != self.case.kv_heads
+
+    def call(self, recipe: str) -> Call:
+        """Return the call as kernels take it; causality is stated with its offset, and is in no mask."""
+        case = self.case
+        mask = Mask.of(None if case.mask == "lower_right" else self.mask, case.kv_len)
+        causality = case.is_causal, case.causal_offset
+        return Call(*self.tensors, get_recipe(recipe), mask, *causality, scale=case.head_dim**-0.5)
 
     @cached_property
     def lower_right(self) -> Any:
@@ -222,9 +248,9 @@ def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bo
         x.requires_grad_(case.training)
     lengths = None
     if KINDS.get(case.mask) == "keys":
-        drawn = random.Random(f"{case.name}, {case}")
-        found = [drawn.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
-        lengths = torch.tensor(found, dtype=torch.int32, device=device)
+        random_ = random.Random(f"{case.name}, {case}")
+        numbers = [random_.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
+        lengths = torch.tensor(numbers, dtype=torch.int32, device=device)
     mask = _mask(case, lengths, generator, device)
     return Inputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)
 

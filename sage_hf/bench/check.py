@@ -53,11 +53,11 @@ def run(
     self_check.forget()
     rows: dict[str, dict[str, Any]] = {}
 
-    def note(found: Verdict, where: str) -> None:
-        row = rows.setdefault(found.kernel, {"kernel": found.kernel, "calls": 0, "worst": 0.0, "failed": []})
+    def note(verdict: Verdict, where: str) -> None:
+        row = rows.setdefault(verdict.kernel, {"kernel": verdict.kernel, "calls": 0, "worst": 0.0, "failed": []})
         row["calls"] += 1
-        row["worst"] = max(row["worst"], found.distance)
-        row["failed"] += [f"{where}: {found.reason}"] if found.reason else []
+        row["worst"] = max(row["worst"], verdict.distance)
+        row["failed"] += [f"{where}: {verdict.reason}"] if verdict.reason else []
 
     end, left_out = time.monotonic() + seconds, 0
     if device.type == "cuda":
@@ -104,20 +104,20 @@ def _examinations(
     """Yield the name of each check, and the function that runs it and passes each verdict to `note`."""
 
     def examine_exact(name: str, where: str, case: Case) -> None:
-        found = examination.examine_exact(name, case, device)
-        note(found, where)
-        if found.reason:
-            self_check.keep_failure(found, "exact", case.head_dim, capability)
+        verdict = examination.examine_exact(name, case, device)
+        note(verdict, where)
+        if verdict.reason:
+            self_check.keep_failure(verdict, "exact", case.head_dim, capability)
 
     def examine_heads(head_dim: int) -> None:
-        found = examination.examine_heads(head_dim, device)
-        note(found, f"norm and rotation, head_dim {head_dim}")
-        self_check.keep_one(found, verdicts.HEADS, head_dim, capability)
+        verdict = examination.examine_heads(head_dim, device)
+        note(verdict, f"norm and rotation, head_dim {head_dim}")
+        self_check.keep_one(verdict, verdicts.HEADS, head_dim, capability)
 
     def examine_kv(format: str, head_dim: int) -> None:
-        found = examination.examine_kv(format, head_dim, device)
-        note(found, f"{format} KV cache, head_dim {head_dim}")
-        self_check.keep_one(found, verdicts.KV + format, head_dim, capability)
+        verdict = examination.examine_kv(format, head_dim, device)
+        note(verdict, f"{format} KV cache, head_dim {head_dim}")
+        self_check.keep_one(verdict, verdicts.KV + format, head_dim, capability)
 
     head_dims = HEAD_DIMS if device.type == "cuda" else HEAD_DIMS[:1]
     for where, case in _cases("exact", head_dims):
@@ -140,10 +140,10 @@ def _examinations(
                 return
             if plan.numerics == "exact":
                 return
-            found = examination.examine(plan, case, device)
-            for one in found:
-                note(one, where)
-            if self_check.keep(plan, found) or not verdicts.enabled():
+            plan_verdicts = examination.examine(plan, case, device)
+            for verdict in plan_verdicts:
+                note(verdict, where)
+            if self_check.keep(plan, plan_verdicts) or not verdicts.enabled():
                 return
 
     def examine_untried(where: str, case: Case) -> None:
@@ -191,5 +191,5 @@ def _cases(recipe: str, head_dims: Sequence[int]) -> Iterator[tuple[str, Case]]:
                 "gradients, key mask": replace(case, grad=True, mask="keys"),
                 "gradients, block list": replace(case, grad=True, mask="blocks"),
             }
-        for name, one in kinds.items():
-            yield ", ".join(part for part in (recipe, f"head_dim {head_dim}", name) if part), one
+        for name, kind_case in kinds.items():
+            yield ", ".join(part for part in (recipe, f"head_dim {head_dim}", name) if part), kind_case

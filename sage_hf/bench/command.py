@@ -38,24 +38,24 @@ EVERY_MODEL_PROVIDER = tuple(dict.fromkeys((*MODEL_PROVIDERS, *TRAINING_MODEL_PR
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `execute` to the parser."""
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
         "--model",
         nargs="+",
         metavar="NAME",
         help=f"time steps of whole models with random weights, instead of attention: {ALL}, or of {_names(MODELS)}",
     )
-    what.add_argument(
+    subject.add_argument(
         "--grid",
         action="store_true",
         help=f"time {len(CASES)} calls of every kind against the fastest other attention, instead of the shapes; with "
         "--training only calls of training, with --shapes only some kinds",
     )
-    what.add_argument(
+    subject.add_argument(
         "--phases", action="store_true", help="time statistics, quantising and attention of our calls separately"
     )
-    what.add_argument("--host", action="store_true", help="time small calls on the host, instead of the GPU")
-    what.add_argument(
+    subject.add_argument("--host", action="store_true", help="time small calls on the host, instead of the GPU")
+    subject.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
@@ -121,11 +121,11 @@ def execute(args: argparse.Namespace) -> None:
         ValueError: no CUDA device, no matplotlib, an unknown name of a shape, model or provider, or an option that the
             benchmark does not take.
     """
-    chosen = next((name for name in TAKES if name and getattr(args, name)), "")
-    given = {name for names in TAKES.values() for name in names if getattr(args, name)}
-    if refused := sorted(given.difference(TAKES[chosen])):
-        what = f"--{chosen}" if chosen else "a benchmark of shapes"
-        raise ValueError(f"{what} takes no {', '.join(f'--{name}' for name in refused)}")
+    chosen_benchmark = next((name for name in TAKES if name and getattr(args, name)), "")
+    given_names = {name for names in TAKES.values() for name in names if getattr(args, name)}
+    if refused := sorted(given_names.difference(TAKES[chosen_benchmark])):
+        benchmark = f"--{chosen_benchmark}" if chosen_benchmark else "a benchmark of shapes"
+        raise ValueError(f"{benchmark} takes no {', '.join(f'--{name}' for name in refused)}")
     benchmarks = {
         "host": _execute_host,
         "report": _execute_report,
@@ -134,7 +134,7 @@ def execute(args: argparse.Namespace) -> None:
         "model": _execute_models,
         "": _execute_shapes,
     }
-    benchmarks[chosen](args)
+    benchmarks[chosen_benchmark](args)
 
 
 def _execute_shapes(args: argparse.Namespace) -> None:
@@ -161,25 +161,25 @@ def _execute_models(args: argparse.Namespace) -> None:
     providers = _chosen("--providers", args.providers, EVERY_MODEL_PROVIDER)
     device = gpu(args.device)
     path = results.path_of(args.output, results.facts(device), "models")
-    kept = results.read(path)
+    earlier = results.read(path)
     order = [
-        (model.name, mode, one.name)
+        (model.name, mode, provider.name)
         for model in MODELS
         for mode in ("eager", "compiled")
-        for one in EVERY_MODEL_PROVIDER
+        for provider in EVERY_MODEL_PROVIDER
     ]
 
     def key(row: Row) -> tuple[str, ...]:
         return row["name"], row["mode"], row["provider"]
 
     def write(result: Result) -> None:
-        results.write(path, results.merged(result, kept, key, order))
+        results.write(path, results.merged(result, earlier, key, order))
 
     result = measure_models.run(device, models, providers, progress, args.layers, args.compiled, write)
     print(model_tables.model_text(result))
     whole = results.read(path) or result
-    drawn = plots.has_matplotlib() and model_tables.model_gains(whole)
-    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if drawn else ""
+    can_plot = plots.has_matplotlib() and model_tables.model_gains(whole)
+    picture = f", {plots.plot_models(whole, path.with_suffix('.png')).name}" if can_plot else ""
     print(f"\nwrote {path}{picture}")
 
 
@@ -206,7 +206,9 @@ def _execute_grid(args: argparse.Namespace) -> None:
     print(f"{grid_tables.text(result)}\n\nwrote {path}{picture}")
 
 
-def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case], more: Row) -> tuple[Path, Result]:
+def measure_calls(
+    args: argparse.Namespace, benchmark: str, cases: Sequence[Case], extra_columns: Row
+) -> tuple[Path, Result]:
     """Measure calls like the grid's, and write <gpu>-<benchmark>.json as rows come; return the file and its result.
 
     The file's rows of other calls stay, if machine, versions and commit are the same.
@@ -215,20 +217,22 @@ def measure_calls(args: argparse.Namespace, benchmark: str, cases: Sequence[Case
         args: `device`, `output`, and `resume` (measure only calls that the file lacks).
         benchmark: name of the file.
         cases: the calls.
-        more: entries to add to each row.
+        extra_columns: entries to add to each row.
     """
     device = gpu(args.device)
     empty: Result = {**results.facts(device), "rows": []}
     path = results.path_of(args.output, empty, benchmark)
-    kept = results.read(path)
+    earlier = results.read(path)
     order = [grid_tables.key(measure_grid.sizes(case)) for case in CASES]
     if args.resume:
-        there = {grid_tables.key(row) for row in results.merged(empty, kept, grid_tables.key, order)["rows"]}
-        cases = [case for case in cases if grid_tables.key(measure_grid.sizes(case) | more) not in there]
+        measured_keys = {grid_tables.key(row) for row in results.merged(empty, earlier, grid_tables.key, order)["rows"]}
+        cases = [
+            case for case in cases if grid_tables.key(measure_grid.sizes(case) | extra_columns) not in measured_keys
+        ]
 
     def write(result: Result) -> None:
-        result = {**result, "rows": [row | more for row in result["rows"]]}
-        results.write(path, results.merged(result, kept, grid_tables.key, order))
+        result = {**result, "rows": [row | extra_columns for row in result["rows"]]}
+        results.write(path, results.merged(result, earlier, grid_tables.key, order))
 
     result = measure_grid.run(device, cases, progress, write)
     return path, results.read(path) or result
@@ -275,12 +279,12 @@ def _shapes(args: argparse.Namespace) -> list[Case]:
     return _chosen("--shapes", args.shapes, _of(args, SHAPES, TRAINING_SHAPES)) + cases
 
 
-def _names(known: Sequence[Named]) -> str:
-    return ", ".join(dict.fromkeys(one.name for one in known))
+def _names(items: Sequence[Named]) -> str:
+    return ", ".join(dict.fromkeys(item.name for item in items))
 
 
-def _chosen(option: str, names: Sequence[str] | None, known: Sequence[Named]) -> list[Named]:
-    """Return the entries of `known` with these names, or all without names. Raise ValueError for unknown names."""
-    if unknown := set(names or ()).difference(one.name for one in known):
-        raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(known)}")
-    return [one for one in known if names is None or one.name in names]
+def _chosen(option: str, names: Sequence[str] | None, items: Sequence[Named]) -> list[Named]:
+    """Return the items with these names, or all without names. Raise ValueError for unknown names."""
+    if unknown := set(names or ()).difference(item.name for item in items):
+        raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(items)}")
+    return [item for item in items if names is None or item.name in names]

@@ -136,7 +136,7 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
     }
     grouped = ("causal, grouped queries", "chunked prefill", "decoding")
     longest = {"padded texts": 512, "bias of each head": 4096, "window": 16384, "documents": 16384}
-    found = []
+    cases = []
     for index in range(count):
         kind, masks = list(kinds.items())[index % len(kinds)]
         mask = random_.choice(masks)
@@ -153,39 +153,39 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
         elif kind == "decoding":
             q_len = 1
         case = Case(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
-        found.append(capped(case, most_operations))
-    return found
+        cases.append(capped(case, most_operations))
+    return cases
 
 
 def _training() -> Iterator[Case]:
-    made = partial(Case, training=True)
+    training_case = partial(Case, training=True)
     for head_dim in (64, 128):
         for tokens in (256, 512, 1024, 2048, 4096, 8192, 16384):
             batch = max(1, 8192 // tokens)
-            yield made("training", batch, 16, 16, tokens, tokens, head_dim)
-            yield made("training, causal", batch, 16, 16, tokens, tokens, head_dim, "causal")
+            yield training_case("training", batch, 16, 16, tokens, tokens, head_dim)
+            yield training_case("training, causal", batch, 16, 16, tokens, tokens, head_dim, "causal")
     for q_heads, kv_heads, head_dim in ((32, 8, 128), (28, 4, 128), (32, 8, 64)):
         for tokens in (1024, 2048, 4096, 8192, 32768)[:: 1 if (q_heads, head_dim) == (32, 128) else 2]:
-            yield made(
+            yield training_case(
                 "training, causal", max(1, 4096 // tokens), q_heads, kv_heads, tokens, tokens, head_dim, "causal"
             )
     for head_dim in (32, 48, 72, 80, 96, 112, 192, 256):
-        yield from (made("training", 2, 16, 16, tokens, tokens, head_dim) for tokens in (1024, 4096))
+        yield from (training_case("training", 2, 16, 16, tokens, tokens, head_dim) for tokens in (1024, 4096))
     for batch, tokens in ((8, 512), (32, 512), (16, 128), (4, 2048), (2, 4608)):
-        yield made("training, key mask", batch, 12, 12, tokens, tokens, 64, "lengths")
+        yield training_case("training, key mask", batch, 12, 12, tokens, tokens, 64, "lengths")
     for q_len, head_dim in ((4096, 64), (4096, 128), (16384, 128)):
-        yield from (made("training", 1, 12, 12, q_len, kv_len, head_dim) for kv_len in (77, 512))
+        yield from (training_case("training", 1, 12, 12, q_len, kv_len, head_dim) for kv_len in (77, 512))
     # CogVideoX-2B, Wan 1.3B, Flux, GPT-2, BERT.
-    yield made("training", 1, 30, 30, 17776, 17776, 64)
-    yield made("training", 1, 12, 12, 32760, 32760, 128)
-    yield made("training", 1, 24, 24, 4608, 4608, 128)
-    yield made("training, causal", 8, 12, 12, 1024, 1024, 64, "causal")
+    yield training_case("training", 1, 30, 30, 17776, 17776, 64)
+    yield training_case("training", 1, 12, 12, 32760, 32760, 128)
+    yield training_case("training", 1, 24, 24, 4608, 4608, 128)
+    yield training_case("training, causal", 8, 12, 12, 1024, 1024, 64, "causal")
     random_ = random.Random(18)
     for index in range(8):
         tokens, causal = round(2 ** random_.uniform(7, 14)), index % 2
         heads, head_dim = random_.choice((8, 12, 16, 20)), 8 * random_.randint(4, 16)
         kind, mask = ("training, causal", "causal") if causal else ("training", "none")
-        yield made(kind, max(1, 8192 // tokens), heads, heads, tokens, tokens, head_dim, mask)  # type: ignore[arg-type]
+        yield training_case(kind, max(1, 8192 // tokens), heads, heads, tokens, tokens, head_dim, mask)  # type: ignore[arg-type]
 
 
 def _all_cases() -> tuple[Case, ...]:

@@ -91,9 +91,9 @@ def unseen(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
                     TABLES[table],
                     str(len(rows)),
                     str(sum(row["recipe"] != "exact" for row in rows)),
-                    _share(one >= ENOUGH for one in ratios),
-                    _share(one >= TOLERABLE for one in ratios),
-                    ", ".join(_share(one >= least for one in long) for least in (ENOUGH, TOLERABLE)),
+                    _share(speedup >= ENOUGH for speedup in ratios),
+                    _share(speedup >= TOLERABLE for speedup in ratios),
+                    ", ".join(_share(speedup >= least for speedup in long) for least in (ENOUGH, TOLERABLE)),
                     f"{geometric_mean(ratios):.2f}",
                     f"{min(ratios):.2f}" if ratios else "–",
                 ]
@@ -116,8 +116,8 @@ def unseen_text(result: Result) -> str:
 
 
 def _share(held: Iterable[bool]) -> str:
-    found = list(held)
-    return f"{sum(found) / len(found):.0%}" if found else "–"
+    flags = list(held)
+    return f"{sum(flags) / len(flags):.0%}" if flags else "–"
 
 
 def has_host_time_within_limits(row: Row) -> bool:
@@ -182,7 +182,7 @@ def cells(result: Result) -> tuple[list[str], list[str], list[list[float]]]:
     rows = measured(result)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     bounds = (*TOKENS, math.inf)
-    found = [
+    means = [
         [
             geometric_mean(
                 ratio(row) for row in rows if row["kind"] == kind and low <= max(row["q_len"], row["kv_len"]) < high
@@ -192,4 +192,4 @@ def cells(result: Result) -> tuple[list[str], list[str], list[list[float]]]:
         for kind in kinds
     ]
     labels = [str(low) if low < 1024 else f"{low // 1024}k" for low in TOKENS]
-    return kinds, [*(f"{low}–" for low in labels[:-1]), f"{labels[-1]}+"], found
+    return kinds, [*(f"{low}–" for low in labels[:-1]), f"{labels[-1]}+"], means

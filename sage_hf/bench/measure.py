@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_hf import record
 from sage_hf.bench.cases import SHAPES, Case, Inputs, draw
 from sage_hf.bench.providers import PROVIDERS, Provider, within
 from sage_hf.bench.results import Result, Row, facts, reason
@@ -39,8 +40,8 @@ def run(
 
     Returns:
         Plain data: facts about the machine, and "rows". A row has the case, "provider", "scope" and
-        - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops", "kernel",
-          and in training "forward_ms", "backward_ms";
+        - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops" (of
+          `Case.operations`), "kernel" (which ran), and in training "forward_ms", "backward_ms";
         - "compile_s": seconds by which the first call took longer than the second;
         - "rel_l1", "cosine", in training "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": errors in some heads,
           on the timed tensors, which are standard normal; the same names with "_biased": errors if K and V have means;
@@ -54,7 +55,9 @@ def run(
         for case in cases:
             progress(f"{case.name}: {case}")
             for scope in ("end_to_end", "kernel"):
-                result["rows"] += measure_case(case, [one for one in providers if one.scope == scope], device)
+                result["rows"] += measure_case(
+                    case, [provider for provider in providers if provider.scope == scope], device
+                )
     return result
 
 
@@ -78,18 +81,18 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                     call = within(provider, prepared.call)
                     step = Step(call, inputs) if case.training else call
                     if not biased:
-                        row["kernel"] = prepared.kernel
                         row["compile_s"], peak, count = first_calls(step)
                         if provider.scope == "end_to_end":
-                            given = case.output_bytes + (case.input_bytes if case.training else 0)
-                            row["peak_extra_bytes"] = max(0, peak - given)
+                            result_bytes = case.output_bytes + (case.input_bytes if case.training else 0)
+                            row["peak_extra_bytes"] = max(0, peak - result_bytes)
                         if case.training:
                             row["saved_bytes"] = saved_bytes(provider, inputs)
                         steps = (step.forward, step.backward) if isinstance(step, Step) else (step,)
                         calls[provider.name] = steps, count
-                    found = step()
-                    require_finite(found)
-                    measured = errors.of(found, prepared.output_scale)
+                    results, announced = _run_observed(step)
+                    row["kernel"] = prepared.kernel or announced
+                    require_finite(results)
+                    measured = errors.of(results, prepared.output_scale)
                 except Exception as error:  # A provider may raise any error: its row holds it.
                     rows[provider.name] = new_row(case, provider) | {"unavailable": reason(error)}
                     calls.pop(provider.name, None)
@@ -102,11 +105,17 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
     return list(rows.values())
 
 
+def _run_observed(step: Callable[[], Tensor | Gradients]) -> tuple[Tensor | Gradients, str]:
+    """Run a call; return its results, and the kernel of the plan that sage-hf announced, "" if it announced none."""
+    kernels = [""]
+    with record.observe(lambda call: kernels.append(call.plan.kernel)):
+        results = step()
+    return results, kernels[-1]
+
+
 def new_row(case: Case, provider: Provider) -> Row:
     """Return a row of the result with case and provider, without measurements."""
-    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
-    sizes = {name: getattr(case, name) for name in names}
-    return {"shape": case.name, **sizes, "scope": provider.scope, "provider": provider.name}
+    return {**case.to_row(), "scope": provider.scope, "provider": provider.name}
 
 
 def require_finite(results: Tensor | Sequence[Tensor]) -> None:
@@ -125,9 +134,12 @@ class SampledErrors:
         self._heads = torch.tensor([0, q_heads - 1], device=query.device)
         self._rows = torch.linspace(0, tokens - 1, min(ERROR_ROWS, tokens), device=query.device).long()
         kv_heads = self._heads // (q_heads // key.shape[1])
-        mask = None
-        if inputs.is_causal:
-            mask = (torch.arange(tokens, device=query.device) <= self._rows[:, None])[None, None]
+        mask = inputs.mask
+        if mask is not None:
+            mask = mask.expand(query.shape[0], q_heads, tokens, key.shape[2])[:1, self._heads][:, :, self._rows]
+        if inputs.case.upper_left:
+            causal = torch.arange(key.shape[2], device=query.device) <= self._rows[:, None]
+            mask = causal[None, None] if mask is None else causal & mask
         self._truth, _ = sdpa.attention(self._sample(query), key[:1, kv_heads], value[:1, kv_heads], mask=mask)
 
     def of(self, output: Tensor, scale: float = 1.0) -> dict[str, float]:
@@ -146,11 +158,11 @@ class SampledGradientErrors:
         self._kv_heads = inputs.case.kv_heads
         assert inputs.gradient is not None
         tensors = (self._sample(x.detach()) for x in (inputs.gradient, *inputs.tensors))
-        self._truth = exact_gradients(*tensors, is_causal=inputs.is_causal)
+        self._truth = exact_gradients(*tensors, is_causal=inputs.case.upper_left)
 
-    def of(self, found: Gradients, scale: float = 1.0) -> dict[str, float]:
+    def of(self, gradients: Gradients, scale: float = 1.0) -> dict[str, float]:
         """Return the errors <name>_rel_l1 of output, dq, dk and dv, each multiplied by scale."""
-        pairs = zip(ERRORS, self._truth, found, strict=True)
+        pairs = zip(ERRORS, self._truth, gradients, strict=True)
         return {f"{name}_rel_l1": tensor_errors(truth, self._sample(x) * scale).rel_l1 for name, truth, x in pairs}
 
     def _sample(self, x: Tensor) -> Tensor:
@@ -198,6 +210,6 @@ def saved_bytes(provider: Provider, inputs: Inputs) -> int:
     copies: Any = replace(inputs, **{name: getattr(inputs, name).clone() for name in ("query", "key", "value")})
     output = within(provider, provider.prepare(copies).call)()
     del copies
-    kept = torch.cuda.memory_allocated() - before
+    saved = torch.cuda.memory_allocated() - before
     del output
-    return kept
+    return saved

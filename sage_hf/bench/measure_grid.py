@@ -81,7 +81,7 @@ def run(
                 message = f"the GPU failed at {case.name}, {case}; --resume times the missing calls"
                 raise RuntimeError(message) from error
             result["rows"].append(row)
-            progress(f"{case.name}, {case}: {told(row)} ({time.perf_counter() - started:.2f} s)")
+            progress(f"{case.name}, {case}: {summary(row)} ({time.perf_counter() - started:.2f} s)")
             if time.perf_counter() - written > WRITE_SECONDS:
                 write(result)
                 written = time.perf_counter()
@@ -89,7 +89,7 @@ def run(
     return result
 
 
-def told(row: Row) -> str:
+def summary(row: Row) -> str:
     """Return a row's times for a reader."""
     if "unavailable" in row:
         return f"failed: {row['unavailable']}"
@@ -107,7 +107,7 @@ def warm(cases: Sequence[Case]) -> None:
 
 
 def _call_once(case: Case) -> None:
-    (provider,) = (one for one in providers_of(case) if one.ours)
+    (provider,) = (item for item in providers_of(case) if item.ours)
     with torch.set_grad_enabled(case.training):
         grid_call(provider, draw(case, torch.device("cuda")))()
         torch.cuda.synchronize()
@@ -115,7 +115,9 @@ def _call_once(case: Case) -> None:
 
 def providers_of(case: Case) -> tuple[Provider, ...]:
     """Return the providers to try at a call."""
-    return tuple(one for one in (GRID_TRAINING_PROVIDERS if case.training else GRID_PROVIDERS) if one.suits(case))
+    return tuple(
+        provider for provider in (GRID_TRAINING_PROVIDERS if case.training else GRID_PROVIDERS) if provider.suits(case)
+    )
 
 
 def grid_call(provider: Provider, inputs: Inputs) -> Callable[[], Tensor]:
@@ -155,7 +157,7 @@ def measure_case(case: Case, queue: Queue) -> Row:
         except torch.OutOfMemoryError as error:
             return row | {"unavailable": reason(error)}
         for provider in providers_of(case):
-            ran: list[Row] = []
+            announced: list[Row] = []
             try:
                 with warnings.catch_warnings(), provider.context():
                     warnings.simplefilter("ignore")  # PyTorch says why a backend refuses.
@@ -168,23 +170,23 @@ def measure_case(case: Case, queue: Queue) -> Row:
                         fastest_ms = min(fastest_ms, once_ms)
                     timed = queue.prepare(call, provider.context)
                     if provider.ours:
-                        with watch(ran):
+                        with watch(announced):
                             call()  # later steps of decoding may run another kernel than the first step
-                        row |= ran[0]
+                        row |= announced[0]
                     candidates.append(Candidate(provider, output, timed))
             except Exception as error:  # A provider may raise any error.
                 failures[provider.name] = reason(error)
-        queue.take_host_times([one.timed for one in candidates])
-        queue.replay([one.timed for one in candidates])
+        queue.take_host_times([candidate.timed for candidate in candidates])
+        queue.replay([candidate.timed for candidate in candidates])
     return row | _compared(candidates, failures)
 
 
 @contextmanager
-def watch(found: list[Row]) -> Iterator[None]:
+def watch(rows: list[Row]) -> Iterator[None]:
     """Append a dictionary of RAN's names for each of our calls in the block."""
 
     def keep(call: record.AttentionCall) -> None:
-        found.append({name: getattr(call.plan.outcome, name) for name in RAN})
+        rows.append({name: getattr(call.plan.outcome, name) for name in RAN})
 
     with record.observe(keep):
         yield
@@ -192,15 +194,24 @@ def watch(found: list[Row]) -> Iterator[None]:
 
 def _compared(candidates: Sequence[Candidate], failures: dict[str, str]) -> Row:
     """Return the part of a row that compares sage-hf with other providers."""
-    ours = next((one for one in candidates if one.provider.ours), None)
-    others = sorted((one for one in candidates if not one.provider.ours), key=lambda one: one.timed.ms)
-    if ours is None or not others:
+    ours = next((candidate for candidate in candidates if candidate.provider.ours), None)
+    other_providers = sorted(
+        (candidate for candidate in candidates if not candidate.provider.ours), key=lambda candidate: candidate.timed.ms
+    )
+    if ours is None or not other_providers:
         return {"unavailable": "; ".join(f"{name}: {why}" for name, why in failures.items())}
-    best = others[0]
-    found: Row = {"ours_ms": ours.timed.ms, "ours_host_us": ours.timed.host_us}
-    for name, one in (("best", best), ("pytorch", next((one for one in others if one.provider.name != "fa3"), None))):
-        if one is not None:
-            found |= {name: one.provider.name, f"{name}_ms": one.timed.ms, f"{name}_host_us": one.timed.host_us}
+    best = other_providers[0]
+    times: Row = {"ours_ms": ours.timed.ms, "ours_host_us": ours.timed.host_us}
+    for name, candidate in (
+        ("best", best),
+        ("pytorch", next((candidate for candidate in other_providers if candidate.provider.name != "fa3"), None)),
+    ):
+        if candidate is not None:
+            times |= {
+                name: candidate.provider.name,
+                f"{name}_ms": candidate.timed.ms,
+                f"{name}_host_us": candidate.timed.host_us,
+            }
     distance = (ours.output - best.output).abs().sum(dtype=torch.float32) / best.output.abs().sum(dtype=torch.float32)
-    others_ms = {one.provider.name: round(one.timed.ms, 6) for one in others}
-    return found | {"rel_l1": distance.item(), "others_ms": others_ms}
+    others_ms = {candidate.provider.name: round(candidate.timed.ms, 6) for candidate in other_providers}
+    return times | {"rel_l1": distance.item(), "others_ms": others_ms}

@@ -144,10 +144,13 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
 
 def table(result: Result) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the table: µs of a call, by route and provider."""
-    found: dict[str, dict[str, str]] = {}
+    times_by_route: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
-        found.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
-    lines = [[route.replace("_", " "), *(by.get(one, "–") for one in PROVIDERS)] for route, by in found.items()]
+        times_by_route.setdefault(row["route"], {})[row["provider"]] = f"{row['us']:.0f}" if "us" in row else "–"
+    lines = [
+        [route.replace("_", " "), *(times.get(provider, "–") for provider in PROVIDERS)]
+        for route, times in times_by_route.items()
+    ]
     return ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)], lines
 
 

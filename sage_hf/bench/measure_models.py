@@ -80,10 +80,14 @@ def run(
     for model in models:
         progress(f"{model.name}: {model.label}, {model.call}")
         started = time.perf_counter()
-        chosen = [one for one in _suited(model) if one in providers]
-        for row in measure_model(model, chosen, device, ("eager", "compiled") if compiled else ("eager",), layers):
-            told = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
-            progress(f"  {row['provider']}, {row['mode']}, {row['layers']} of {row['layers_of_model']} layers: {told}")
+        chosen_providers = [provider for provider in _suited(model) if provider in providers]
+        for row in measure_model(
+            model, chosen_providers, device, ("eager", "compiled") if compiled else ("eager",), layers
+        ):
+            outcome = f"failed: {row['unavailable']}" if "unavailable" in row else f"{row['ms']:.1f} ms"
+            progress(
+                f"  {row['provider']}, {row['mode']}, {row['layers']} of {row['layers_of_model']} layers: {outcome}"
+            )
             result["rows"].append(row)
         progress(f"  measured in {time.perf_counter() - started:.0f} s")
         write(result)
@@ -99,7 +103,7 @@ def measure_model(
 ) -> list[Row]:
     """Return the rows of the result for one model, which is built once for all modes."""
     count = model.shortened(layers)[1]
-    rows = {mode: {one.name: _new_row(model, one, mode, count) for one in providers} for mode in modes}
+    rows = {mode: {provider.name: _new_row(model, provider, mode, count) for provider in providers} for mode in modes}
     with torch.set_grad_enabled(model.training), torch.cuda.device(device) if _on_gpu(device) else nullcontext():
         try:
             loaded = load(model, device, layers)

@@ -46,7 +46,7 @@ def run(
         also "bytes" that it reads and writes, and "copy_share", its share of the copy's bandwidth; or, if it cannot
         run, "unavailable": the reason.
     """
-    kinds = {(case.head_dim, case.causal): case for case in cases}
+    kinds = {(case.head_dim, case.upper_left): case for case in cases}
     call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
     with torch.cuda.device(device), torch.no_grad():
         result: Result = {**facts(device), "copy_bandwidth": copy_bandwidth(device), "rows": []}
@@ -58,25 +58,24 @@ def run(
 
 def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row]:
     """Return the rows of one case; the row of a failed measurement holds the reason."""
-    names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal", "direction")
-    sizes: Row = {"shape": case.name} | {name: getattr(case, name) for name in names}
+    sizes: Row = case.to_row()
     try:
         inputs = draw(case, device, biased=True, heads_first=True)
-        known = quantizers(inputs, RECIPES)
+        quantizer_calls = quantizers(inputs, RECIPES)
     except Exception as error:  # It may raise any error: the row holds it.
         return [sizes | {"what": "all", "unavailable": reason(error)}]
     calls: dict[str, tuple[Callable[[], object], int]] = {recipe: (_whole(inputs, recipe), 0) for recipe in RECIPES}
     rows: list[Row] = []
     read = inputs.key.nbytes + inputs.value.nbytes  # by the statistics
-    for what, (call, moved) in (calls | known).items():
+    for subject, (call, moved) in (calls | quantizer_calls).items():
         try:
-            found = phases(profiled(call))
+            times = phases(profiled(call))
         except Exception as error:  # A profiler may be refused; a kernel may fail.
-            rows.append(sizes | {"what": what, "unavailable": reason(error)})
+            rows.append(sizes | {"what": subject, "unavailable": reason(error)})
             continue
         by_phase = {"statistics": read, "quantize": moved - read, WHOLE: moved} if moved else {}
-        for phase, (ms, kernels) in found.items():
-            row = sizes | {"what": what, "phase": phase, "kernels": kernels, "ms": ms}
+        for phase, (ms, kernels) in times.items():
+            row = sizes | {"what": subject, "phase": phase, "kernels": kernels, "ms": ms}
             if phase in by_phase:
                 row |= {"bytes": by_phase[phase], "copy_share": by_phase[phase] / (ms * 1e-3) / bandwidth}
             rows.append(row)
@@ -84,9 +83,9 @@ def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row
 
 
 @torch.no_grad()
-def _call_once(what: tuple[Case, str]) -> None:
+def _call_once(call: tuple[Case, str]) -> None:
     """Call a recipe's quantisers alone, and then the recipe."""
-    case, recipe = what
+    case, recipe = call
     inputs = draw(case, torch.device("cuda"), heads_first=True)
     quantizers(inputs, [recipe])
     _whole(inputs, recipe)()
@@ -94,7 +93,7 @@ def _call_once(what: tuple[Case, str]) -> None:
 
 
 def _whole(inputs: Inputs, recipe: str) -> Callable[[], object]:
-    is_causal = inputs.is_causal
+    is_causal = inputs.case.upper_left
     return lambda: ops.attention(*inputs.tensors, is_causal=is_causal, recipe=recipe, fallback="error")
 
 

@@ -41,15 +41,15 @@ def cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
     """Return a drawer for CogVideoX: `batch` videos of 49 frames, 480×720; `rotary` for the larger models."""
 
     def inputs(draw: Draw) -> Inputs:
-        found: Inputs = {
+        tensors: Inputs = {
             "hidden_states": draw.normal(batch, 13, 16, 60, 90),
             "encoder_hidden_states": draw.normal(batch, 226, 4096),
             "timestep": draw.full(500, batch, dtype=torch.int64),
         }
         if rotary:
             angles = draw.normal(13 * 30 * 45, 64, dtype=torch.float32)
-            found["image_rotary_emb"] = (angles.cos(), angles.sin())
-        return found
+            tensors["image_rotary_emb"] = (angles.cos(), angles.sin())
+        return tensors
 
     return inputs
 

@@ -224,7 +224,7 @@ def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], Abs
             def observe(step: Step) -> tuple[Tensor, Kernels]:
                 before = _calls(module)
                 output = step()
-                if not any(layer.kept.calls for layer in layers):
+                if not any(layer.statistics.calls for layer in layers):
                     raise RuntimeError("none of this model's attention calls is sparse")
                 return output, dict(_calls(module) - before)
 

@@ -53,8 +53,10 @@ class ModelGain:
         families: Counter[str] = Counter()
         for kernel, calls in self.kernels.items():
             families[_family(kernel)] += calls
-        ran = ", ".join(f"{family} in {calls} of {families.total()}" for family, calls in families.most_common())
-        return f"{ran or 'not recorded'}{' + fused norms' if self.qk_norm_rope else ''}"
+        calls_by_family = ", ".join(
+            f"{family} in {calls} of {families.total()}" for family, calls in families.most_common()
+        )
+        return f"{calls_by_family or 'not recorded'}{' + fused norms' if self.qk_norm_rope else ''}"
 
 
 RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
@@ -70,8 +72,8 @@ def _family(kernels: str) -> str:
     """Return a kernel's kind, as users know it, from a row's names of a call's kernels."""
     kernel = kernels.split(",")[0]
     families = {"int8": "INT8", "nvfp4": "FP4", "fa3": "FA3", "sdpa": "PyTorch", "efficient": "PyTorch"}
-    own = "our exact kernel"
-    return next((family for prefix, family in families.items() if kernel.startswith(prefix)), own)
+    ours = "our exact kernel"
+    return next((family for prefix, family in families.items() if kernel.startswith(prefix)), ours)
 
 
 def model_gain(result: Result) -> str:
@@ -94,7 +96,7 @@ def model_gain(result: Result) -> str:
             line += [f"{saved:.1f}" for saved in gain.saved_ms] or [MISSING] * len(PARTS)
             line.append(MISSING if gain.without_fa3_ms is None else _ms(gain.without_fa3_ms))
         cells.append(line)
-    return f"{markdown_table(header, cells)}\n\n{_models_caption(result)}"
+    return f"{markdown_table(*_without_single_mode(header, cells))}\n\n{_models_caption(result)}"
 
 
 def low_bit_gain(result: Result, most: int) -> str:
@@ -117,12 +119,12 @@ def low_bit_gain(result: Result, most: int) -> str:
         for gain in low_bit[:most]
     ]
     header.append("kernels of its attention calls")
-    others = [gain.ratio for gain in gains if gain not in low_bit[:most]]
-    slower = sum(ratio < NOT_SLOWER for ratio in others)
-    found = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
-    found += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
-    span = f"at {min(others):.2f}× to {max(others):.2f}×" if others else ""
-    line = f"{len(others)} other steps were measured, {span}; {found}. " if others else ""
+    other_ratios = [gain.ratio for gain in gains if gain not in low_bit[:most]]
+    slower = sum(ratio < NOT_SLOWER for ratio in other_ratios)
+    slower_steps = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
+    slower_steps += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
+    span = f"at {min(other_ratios):.2f}× to {max(other_ratios):.2f}×" if other_ratios else ""
+    line = f"{len(other_ratios)} other steps were measured, {span}; {slower_steps}. " if other_ratios else ""
     return f"{markdown_table(header, table)}\n\n{line}{_models_caption(result)}"
 
 
@@ -141,23 +143,25 @@ def model_gains(result: Result) -> list[ModelGain]:
 
     A model without both is left out. Sparse attention computes a different function, so its time does not count.
     """
-    found = []
+    gains = []
     for (label, mode), rows in _model_rows(result).items():
         ours = {name: row["ms"] for name, row in rows.items() if name in RECIPES_OF_GAIN}
         if "default" not in rows or not ours:
             continue
         fastest = min(ours, key=ours.__getitem__)
         row, before = rows[fastest], rows["default"]["ms"]
-        steps = [rows.get(f"{fastest}{less}", {}).get("ms") for less in (", no low bits, no norms", ", no low bits")]
+        steps = [
+            rows.get(f"{fastest}{left_out}", {}).get("ms") for left_out in (", no low bits, no norms", ", no low bits")
+        ]
         if row["provider"] == "sage_hf:sage_bwd":  # in training, PyTorch's own exact kernels run
             steps[0] = before
         times = [before, *steps, row["ms"]]
         saved = tuple(a - b for a, b in itertools.pairwise(times)) if None not in steps else ()
         without_fa3 = rows.get(f"{fastest}, no fa3", {}).get("ms")
         names = str(row.get("name", row["model"])), label, mode, fastest.removeprefix("sage_hf:")
-        ran = row.get("kernels", {}), row.get("qk_norm_rope", 0)
-        found.append(ModelGain(*names, before, row["ms"], *ran, saved, without_fa3))
-    return found
+        kernels = row.get("kernels", {}), row.get("qk_norm_rope", 0)
+        gains.append(ModelGain(*names, before, row["ms"], *kernels, saved, without_fa3))
+    return gains
 
 
 def model_speed(result: Result) -> str:
@@ -205,12 +209,21 @@ def _model_speeds(result: Result) -> tuple[list[str], list[list[str]]]:
             [
                 model,
                 mode,
-                *(_ms(of_model[one]["ms"]) if one in of_model else MISSING for one in providers),
+                *(_ms(of_model[name]["ms"]) if name in of_model else MISSING for name in providers),
                 MISSING if share is None else f"{share:.0%}",
             ]
         )
-    labels = {one.name: one.label for one in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
-    return ["model", "mode", *(labels.get(one, one) for one in providers), "share of attention"], cells
+    labels = {provider.name: provider.label for provider in (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)}
+    header = ["model", "mode", *(labels.get(name, name) for name in providers), "share of attention"]
+    return _without_single_mode(header, cells)
+
+
+def _without_single_mode(header: list[str], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells; if all rows have one mode, the second column, "mode", goes, and the header names it."""
+    modes = {line[1] for line in cells}
+    if len(modes) != 1:
+        return header, cells
+    return [f"{header[0]}, {modes.pop()}", *header[2:]], [[line[0], *line[2:]] for line in cells]
 
 
 def _ms(number: float) -> str:

@@ -92,8 +92,8 @@ class Model:
         if not self.depths or wanted is None or wanted >= self.layers_of_model:
             return dict(self.config), self.layers_of_model
         share = wanted / self.layers_of_model
-        found = {name: max(1, math.floor(self.config[name] * share)) for name in self.depths}
-        return {**self.config, **found}, sum(found.values())
+        depths = {name: max(1, math.floor(self.config[name] * share)) for name in self.depths}
+        return {**self.config, **depths}, sum(depths.values())
 
 
 MASK_ARGUMENT = 3
@@ -190,9 +190,9 @@ def _diffusers_model(model: Model, config: dict[str, Any]) -> nn.Module:
     module_class = getattr(import_module("diffusers"), model.class_name)
     module = module_class(**config)
     # As from_pretrained(torch_dtype=torch.bfloat16) leaves them.
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    float32_names = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, parameter in module.named_parameters():
-        if kept.intersection(name.split(".")):
+        if float32_names.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return module
 

@@ -129,23 +129,25 @@ def length_figure(columns: Columns, gpu: str) -> Figure:
     from matplotlib.figure import Figure
 
     ours = _our_fastest(columns)
-    drawn = {one: rows for one, rows in columns.items() if one is ours or _is_drawn_peer(one)}
-    head_dims = sorted({shape.head_dim for rows in drawn.values() for shape in rows}, reverse=True)
+    drawn_columns = {
+        provider: rows for provider, rows in columns.items() if provider is ours or _is_drawn_peer(provider)
+    }
+    head_dims = sorted({shape.head_dim for rows in drawn_columns.values() for shape in rows}, reverse=True)
     figure = Figure(figsize=(5.5 * len(head_dims), 4.2), layout="constrained")
     labels: dict[Axes, dict[Provider, tuple[float, float]]] = {}
     panels = figure.subplots(1, len(head_dims), squeeze=False, sharey=True)
     for axes, head_dim in zip(panels[0], head_dims, strict=True):
         ends: dict[Provider, tuple[float, float]] = {}
-        for one, rows in drawn.items():
+        for provider, rows in drawn_columns.items():
             points = sorted(
                 (shape.q_len, row["tflops"])
                 for shape, row in rows.items()
-                if shape.head_dim == head_dim and not shape.causal
+                if shape.head_dim == head_dim and not shape.upper_left
             )
             if points:
-                width = 2.6 if one is ours else 1.5
-                axes.plot(*zip(*points, strict=True), color=_color(one, ours), marker="o", markersize=4, lw=width)
-                ends[one] = points[-1]
+                width = 2.6 if provider is ours else 1.5
+                axes.plot(*zip(*points, strict=True), color=_color(provider, ours), marker="o", markersize=4, lw=width)
+                ends[provider] = points[-1]
         _frame(axes, f"head_dim {head_dim}")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda tokens, position: f"{tokens / 1024:g}k")
@@ -162,17 +164,17 @@ def _label_ends(axes: Axes, ends: dict[Provider, tuple[float, float]], ours: Pro
     """Write each line's name after its end, from the lowest upwards, and move names apart that would overlap."""
     top = axes.get_ylim()[1]
     lowest = 0.0
-    for one, (tokens, speed) in sorted(ends.items(), key=lambda item: item[1][1]):
+    for provider, (tokens, speed) in sorted(ends.items(), key=lambda item: item[1][1]):
         height = max(speed, lowest)
         lowest = height + LABEL_GAP * top
         axes.annotate(
-            heading(one),
+            heading(provider),
             (tokens, height),
             xytext=(9, 0),
             textcoords="offset points",
             va="center",
-            color=_color(one, ours),
-            fontweight="bold" if one is ours else "normal",
+            color=_color(provider, ours),
+            fontweight="bold" if provider is ours else "normal",
             annotation_clip=False,
         )
 
@@ -184,19 +186,19 @@ def _error_figure(columns: Columns, gpu: str) -> Figure:
     shape = common_shape(columns)
     # Each provider appears once: end to end if that was measured, else the kernel alone.
     by_name: dict[str, Provider] = {}
-    for one in sorted(columns, key=lambda one: one.scope == "end_to_end"):
-        if shape in columns[one] and not one.name.endswith("_triton"):
-            by_name[one.name] = one
+    for provider in sorted(columns, key=lambda provider: provider.scope == "end_to_end"):
+        if shape in columns[provider] and not provider.name.endswith("_triton"):
+            by_name[provider.name] = provider
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
-    for one in by_name.values():
-        row = columns[one][shape]
-        is_ours = one.ours
+    for provider in by_name.values():
+        row = columns[provider][shape]
+        is_ours = provider.ours
         color = OUR_COLOR if is_ours else OTHER_COLOR
         place = (row["rel_l1_biased"], row["tflops"])
-        axes.plot(*place, "o", color=color, markerfacecolor=color if one.scope == "end_to_end" else "none")
+        axes.plot(*place, "o", color=color, markerfacecolor=color if provider.scope == "end_to_end" else "none")
         axes.annotate(
-            heading(one),
+            heading(provider),
             place,
             xytext=(-8 if is_ours else 8, 0),
             textcoords="offset points",
@@ -220,13 +222,13 @@ def _training_figure(columns: Columns, gpu: str) -> Figure:
     axes = figure.subplots()
     shapes = list(dict.fromkeys(shape for rows in columns.values() for shape in rows))
     width = 0.8 / len(columns)
-    for index, (one, rows) in enumerate(columns.items()):
+    for index, (provider, rows) in enumerate(columns.items()):
         places = [
             place + (index - (len(columns) - 1) / 2) * width for place, shape in enumerate(shapes) if shape in rows
         ]
         speeds = [rows[shape]["tflops"] for shape in shapes if shape in rows]
-        bars = axes.bar(places, speeds, width * 0.94, color=_bar_color(one))
-        axes.bar_label(bars, [heading(one)] * len(speeds), rotation=90, label_type="center", color="w", fontsize=8)
+        bars = axes.bar(places, speeds, width * 0.94, color=_bar_color(provider))
+        axes.bar_label(bars, [heading(provider)] * len(speeds), rotation=90, label_type="center", color="w", fontsize=8)
     axes.set_xticks(range(len(shapes)), [str(shape).replace(", ", "\n") for shape in shapes])
     axes.set(ylabel="TFLOP/s")
     _frame(axes, "")
@@ -238,26 +240,26 @@ def _our_fastest(columns: Columns) -> Provider | None:
     """Return our fastest provider end to end, at the shape that most providers measured; None if none was measured."""
     shape = common_shape(columns)
     speeds = {
-        one: rows[shape]["tflops"]
-        for one, rows in columns.items()
-        if one.ours and one.scope == "end_to_end" and shape in rows
+        provider: rows[shape]["tflops"]
+        for provider, rows in columns.items()
+        if provider.ours and provider.scope == "end_to_end" and shape in rows
     }
     return max(speeds, key=speeds.__getitem__, default=None)
 
 
-def _is_drawn_peer(one: Provider) -> bool:
+def _is_drawn_peer(provider: Provider) -> bool:
     """Return whether a provider is drawn next to sage-hf: cuDNN, FA3 and SageAttention2, end to end."""
-    return one.scope == "end_to_end" and one.name in ("cudnn", "fa3", "sageattention2")
+    return provider.scope == "end_to_end" and provider.name in ("cudnn", "fa3", "sageattention2")
 
 
-def _color(one: Provider, ours: Provider | None) -> str:
-    return OUR_COLOR if one is ours else COLORS[one.name]
+def _color(provider: Provider, ours: Provider | None) -> str:
+    return OUR_COLOR if provider is ours else COLORS[provider.name]
 
 
-def _bar_color(one: Provider) -> str:
-    if one.ours:
-        return OUR_COLOR if one.name == "sage_hf:sage_bwd" else PALE_COLOR
-    return COLORS[one.name]
+def _bar_color(provider: Provider) -> str:
+    if provider.ours:
+        return OUR_COLOR if provider.name == "sage_hf:sage_bwd" else PALE_COLOR
+    return COLORS[provider.name]
 
 
 def _frame(axes: Axes, title: str) -> None:

@@ -23,12 +23,10 @@ from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.dispatch.plan import KernelUnavailableError, Plan
 from sage_kernels.dispatch.registry import get_forward, get_quantizer
-from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.options import Options
-from sage_kernels.spec.recipe import get_recipe
 
 PYTORCH = "scaled_dot_product_attention"
 E4M3_MAX = 448.0
@@ -49,7 +47,7 @@ class Prepared:
     Attributes:
         call: computes the output (batch, q_heads, q_len, head_dim); may be called repeatedly. Where the inputs
             require gradients, the output has a backward pass.
-        kernel: name of the kernel that runs; "" if a call's record names it.
+        kernel: name of the kernel that runs; "" if the plan names it that sage-hf announces with each call.
         output_scale: factor by which to multiply the output to get attention's output.
     """
 
@@ -108,26 +106,14 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
 
     def prepare(inputs: Inputs) -> Prepared:
         (query, key, value), mask, case = inputs.tensors, inputs.mask, inputs.case
-        grouped = inputs.grouped
-        kernel = ""
-        if fallback == "error":
-            facts: dict[str, Any] = {"is_causal": case.causal, "recipe": recipe, "grad": case.training}
-            kernel = select(Request.of(query, key, value, **facts), "error").kernel
-        options: dict[str, Any] = {"recipe": recipe, "fallback": fallback}
+        options: dict[str, Any] = {"enable_gqa": inputs.grouped, "recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as in transformers, whose masks state causality
-            behind = Options(
-                True, causal_offset=case.kv_len - case.q_len, enable_gqa=grouped, recipe=recipe, fallback=fallback
-            )
+            behind = Options(True, case.causal_offset, **options)
             return Prepared(lambda: attend(query, key, value, None, behind)[0])
-        options |= {"is_causal": inputs.is_causal, "enable_gqa": grouped}
-        return Prepared(lambda: sage_attention(query, key, value, mask, **options), kernel)
+        options["is_causal"] = case.upper_left
+        return Prepared(lambda: sage_attention(query, key, value, mask, **options))
 
     return prepare
-
-
-def _call(inputs: Inputs, recipe: str) -> Call:
-    scale = inputs.case.head_dim**-0.5
-    return Call(*inputs.tensors, get_recipe(recipe), is_causal=inputs.is_causal, scale=scale)
 
 
 def _plan(call: Call) -> Plan:
@@ -144,7 +130,7 @@ def ours_in_triton(recipe: str) -> Prepare:
     """Prepare the portable Triton kernel, on GPUs for which another kernel is preferred."""
 
     def prepare(inputs: Inputs) -> Prepared:
-        call = _call(inputs, recipe)
+        call = inputs.call(recipe)
         portable, quantizer = get_forward("int8_forward"), _quantizer("int8_quantize")
         if _plan(call).kernel == portable.name:
             raise RuntimeError(f"{recipe} runs in Triton here as it is")
@@ -158,11 +144,11 @@ def _our_int8_kernel(recipe: str) -> Prepare:
         from sage_kernels.cuda import int8_forward as hopper
         from sage_kernels.triton import int8_forward as portable
 
-        call = _call(inputs, recipe)
-        plan = _plan(call)
+        call = inputs.call(recipe)
+        kernel = "int8_forward_hopper" if _plan(call).kernel == "int8_forward_hopper" else "int8_forward"
         operands = _quantizer("int8_quantize").quantize(call)
         output = torch.empty_like(inputs.query)
-        if plan.kernel == "int8_forward_hopper":
+        if kernel == "int8_forward_hopper":
             launch = partial(hopper.forward, operands, output, None, call, hopper.Config.of_call(call))
         else:
             capability = torch.cuda.get_device_capability(inputs.query.device)
@@ -172,14 +158,14 @@ def _our_int8_kernel(recipe: str) -> Prepare:
             launch()
             return output
 
-        return Prepared(run, plan.kernel)
+        return Prepared(run, kernel)
 
     return prepare
 
 
 def _sdpa(inputs: Inputs, mask: Any) -> Callable[[], Tensor]:
     query, key, value = inputs.tensors
-    options: dict[str, Any] = {"is_causal": inputs.is_causal, "enable_gqa": inputs.grouped}
+    options: dict[str, Any] = {"is_causal": inputs.case.upper_left, "enable_gqa": inputs.grouped}
     return lambda: sdpa.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
@@ -237,14 +223,14 @@ def _fa3_training(inputs: Inputs) -> Prepared:
         raise ModuleNotFoundError(message) from error
 
     def call() -> Tensor:
-        output = module.flash_attn_func(*(x.transpose(1, 2) for x in inputs.tensors), causal=inputs.is_causal)
+        output = module.flash_attn_func(*(x.transpose(1, 2) for x in inputs.tensors), causal=inputs.case.upper_left)
         return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
 
     return Prepared(call, "flash_attn_interface.flash_attn_func")
 
 
 def _fa3_fp8(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     import_module("fa3_fwd._C")
     group = query.shape[1] // key.shape[1]
     # One scale per key head, also used for the queries of its group.
@@ -270,7 +256,7 @@ def _fa3_fp8(inputs: Inputs) -> Prepared:
 
 
 def _cudnn_fp8(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     cudnn: Any = import_module("cudnn")
     types = cudnn.data_type
     codes, descales = zip(*(to_e4m3(x, (0, 1, 2, 3)) for x in (query, key, value)), strict=True)
@@ -289,9 +275,11 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
         graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=types.FP8_E4M3, name=name)
         for x, name in zip(codes, "qkv", strict=True)
     )
-    one = [1, 1, 1, 1]
+    scalar_size = [1, 1, 1, 1]
     names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
-    scales = {name: graph.tensor(dim=one, stride=one, data_type=types.FLOAT, name=name) for name in names}
+    scales = {
+        name: graph.tensor(dim=scalar_size, stride=scalar_size, data_type=types.FLOAT, name=name) for name in names
+    }
     o, _, *maxima = graph.sdpa_fp8(
         q=q,
         k=k,
@@ -304,7 +292,7 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
     )
     o.set_output(True).set_dim(list(output.shape)).set_stride(list(output.stride())).set_data_type(types.FP8_E4M3)
     for amax in maxima:
-        amax.set_output(True).set_dim(one).set_stride(one).set_data_type(types.FLOAT)
+        amax.set_output(True).set_dim(scalar_size).set_stride(scalar_size).set_data_type(types.FLOAT)
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A])
@@ -335,7 +323,7 @@ def to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _sageattention1(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     module = sageattention(1)
     key = key.clone()  # It subtracts the mean from the caller's keys in place.
     return Prepared(
@@ -344,7 +332,7 @@ def _sageattention1(inputs: Inputs) -> Prepared:
 
 
 def _sageattention1_kernel(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     package = sageattention(1).__name__
     quantize = import_module(f"{package}.quant_per_block").per_block_int8
     forward = import_module(f"{package}.attn_qk_int8_per_block{'_causal' if is_causal else ''}").forward
@@ -354,7 +342,7 @@ def _sageattention1_kernel(inputs: Inputs) -> Prepared:
 
 
 def _sageattention2(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     module = sageattention(2)
     return Prepared(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, CUDA"
@@ -362,7 +350,7 @@ def _sageattention2(inputs: Inputs) -> Prepared:
 
 
 def _sageattention2_kernel(inputs: Inputs) -> Prepared:
-    (query, key, value), is_causal = inputs.tensors, inputs.is_causal
+    (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     if torch.cuda.get_device_capability(query.device) != (9, 0):
         raise RuntimeError("its kernel alone is measured on sm_90 only")
     package = sageattention(2).__name__
@@ -471,7 +459,7 @@ def quantizers(
 
     calls: dict[str, Callable[[], Any]] = {}
     for recipe in recipes:
-        call = _call(inputs, recipe)
+        call = inputs.call(recipe)
         try:
             name = _plan(call).quantizer
         except KernelUnavailableError:
@@ -482,11 +470,11 @@ def quantizers(
                 calls[f"K and V of {recipe}, Hopper"] = partial(hopper.quantize_operands, call, leaves_query=True)
         else:
             calls[f"operands of {recipe}"] = partial(_quantizer(name).quantize, call)
-    found: dict[str, tuple[Callable[[], object], int]] = {}
+    quantizer_calls: dict[str, tuple[Callable[[], object], int]] = {}
     query, key, value = inputs.tensors
     for name, quantize in calls.items():
         operands = [x for x in vars(quantize()).values() if isinstance(x, Tensor)]
-        left = any(x is query for x in operands)
-        moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if left else [query])]
-        found[name] = quantize, sum(x.nbytes for x in moved)
-    return found
+        leaves_query = any(x is query for x in operands)
+        moved = [key, key, value, value, *(x for x in operands if x is not query), *([] if leaves_query else [query])]
+        quantizer_calls[name] = quantize, sum(x.nbytes for x in moved)
+    return quantizer_calls

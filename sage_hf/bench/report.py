@@ -27,7 +27,7 @@ UNTRIED = "kernels that run where `sage-hf tune` found them faster"
 
 def plans(device: torch.device) -> list[Row]:
     """Return the kernels that run each recipe in a long call; if another recipe runs, also the reason."""
-    chosen = [select(nominal_request(name, device)) for name in RECIPES]
+    chosen_plans = [select(nominal_request(name, device)) for name in RECIPES]
     return [
         {
             "recipe": plan.request.recipe,
@@ -38,7 +38,7 @@ def plans(device: torch.device) -> list[Row]:
             "numerics": plan.numerics,
             "reason": plan.reason,
         }
-        for plan in chosen
+        for plan in chosen_plans
     ]
 
 
@@ -62,7 +62,9 @@ def run(
         yet to be tried have "untried".
     """
     shapes = [shape for shape in SHAPES if shape.name in SPEED_SHAPES]
-    providers = [one for one in PROVIDERS if one.name in SPEED_PROVIDERS and one.scope == "end_to_end"]
+    providers = [
+        provider for provider in PROVIDERS if provider.name in SPEED_PROVIDERS and provider.scope == "end_to_end"
+    ]
     properties = torch.cuda.get_device_properties(device)
     result: Result = {
         **facts(device),
@@ -78,19 +80,19 @@ def run(
     for untried in (False, True):
         context = enforce_nvfp4_forward(True) if untried else nullcontext()
         with context, torch.cuda.device(device), torch.no_grad():
-            found = plans(device)
+            planned = plans(device)
             if untried:
                 before = {row["recipe"]: row["kernel"] for row in result["plans"]}
-                found = [row for row in found if row["kernel"] != before[row["recipe"]]]
-            recipes = [row["recipe"] for row in found if row["recipe"] in FORWARD_RECIPES]
+                planned = [row for row in planned if row["kernel"] != before[row["recipe"]]]
+            recipes = [row["recipe"] for row in planned if row["recipe"] in FORWARD_RECIPES]
             names = {f"sage_hf:{recipe}" for recipe in recipes}
-            chosen = [one for one in providers if one.name in names or not untried]
+            chosen_providers = [provider for provider in providers if provider.name in names or not untried]
             note = {"untried": True} if untried else {}
-            result["plans"] += [row | note for row in found]
+            result["plans"] += [row | note for row in planned]
             write(result)
-            for shape in shapes if chosen else ():
+            for shape in shapes if chosen_providers else ():
                 progress(f"{shape.name}: {shape}" + f", {UNTRIED}" * untried)
-                result["rows"] += [row | note for row in measure.measure_case(shape, chosen, device)]
+                result["rows"] += [row | note for row in measure.measure_case(shape, chosen_providers, device)]
                 write(result)
     return result
 

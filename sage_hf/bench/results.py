@@ -114,5 +114,8 @@ def merged(result: Result, before: Result | None, key: Callable[[Row], Any], ord
     if before is None or {**before, "rows": [], "date": ""} != {**result, "rows": [], "date": ""}:
         return result
     rows = {key(row): row for row in (*before["rows"], *result["rows"])}
-    places = {one: place for place, one in enumerate(order)}
-    return {**result, "rows": [rows[one] for one in sorted(rows, key=lambda one: places.get(one, len(order)))]}
+    places = {row_key: place for place, row_key in enumerate(order)}
+    return {
+        **result,
+        "rows": [rows[row_key] for row_key in sorted(rows, key=lambda row_key: places.get(row_key, len(order)))],
+    }

@@ -56,15 +56,15 @@ def phases_text(result: Result) -> str:
 
 
 def _phases(result: Result) -> tuple[list[str], list[list[str]]]:
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    rows_by_phase: dict[tuple[str, str], dict[str, Row]] = {}
     for row in result["rows"]:
         if "ms" in row:
-            found.setdefault((str(Case.of_row(row)), row["what"]), {})[row["phase"]] = row
+            rows_by_phase.setdefault((str(Case.of_row(row)), row["what"]), {})[row["phase"]] = row
     phases = ("statistics", "quantize", "attention", "whole")
     copied = ("statistics", "quantize", "whole")
     header = ["call", "of", *(f"{phase}, ms" for phase in phases), *(f"{phase}, of a copy" for phase in copied)]
     cells = []
-    for names, rows in found.items():
+    for names, rows in rows_by_phase.items():
         times = (f"{rows[phase]['ms']:.4f}" if phase in rows else MISSING for phase in phases)
         shares = (rows.get(phase, {}).get("copy_share") for phase in copied)
         cells.append([*names, *times, *(MISSING if share is None else f"{share:.0%}" for share in shares)])
@@ -83,8 +83,8 @@ def rows_of(result: Result, provider: Provider) -> dict[Case, Row]:
 def measured(result: Result) -> Columns:
     """Return the rows of each provider that has any, in the order of PROVIDERS or TRAINING_PROVIDERS."""
     providers = TRAINING_PROVIDERS if is_training(result) else PROVIDERS
-    found = {provider: rows_of(result, provider) for provider in providers}
-    return {provider: rows for provider, rows in found.items() if rows}
+    rows_by_provider = {provider: rows_of(result, provider) for provider in providers}
+    return {provider: rows for provider, rows in rows_by_provider.items() if rows}
 
 
 def is_training(result: Result) -> bool:
@@ -97,12 +97,14 @@ def _speeds(result: Result, bold: bool = True) -> tuple[list[str], list[list[str
     header = ["shape", *map(heading, columns)]
     cells = []
     for shape in dict.fromkeys(map(Case.of_row, result["rows"])):
-        speeds = {one: rows[shape]["tflops"] for one, rows in columns.items() if shape in rows}
-        fastest = max((speed for one, speed in speeds.items() if one.scope == "end_to_end"), default=None)
+        speeds = {provider: rows[shape]["tflops"] for provider, rows in columns.items() if shape in rows}
+        fastest = max((speed for provider, speed in speeds.items() if provider.scope == "end_to_end"), default=None)
         line = [f"{shape.name}: {shape}"]
-        for one in columns:
-            cell = f"{speeds[one]:.0f}" if one in speeds else MISSING
-            line.append(f"**{cell}**" if bold and one.scope == "end_to_end" and speeds.get(one) == fastest else cell)
+        for provider in columns:
+            cell = f"{speeds[provider]:.0f}" if provider in speeds else MISSING
+            line.append(
+                f"**{cell}**" if bold and provider.scope == "end_to_end" and speeds.get(provider) == fastest else cell
+            )
         cells.append(line)
     return header, cells
 
@@ -116,11 +118,11 @@ def common_shape(columns: Columns) -> Case:
 def _at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[list[str]]]:
     header = ["provider", "ms", "rel-L1", "rel-L1, K and V biased", "extra memory / Q, K, V", "first call, s"]
     cells = []
-    for one, rows in columns.items():
+    for provider, rows in columns.items():
         if row := rows.get(shape):
             memory = f"{row['peak_extra_bytes'] / shape.input_bytes:.2f}" if "peak_extra_bytes" in row else MISSING
             errors = [f"{row[name]:.4f}" for name in ("rel_l1", "rel_l1_biased")]
-            cells.append([heading(one), f"{row['ms']:.2f}", *errors, memory, f"{row['compile_s']:.1f}"])
+            cells.append([heading(provider), f"{row['ms']:.2f}", *errors, memory, f"{row['compile_s']:.1f}"])
     return header, cells
 
 
@@ -129,7 +131,7 @@ def _training_at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[l
     header += [f"{name} rel-L1 (biased)" for name in ("O", "dQ", "dK", "dV")]
     header += ["kept for backward, MB", "extra memory / Q, K, V", "first step, s"]
     cells = []
-    for one, rows in columns.items():
+    for provider, rows in columns.items():
         if row := rows.get(shape):
             errors = [
                 f"{row[f'{name}_rel_l1']:.4f} ({row[f'{name}_rel_l1_biased']:.4f})"
@@ -137,7 +139,7 @@ def _training_at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[l
             ]
             memory = [f"{row['saved_bytes'] / 1e6:.0f}", f"{row['peak_extra_bytes'] / shape.input_bytes:.2f}"]
             times = [f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}"]
-            cells.append([heading(one), *times, *errors, *memory, f"{row['compile_s']:.1f}"])
+            cells.append([heading(provider), *times, *errors, *memory, f"{row['compile_s']:.1f}"])
     return header, cells
 
 
@@ -157,13 +159,15 @@ def heading(provider: Provider) -> str:
 def _caption(result: Result) -> str:
     sizes = "batch × heads (query/key) × tokens × head_dim"
     if is_training(result):
-        what = f"forward and backward, 3.5 × forward's operations; {sizes}; bfloat16 in and out, every pass included"
+        direction = (
+            f"forward and backward, 3.5 × forward's operations; {sizes}; bfloat16 in and out, every pass included"
+        )
     else:
-        what = (
+        direction = (
             f"forward; {sizes}; bfloat16 in and out with quantisation included; (kernel): quantised before, attention "
             "alone"
         )
-    return f"TFLOP/s on {result['gpu']}, {what}. {versions(result)}"
+    return f"TFLOP/s on {result['gpu']}, {direction}. {versions(result)}"
 
 
 def versions(result: Result) -> str:
@@ -180,11 +184,11 @@ def _unavailable(result: Result) -> list[str]:
         if "unavailable" in row:
             missing.setdefault(f"{row['provider']}, {row['scope']}: {row['unavailable']}", []).append(row["shape"])
     return not_measured(
-        {what: ["all shapes"] if len(where) == len(shapes) else where for what, where in missing.items()}
+        {failure: ["all shapes"] if len(where) == len(shapes) else where for failure, where in missing.items()}
     )
 
 
 def not_measured(missing: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a paragraph about failures and where they occurred; none if nothing failed."""
-    lines = [f"  {what} ({'; '.join(where)})" if where else f"  {what}" for what, where in missing.items()]
+    lines = [f"  {failure} ({'; '.join(where)})" if where else f"  {failure}" for failure, where in missing.items()]
     return ["\n".join(["Not measured:", *lines])] if lines else []

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-Call = Callable[[], object]
+Timeable = Callable[[], object]
 Item = TypeVar("Item")
-Steps = tuple[Sequence[Call], int]
+Steps = tuple[Sequence[Timeable], int]
 """(consecutive steps of a call, number of calls)."""
 
 # In turns with other calls, a call runs for about SECONDS, in TURNS turns; the second half of each turn is timed.
@@ -58,7 +58,7 @@ def drawn_orders(items: Sequence[Item], turns: int) -> Iterator[list[Item]]:
         yield draw.sample(items, len(items))
 
 
-def first_calls(call: Call) -> tuple[float, int, int]:
+def first_calls(call: Timeable) -> tuple[float, int, int]:
     """Call twice, to compile and to estimate time and memory.
 
     Returns:
@@ -73,14 +73,14 @@ def first_calls(call: Call) -> tuple[float, int, int]:
     return max(0.0, first - second), peak, max(MIN_CALLS, min(MAX_CALLS, int(SECONDS / second)))
 
 
-def _seconds(call: Call) -> float:
+def _seconds(call: Timeable) -> float:
     start = time.perf_counter()
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def median_ms(calls: Mapping[Any, tuple[Call, int]]) -> dict[Any, float]:
+def median_ms(calls: Mapping[Any, tuple[Timeable, int]]) -> dict[Any, float]:
     """Return the median time of each call in ms; `calls` is key -> (call, number of calls); see `median_steps_ms`."""
     steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
     return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
@@ -138,10 +138,10 @@ class Timed:
         host_times: host times in microseconds.
     """
 
-    call: Call
+    call: Timeable
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     once_ms: float = 1.0
-    replay: Call = lambda: None
+    replay: Timeable = lambda: None
     calls: int = 1
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     host_times: list[float] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Queue:
         """Wait for the GPU; raise RuntimeError if it failed."""
         self._stream.synchronize()
 
-    def once_ms(self, call: Call) -> float:
+    def once_ms(self, call: Timeable) -> float:
         """Return the GPU's time of one call, plus the host's time beyond the time that the GPU is kept busy."""
         torch.cuda._sleep(CALL_CYCLES)
         start, end = self._mark(), torch.cuda.Event(enable_timing=True)
@@ -190,7 +190,7 @@ class Queue:
         end.synchronize()
         return start.elapsed_time(end)
 
-    def gpu_us(self, call: Call, ms: float, replays: int) -> float:
+    def gpu_us(self, call: Timeable, ms: float, replays: int) -> float:
         """Return the GPU's time for a call in microseconds: the median of replays that take about `ms` each.
 
         Before the replays the GPU is kept busy; otherwise short calls would wait for the host's launches.
@@ -209,7 +209,7 @@ class Queue:
         times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
         return statistics.median(times) / count * 1e3
 
-    def prepare(self, call: Call, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
+    def prepare(self, call: Timeable, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
         """Repeat the call until it has done its one-time work, and capture as many calls as fit into a replay."""
         for _ in range(SETTLING_CALLS):
             call()
@@ -224,14 +224,14 @@ class Queue:
         code and data from the host's caches, as between the layers of a model. All providers take longer in this way.
         """
         fewest, most = HOST_TURNS
-        longest = max((one.once_ms for one in timed), default=HOST_MS)
+        longest = max((call.once_ms for call in timed), default=HOST_MS)
         for order in drawn_orders(timed, max(fewest, min(most, int(HOST_MS / longest)))):
-            for one in order:
-                with one.context():
+            for call in order:
+                with call.context():
                     self._stream.synchronize()
                     started = time.perf_counter()
-                    one.call()
-                    one.host_times.append(1e6 * (time.perf_counter() - started))
+                    call.call()
+                    call.host_times.append(1e6 * (time.perf_counter() - started))
         self._stream.synchronize()
 
     def replay(self, timed: Sequence[Timed]) -> None:
@@ -241,16 +241,16 @@ class Queue:
             launch.
         """
         for turn, order in enumerate(drawn_orders(timed, REPLAYS + 1)):
-            for one in order:
+            for call in order:
                 if turn:
                     torch.cuda._sleep(REPLAY_CYCLES)
                 start = self._mark()
-                one.replay()
+                call.replay()
                 if turn:
-                    one.marks.append((start, self._mark()))
+                    call.marks.append((start, self._mark()))
         self._stream.synchronize()
 
-    def _capture(self, call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, call: Timeable, calls: int) -> torch.cuda.CUDAGraph:
         """Return a graph of some calls. Unlike torch.cuda.graph, it does not free memory first, which takes long."""
         graph = torch.cuda.CUDAGraph()
         self._stream.synchronize()
@@ -268,7 +268,7 @@ class Queue:
         return event
 
 
-def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> dict[str, float]:
+def looped_us(calls: Mapping[str, tuple[Timeable, int]], device: torch.device) -> dict[str, float]:
     """Return the host time of each call in µs: the median over rounds of calls in a loop, with an idle GPU.
 
     Args:
@@ -278,12 +278,12 @@ def looped_us(calls: Mapping[str, tuple[Call, int]], device: torch.device) -> di
     times: dict[str, list[float]] = {name: [] for name in calls}
     for order in drawn_orders(list(calls), ROUNDS):
         for name in order:
-            run, made = calls[name]
-            count = max(1, LOOPED_CALLS // made)
+            run, num_calls = calls[name]
+            count = max(1, LOOPED_CALLS // num_calls)
             start = synchronize(device)
             for _ in range(count):
                 run()
-            times[name].append((time.perf_counter() - start) / (count * made))
+            times[name].append((time.perf_counter() - start) / (count * num_calls))
     return {name: 1e6 * statistics.median(rounds) for name, rounds in times.items()}
 
 
@@ -295,7 +295,7 @@ class Span(NamedTuple):
     end: float
 
 
-def profiled(call: Call) -> list[list[Span]]:
+def profiled(call: Timeable) -> list[list[Span]]:
     """Return the kernels of some calls by PyTorch's profiler; each call's kernels are in the order of their ends.
 
     Raises:
@@ -308,13 +308,13 @@ def profiled(call: Call) -> list[list[Span]]:
         for _ in range(PROFILED_CALLS):
             call()
         torch.cuda.synchronize()
-    found = [
+    spans = [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    if not found or len(found) % PROFILED_CALLS:
-        raise RuntimeError(f"the profiler saw {len(found)} kernels in {PROFILED_CALLS} calls")
-    found.sort(key=lambda span: span.end)
-    each = len(found) // PROFILED_CALLS
-    return [found[start : start + each] for start in range(0, len(found), each)]
+    if not spans or len(spans) % PROFILED_CALLS:
+        raise RuntimeError(f"the profiler saw {len(spans)} kernels in {PROFILED_CALLS} calls")
+    spans.sort(key=lambda span: span.end)
+    spans_per_call = len(spans) // PROFILED_CALLS
+    return [spans[start : start + spans_per_call] for start in range(0, len(spans), spans_per_call)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .bridge import BackendProcessor, parallel_config_of, set_parallel_config
+from sage_hf.diffusers.bridge import BackendProcessor, parallel_config_of, set_parallel_config
 
 
 class ServedAdapter(BackendProcessor):

@@ -15,22 +15,15 @@ from typing import Any, cast
 import torch
 
 from sage_hf.attention import attend, chosen_fallback, sage_attention
+from sage_hf.diffusers.bridge import Shards, add_backend, choose_backend, function_modes_are_active, scores_are_skipped
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.parallel import NO_SHARDS
+from sage_hf.diffusers.shards import SplitTokens
 from sage_hf.names import NAMES
 from sage_hf.record import note_passed_by
 from sage_hf.sparse.layer import running_layer
 from sage_kernels.spec.options import Options
-
-from .bridge import (
-    Shards,
-    add_backend,
-    choose_backend,
-    function_modes_are_active,
-    scores_are_skipped,
-)
-from .errors import UnsupportedAttentionError
-from .heads import end_trial
-from .parallel import NO_SHARDS
-from .shards import SplitTokens
 
 _MEMBERS: dict[tuple[str, str | None], Any] = {}
 
@@ -141,8 +134,8 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         out, lse = sage_attention(query, key, value, **arguments, return_lse=True)
         return out.transpose(1, 2), lse
 
-    def attend_heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
-        out = backend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **given)
+    def attend_heads_first(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        out = backend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options)
         return cast(torch.Tensor, out).transpose(1, 2)
 
     return backend

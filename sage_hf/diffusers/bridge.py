@@ -39,7 +39,7 @@ def running_pipeline() -> Any:
 
     Only calls after the first `follow_pipelines` are seen.
     """
-    has_timesteps = (one for one in reversed(_thread.pipelines) if _has_timesteps(one))
+    has_timesteps = (pipeline for pipeline in reversed(_thread.pipelines) if _has_timesteps(pipeline))
     return next(has_timesteps, None)
 
 
@@ -78,16 +78,16 @@ def _follow_calls(pipeline_class: Any) -> None:
 
 def for_each_subclass(base: Any, complete: Callable[[Any], None]) -> None:
     """Call `complete` with a class and every subclass of it, now and whenever a subclass is defined."""
-    own = vars(base).get("__init_subclass__")
+    earlier_hook = vars(base).get("__init_subclass__")
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs) if own is None else own.__func__(cls, **kwargs)
+        super(base, cls).__init_subclass__(**kwargs) if earlier_hook is None else earlier_hook.__func__(cls, **kwargs)
         complete(cls)
 
     waiting, seen = [base], {base}
     for cls in waiting:
         complete(cls)
-        more = [one for one in cls.__subclasses__() if one not in seen]
+        more = [subclass for subclass in cls.__subclasses__() if subclass not in seen]
         waiting += more
         seen.update(more)
     base.__init_subclass__ = classmethod(init_subclass)
@@ -150,8 +150,8 @@ class Overlay:
     A compiled call finds the original as it was traced, because replaced attributes are not written to it.
     """
 
-    def __init__(self, original: Any, own: Mapping[str, Any]) -> None:
-        for name, value in {"_original": original, **own}.items():
+    def __init__(self, original: Any, replaced: Mapping[str, Any]) -> None:
+        for name, value in {"_original": original, **replaced}.items():
             object.__setattr__(self, name, value)
 
     @property  # type: ignore[misc]
@@ -223,8 +223,8 @@ def backend_of(processor: Any) -> str:
 
 def with_backend(processor: Any, backend: Any, parallel: Any = None) -> Overlay:
     """Return an overlay of a processor that attends by another backend, and passes `parallel` to it if given."""
-    own = {"_attention_backend": backend}
-    return Overlay(processor, own if parallel is None else own | {"_parallel_config": parallel})
+    replaced = {"_attention_backend": backend}
+    return Overlay(processor, replaced if parallel is None else replaced | {"_parallel_config": parallel})
 
 
 def fixed_backends(processor: Any) -> tuple[str, ...]:

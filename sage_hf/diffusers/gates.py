@@ -16,14 +16,13 @@ from safetensors import safe_open
 from torch import nn
 
 from sage_hf.changes import Change, Undo, changes_of, inner
+from sage_hf.diffusers.bridge import is_offloaded_in_groups, parallel_config_of
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.parallel import splits_tokens
+from sage_hf.diffusers.processor import layer_of, sage_of
+from sage_hf.diffusers.vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
-
-from .bridge import is_offloaded_in_groups, parallel_config_of
-from .errors import UnsupportedAttentionError
-from .parallel import splits_tokens
-from .processor import layer_of, sage_of
-from .vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
 
 logger = logging.get_logger(__name__)
 
@@ -111,14 +110,14 @@ def enable_vsa(pipe_or_model: object, sparsity: float = 0.8, *, checkpoint: str 
 
 def _enable(model: Any, shared: VSAModel, gates: dict[str, torch.Tensor]) -> _VSA:
     """Give one model VSA, with the gates that were read, or else with its existing gates, or else with gates of 0."""
-    loaded, kept = len(gates) // 2, [None] * len(model.blocks)
+    loaded, existing_gates = len(gates) // 2, [None] * len(model.blocks)
     if (earlier := _vsa_of(model)) is not None:
         if not gates:
-            loaded, kept = earlier.loaded, [getattr(block, GATE) for block in model.blocks]
+            loaded, existing_gates = earlier.loaded, [getattr(block, GATE) for block in model.blocks]
         earlier.undo()
     undo: Undo = []
     change = _VSA(model, undo, loaded)
-    for number, (block, gate) in enumerate(zip(model.blocks, kept, strict=True)):
+    for number, (block, gate) in enumerate(zip(model.blocks, existing_gates, strict=True)):
         key = f"blocks.{number}.{GATE}"
         weight, bias = gates.get(f"{key}.weight"), gates.get(f"{key}.bias")
         setattr(block, GATE, gate or _make_gate(block, model.dtype, weight, bias))
@@ -157,8 +156,8 @@ def _denoisers(pipe_or_model: object) -> dict[str, Any]:
     """Return the denoisers by their names in the pipeline; a model alone has the name "transformer"."""
     if isinstance(pipe_or_model, nn.Module):
         return {DENOISERS[0]: inner(pipe_or_model)}
-    found = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
-    models = {name: inner(one) for name, one in found.items() if isinstance(one, nn.Module)}
+    parts = {name: getattr(pipe_or_model, name, None) for name in DENOISERS}
+    models = {name: inner(part) for name, part in parts.items() if isinstance(part, nn.Module)}
     if not models:
         raise TypeError(f"expected a pipeline with a denoiser, or a model; got {type(pipe_or_model).__name__}")
     return models
@@ -205,7 +204,9 @@ def _gates_of(model: Any, name: str, checkpoint: str | Path | None) -> dict[str,
         ValueError: the given checkpoint has no gates, or a checkpoint's gates do not fit this model.
     """
     origin = model.config.get("_name_or_path") if checkpoint is None else checkpoint
-    gates = next((found for source in _sources(origin, name, checkpoint is None) if (found := read_gates(source))), {})
+    gates = next(
+        (tensors for source in _sources(origin, name, checkpoint is None) if (tensors := read_gates(source))), {}
+    )
     if not gates and checkpoint is not None:
         raise ValueError(f"{checkpoint} has no keys blocks.N.{GATE}.weight in safetensors files")
     if not gates:

@@ -56,68 +56,71 @@ def _real_table(table: Any, tokens: int) -> tuple[Tensor, Tensor] | None:
     return (cosine, sine) if fits else None
 
 
-def _rotate_all(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_all(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate [context, sample], as Flux does."""
-    context = given.get("encoder_hidden_states")
+    context = arguments.get("encoder_hidden_states")
     length = 0 if context is None else context.shape[1]
-    if (found := _real_table(table, length + given["hidden_states"].shape[1])) is None:
+    if (angles := _real_table(table, length + arguments["hidden_states"].shape[1])) is None:
         return None
-    sample, added = Rope(*found, offset=length), Rope(*found)
+    sample, added = Rope(*angles, offset=length), Rope(*angles)
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
 
 
-def _rotate_sample(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_sample(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate the sample, which the norm may get together with the context after it, as HunyuanVideo does."""
-    if (found := _real_table(table, given["hidden_states"].shape[1])) is None:
+    if (angles := _real_table(table, arguments["hidden_states"].shape[1])) is None:
         return None
-    return dict.fromkeys(NORMS[:2], Rope(*found))
+    return dict.fromkeys(NORMS[:2], Rope(*angles))
 
 
-def _rotate_halves_of_sample(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_halves_of_sample(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate the halves of the sample's heads, in self-attention, as Cosmos does."""
-    found = _real_table(table, given["hidden_states"].shape[1])
-    if found is None or given.get("encoder_hidden_states") is not None:
+    angles = _real_table(table, arguments["hidden_states"].shape[1])
+    if angles is None or arguments.get("encoder_hidden_states") is not None:
         return None
-    return dict.fromkeys(NORMS[:2], Rope(*found, halves=True))
+    return dict.fromkeys(NORMS[:2], Rope(*angles, halves=True))
 
 
-def _rotate_behind_text(table: Any, attn: Any, given: Mapping[str, Any], halves: bool = False) -> Ropes | None:
+def _rotate_behind_text(table: Any, attn: Any, arguments: Mapping[str, Any], halves: bool = False) -> Ropes | None:
     """Rotate the sample, which follows the text unless the text has its own norms, as CogVideoX does."""
-    found = _real_table(table, given["hidden_states"].shape[1])
-    if found is None or attn.is_cross_attention:
+    angles = _real_table(table, arguments["hidden_states"].shape[1])
+    if angles is None or attn.is_cross_attention:
         return None
-    length = given["encoder_hidden_states"].shape[1] if attn.add_q_proj is None else 0
-    return dict.fromkeys(NORMS[:2], Rope(*found, -length, halves))
+    length = arguments["encoder_hidden_states"].shape[1] if attn.add_q_proj is None else 0
+    return dict.fromkeys(NORMS[:2], Rope(*angles, -length, halves))
 
 
-def _rotate_by_complex(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_by_complex(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate sample and context by separate complex numbers, (tokens, head_dim / 2) each, as Qwen-Image does."""
-    lengths = given["hidden_states"].shape[1], given["encoder_hidden_states"].shape[1]
-    if not all(one.dtype == torch.complex64 and len(one) == length for one, length in zip(table, lengths, strict=True)):
+    lengths = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
+    if not all(
+        rotation.dtype == torch.complex64 and len(rotation) == length
+        for rotation, length in zip(table, lengths, strict=True)
+    ):
         return None
     sample, added = map(Rope, table)
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
 
 
-def _rotate_by_complex_of_batch(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_by_complex_of_batch(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate by complex numbers (batch or 1, tokens, head_dim / 2), as Z-Image does."""
-    sample = given["hidden_states"]
+    sample = arguments["hidden_states"]
     fits = table.dtype == torch.complex64 and table.dim() == 3 and table.shape[1] == sample.shape[1]
     return dict.fromkeys(NORMS[:2], Rope(table.unsqueeze(2))) if fits and len(table) in (1, len(sample)) else None
 
 
-def _rotate_heads_of_token(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_heads_of_token(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate by tables (batch or 1, tokens, 1, head_dim), as Wan does."""
     cosine, sine = table
-    fits = cosine.dim() == 4 and cosine.shape[1] == given["hidden_states"].shape[1]
+    fits = cosine.dim() == 4 and cosine.shape[1] == arguments["hidden_states"].shape[1]
     fits = fits and cosine.dtype == sine.dtype == torch.float32
     return dict.fromkeys(NORMS[:2], Rope(cosine, sine)) if fits else None
 
 
-def _rotate_channels_of_token(table: Any, attn: Any, given: Mapping[str, Any]) -> Ropes | None:
+def _rotate_channels_of_token(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
     """Rotate by tables (batch or 1, tokens, heads · head_dim), as LTX does."""
-    cosine, sine = (one.unflatten(-1, (attn.heads, -1)) if one.dim() == 3 else one for one in table)
-    return _rotate_heads_of_token((cosine, sine), attn, given)
+    cosine, sine = (angles.unflatten(-1, (attn.heads, -1)) if angles.dim() == 3 else angles for angles in table)
+    return _rotate_heads_of_token((cosine, sine), attn, arguments)
 
 
 ROTARIES: dict[str, Rotary] = {
@@ -188,12 +191,12 @@ class Fused:
 
     Attributes:
         norms: names among NORMS -> functions that replace these norms.
-        given: the processor's arguments by name, without the angles if the norms rotate.
+        arguments: the processor's arguments by name, without the angles if the norms rotate.
         rotates: kind of the call; the first call of a kind must agree with the processor. None: nothing is rotated.
     """
 
     norms: dict[str, Callable[[Tensor], Tensor]]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     rotates: Hashable | None
 
 
@@ -210,23 +213,23 @@ def with_own_norms(
         heads_first: the norms get (batch, heads, tokens, head_dim), as in our own functions, not (batch, tokens, heads,
             head_dim), as in diffusers' processors.
     """
-    given = dict(zip(names, args, strict=False)) | kwargs
-    sample = given.get("hidden_states")
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    sample = arguments.get("hidden_states")
     if not isinstance(sample, Tensor) or not is_served(sample):
         return None
     family = name_in_diffusers(type(processor), "__call__")
     if not family:
         return None
     rotary, ropes = ROTARIES.get(family), None
-    if rotary is not None and (table := given.get(rotary.argument)) is not None:
-        ropes = rotary.ropes(table, attn, given)
+    if rotary is not None and (table := arguments.get(rotary.argument)) is not None:
+        ropes = rotary.ropes(table, attn, arguments)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
             return None
         if any(rope.cosine.is_cpu for rope in ropes.values()):  # processors also move such angles in each call
             ropes = {name: _moved(rope, sample.device) for name, rope in ropes.items()}
         if any(rope.cosine.device != sample.device for rope in ropes.values()):
             return None
-        given[rotary.argument] = None
+        arguments[rotary.argument] = None
     norms: dict[str, Callable[[Tensor], Tensor]] = {}
     kinds = []
     for name in NORMS:
@@ -244,7 +247,7 @@ def with_own_norms(
     if not norms:
         return None
     kind = (type(processor), sample.dtype, sample.device, *kinds) if kinds else None
-    return Fused(norms, given, kind)
+    return Fused(norms, arguments, kind)
 
 
 def _moved(rope: Rope, device: torch.device) -> Rope:
@@ -255,28 +258,28 @@ def _moved(rope: Rope, device: torch.device) -> Rope:
 def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
     """Describe a norm for the kernel; None if its class is unknown, it has hooks, or no kernel computes its
     gradients."""
-    known = NORM_CLASSES.get(path_of(type(module), "forward"))
-    if known is None or "forward" in vars(module) or _has_hooks(module):
+    norm_class = NORM_CLASSES.get(path_of(type(module), "forward"))
+    if norm_class is None or "forward" in vars(module) or _has_hooks(module):
         return None
     norm: Any = module
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
-    if not isinstance(eps, float) or (known.kind == "rms" and bias is not None) or len(_sizes(module)) != 1:
+    if not isinstance(eps, float) or (norm_class.kind == "rms" and bias is not None) or len(_sizes(module)) != 1:
         return None
     for vector in (weight, bias):
         if vector is None:
             continue
-        if type(vector) is not nn.Parameter or not (known.any_weight or vector.dtype == sample.dtype):
+        if type(vector) is not nn.Parameter or not (norm_class.any_weight or vector.dtype == sample.dtype):
             return None
     trains = torch.is_grad_enabled() and (sample.requires_grad or (weight is not None and weight.requires_grad))
     if trains and (sample.numel() < LARGE_TRAINING_SAMPLE or _sizes(module)[0] > LARGE_ROW):
         return None
-    return Norm(known.kind, eps, weight, bias, rounds=known.rounds)
+    return Norm(norm_class.kind, eps, weight, bias, rounds=norm_class.rounds)
 
 
 def gains(module: nn.Module, sample: Tensor) -> bool:
     """Check whether a kernel is faster than a norm of a known class, if nothing is rotated."""
-    known = NORM_CLASSES[path_of(type(module), "forward")]
-    return not known.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
+    norm_class = NORM_CLASSES[path_of(type(module), "forward")]
+    return not norm_class.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -338,7 +341,7 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
     return _run(norm, None, heads_first, x) if agrees else module(x)
 
 
-def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
+def agrees(fused: Fused, attn: nn.Module, run_original: Callable[[], Any], run_fused: Callable[[], Any]) -> bool:
     """Check that a processor attends with the same queries and keys as with its own operators.
 
     The first call of a kind is run up to its attention in both ways, in a layer whose submodules have no hooks to
@@ -347,31 +350,31 @@ def agrees(fused: Fused, attn: nn.Module, own: Callable[[], Any], ours: Callable
     Args:
         fused: the call.
         attn: the attention module.
-        own: runs the processor of diffusers unchanged.
-        ours: runs the processor with our norms.
+        run_original: runs the processor of diffusers unchanged.
+        run_fused: runs the processor with our norms.
     """
     if fused.rotates is None:
         return True
-    found = _agreements.get(fused.rotates)
-    if found is None:
-        if _is_capturing(fused.given["hidden_states"]):
+    agreement = _agreements.get(fused.rotates)
+    if agreement is None:
+        if _is_capturing(fused.arguments["hidden_states"]):
             return False
         if any(_has_hooks(module) for name, module in attn.named_modules() if name):
             return False
         with torch.no_grad(), _SeenByPyTorch():
-            expected = _first_attended(own)
+            expected = _first_attended(run_original)
         with torch.no_grad():
-            given = _first_attended(ours)
+            actual = _first_attended(run_fused)
         if expected is not None and not all(map(_tells, expected)):
             return False
-        found = expected is not None and given is not None and all(map(_are_close, expected, given))
-        _agreements[fused.rotates] = found
-        if not found:
+        agreement = expected is not None and actual is not None and all(map(_are_close, expected, actual))
+        _agreements[fused.rotates] = agreement
+        if not agreement:
             logger.warning(
                 f"{fused.rotates[0].__name__} keeps its own norms and rotation: the fused kernel gave different "  # type: ignore[index]
                 "queries or keys"
             )
-    return found
+    return agreement
 
 
 SAMPLED_TOKENS = 1024
@@ -413,8 +416,8 @@ class _SeenByPyTorch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            given = [*args, *(kwargs[name] for name in ("query", "key") if name in kwargs)]
-            end_trial(*given[:2])
+            tensors = [*args, *(kwargs[name] for name in ("query", "key") if name in kwargs)]
+            end_trial(*tensors[:2])
         return function(*args, **kwargs)
 
 
@@ -435,16 +438,16 @@ def _tells(x: Tensor) -> bool:
     return x.numel() > 0 and bool(x.isfinite().all())
 
 
-def _are_close(expected: Tensor, found: Tensor) -> bool:
+def _are_close(expected: Tensor, actual: Tensor) -> bool:
     """Check that two computations of the same heads differ by rounding only.
 
     Each computation rounds twice, by at most half an ulp, and sums a head's channels in float32 in its own order.
     """
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return False
     wide = expected.double()
     bound = 2 * torch.finfo(expected.dtype).eps + expected.shape[-1] * torch.finfo(torch.float32).eps
-    return bool(((found.double() - wide).norm(dim=-1) <= bound * wide.norm(dim=-1)).all())
+    return bool(((actual.double() - wide).norm(dim=-1) <= bound * wide.norm(dim=-1)).all())
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import logging
 
+from sage_hf.diffusers import bridge
 from sage_kernels.runtime.import_hook import when_imported
-
-from . import bridge
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,7 @@ def install() -> None:
 
 
 def _complete_dispatch(dispatch: ModuleType) -> None:
-    from .backends import register_backends
+    from sage_hf.diffusers.backends import register_backends
 
     register_backends(dispatch)
 
@@ -66,7 +65,7 @@ def _complete_attention(module: ModuleType) -> None:
 
 
 def _complete_modeling_utils(module: ModuleType) -> None:
-    from .models import complete_model_class, complete_parallelism
+    from sage_hf.diffusers.models import complete_model_class, complete_parallelism
 
     complete_model_class(module.ModelMixin)
     complete_parallelism(module.ModelMixin)
@@ -101,8 +100,8 @@ def _processors() -> Any:
 
 
 def _complete_hook_helpers(module: ModuleType) -> None:
-    from .adapters import ServedAdapter
-    from .processor import SageAttnProcessor, layer_of, sage_of
+    from sage_hf.diffusers.adapters import ServedAdapter
+    from sage_hf.diffusers.processor import SageAttnProcessor, layer_of, sage_of
 
     def original_of(attn: torch.nn.Module) -> Any:
         return attn.processor if sage_of(attn) is None else layer_of(attn).original
@@ -129,8 +128,8 @@ def _refused_by_ours(set_attention_backend: Callable[..., None]) -> Callable[...
 
     @functools.wraps(set_attention_backend)
     def wrapper(self: torch.nn.Module, backend: str) -> None:
-        from .errors import UnsupportedAttentionError
-        from .processor import sage_of
+        from sage_hf.diffusers.errors import UnsupportedAttentionError
+        from sage_hf.diffusers.processor import sage_of
 
         if (sage := sage_of(self)) is not None:
             raise UnsupportedAttentionError(
@@ -149,7 +148,7 @@ def _without_inspection(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
     import torch
 
-    from .processor import SageAttnProcessor
+    from sage_hf.diffusers.processor import SageAttnProcessor
 
     @functools.wraps(forward)
     def wrapper(
@@ -161,8 +160,8 @@ def _without_inspection(forward: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if kwargs or torch.compiler.is_compiling() or not isinstance(self.processor, SageAttnProcessor):
             return forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-        given = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
-        return self.processor(self, hidden_states, **given)
+        arguments = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+        return self.processor(self, hidden_states, **arguments)
 
     return wrapper
 
@@ -172,10 +171,9 @@ def _warn_without_dispatch(forward: Callable[..., Any]) -> Callable[..., Any]:
     import torch
     from diffusers.models import attention_dispatch
 
+    from sage_hf.diffusers.layers import calls_dispatch
+    from sage_hf.diffusers.processor import SageAttnProcessor
     from sage_hf.names import NAMES
-
-    from .layers import calls_dispatch
-    from .processor import SageAttnProcessor
 
     @functools.wraps(forward)
     def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,12 +18,8 @@ import torch
 from huggingface_hub.utils import logging
 
 from sage_hf import record
-from sage_hf.identity import name_in_diffusers
-from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
-from sage_kernels.runtime import dynamo
-
-from .backends import backend_member, choosing
-from .bridge import (
+from sage_hf.diffusers.backends import backend_member, choosing
+from sage_hf.diffusers.bridge import (
     DISPATCH,
     Overlay,
     fixed_backends,
@@ -32,11 +28,14 @@ from .bridge import (
     takes_backend,
     with_backend,
 )
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .families import ADAPTERS, FAMILIES
-from .heads import agrees, with_own_norms
-from .shards import SplitTokens, across_processes, split_of
-from .vsa import NO_SHARDS, VSAProcessor
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.families import ADAPTERS, FAMILIES
+from sage_hf.diffusers.heads import agrees, with_own_norms
+from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
+from sage_hf.diffusers.vsa import NO_SHARDS, VSAProcessor
+from sage_hf.identity import name_in_diffusers
+from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+from sage_kernels.runtime import dynamo
 
 logger = logging.get_logger(__name__)
 
@@ -143,12 +142,12 @@ class Layer:
         fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         if fused is None:
             return run(attn, *args, **kwargs)
-        own = partial(self._run_original, sage, attn, *args, **kwargs)
-        ours = partial(run, Overlay(attn, fused.norms), **fused.given)
-        if not agrees(fused, attn, own, ours):
+        run_original = partial(self._run_original, sage, attn, *args, **kwargs)
+        run_fused = partial(run, Overlay(attn, fused.norms), **fused.arguments)
+        if not agrees(fused, attn, run_original, run_fused):
             return run(attn, *args, **kwargs)
         record.with_qk_norm_rope.add(attn)
-        return ours()
+        return run_fused()
 
     def _run_original(self, sage: Sage, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Run diffusers' processor, with our attention if the processor leaves the choice of backend to diffusers."""
@@ -180,8 +179,12 @@ class ExplicitLayer(Layer):
     heads_first = True
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        given = [one.name for one in inspect.signature(function).parameters.values() if one.kind != one.KEYWORD_ONLY]
-        super().__init__(original, given[1:])
+        names = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind != parameter.KEYWORD_ONLY
+        ]
+        super().__init__(original, names[1:])
         self.function = function
         self._known_call: Any = type(original).__call__
 
@@ -199,11 +202,11 @@ class ExplicitLayer(Layer):
 
     def _run_patched(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the code that stands in the class of diffusers' processor, as it attends by itself."""
-        what = f"{type(self.original).__name__}.__call__, which was patched since sage_hf replaced it,"
+        patched = f"{type(self.original).__name__}.__call__, which was patched since sage_hf replaced it,"
         if split_of(attn) is not None:
-            raise UnsupportedAttentionError(f"{what} sees only the tokens in its process")
+            raise UnsupportedAttentionError(f"{patched} sees only the tokens in its process")
         if not torch.compiler.is_compiling():
-            record.note_passed_by(f"{what} ran as it is")
+            record.note_passed_by(f"{patched} ran as it is")
         return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -310,8 +313,10 @@ def _leaves_choice(call: Callable[..., Any]) -> bool:
     except (OSError, SyntaxError):  # code that is not in a file
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
-    named = [{one.arg: ast.unparse(one.value) for one in node.keywords}.get("backend", "None") for node in calls]
-    return "None" in named
+    backends = [
+        {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}.get("backend", "None") for node in calls
+    ]
+    return "None" in backends
 
 
 def _is_name(node: ast.expr) -> bool:
@@ -320,10 +325,10 @@ def _is_name(node: ast.expr) -> bool:
 
 @dynamo.assume_constant_result
 @functools.cache
-def say_that_graphs_leave_choice(what: str) -> None:
-    """Log once that processors attend as before when they are compiled; `what` names their class and the reason."""
+def say_that_graphs_leave_choice(processors: str) -> None:
+    """Log once that `processors`, a text with their class and the reason, attend as before when they are compiled."""
     logger.warning(
-        f"{what}, which attend as before inside a compiled graph: call the model within diffusers' "
+        f"{processors}, which attend as before inside a compiled graph: call the model within diffusers' "
         '`with attention_backend("sage2"):` to run them in low bits'
     )
 

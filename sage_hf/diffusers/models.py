@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.names import NAMES
-
-from .bridge import for_each_subclass, parallel_config_of, parallel_plan_of
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .layers import Layer
-from .parallel import check_parallelism, splits_tokens
-from .plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
-from .processor import (
+from sage_hf.diffusers.bridge import for_each_subclass, parallel_config_of, parallel_plan_of
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.layers import Layer
+from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
+from sage_hf.diffusers.plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
+from sage_hf.diffusers.processor import (
     SageAttnProcessor,
     attention_layers,
     bind,
@@ -30,6 +28,7 @@ from .processor import (
     sage_of,
     say_left,
 )
+from sage_hf.names import NAMES
 
 logger = logging.get_logger(__name__)
 
@@ -53,12 +52,12 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
             bound[name] = bind(module, recipe, fallback)
             check_parallelism(model, layer_of(module))
         except FixedBackendError as error:
-            left = error
+            backend_error = error
             say_left(error)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
     if not bound:
-        raise left
+        raise backend_error
     return bound
 
 
@@ -67,18 +66,18 @@ def _check_supported(model: Any, processor: Any) -> None:
     layers = attention_layers(model)
     if not layers and isinstance(processor, SageAttnProcessor):
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
-    left: list[FixedBackendError] = []
+    backend_errors: list[FixedBackendError] = []
     for name, module in layers.items():
-        chosen = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
-        if isinstance(chosen, SageAttnProcessor):
+        layer_processor = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
+        if isinstance(layer_processor, SageAttnProcessor):
             try:
-                check_parallelism(model, layer_for(module, chosen))
+                check_parallelism(model, layer_for(module, layer_processor))
             except FixedBackendError as error:
-                left.append(error)
+                backend_errors.append(error)
             except UnsupportedAttentionError as error:
                 raise UnsupportedAttentionError(f"{name}: {error}") from None
-    if left and len(left) == len(layers):
-        raise left[0]
+    if backend_errors and len(backend_errors) == len(layers):
+        raise backend_errors[0]
 
 
 def _remove_backend(model: Any) -> list[tuple[Any, SageAttnProcessor]]:
@@ -168,8 +167,8 @@ def complete_model_class(model_class: Any) -> None:
         from diffusers.models.attention import AttentionMixin
 
         _check_supported(self, processor)
-        own = getattr(super(model_class, self), "set_attn_processor", None)
-        return AttentionMixin.set_attn_processor(self, processor) if own is None else own(processor)
+        inherited = getattr(super(model_class, self), "set_attn_processor", None)
+        return AttentionMixin.set_attn_processor(self, processor) if inherited is None else inherited(processor)
 
     @functools.wraps(set_backend)
     def set_attention_backend(self: torch.nn.Module, backend: str) -> None:
@@ -181,11 +180,11 @@ def complete_model_class(model_class: Any) -> None:
                 for module, processor in removed:
                     exchange_processor(module, processor, by_backend=True)
                 raise
-            kept = sum(sage_of(module) is not None for module in attention_layers(self).values())
-            if kept:
+            unreached = sum(sage_of(module) is not None for module in attention_layers(self).values())
+            if unreached:
                 logger.warning(
-                    f'set_attention_backend("{backend}") does not reach the {kept} layers with a SageAttnProcessor: '
-                    "set another processor there first"
+                    f'set_attention_backend("{backend}") does not reach the {unreached} layers with a SageAttnProcessor'
+                    ": set another processor there first"
                 )
             return
         for name, processor in _bind_all(self, *NAMES[backend.lower()]).items():

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .bridge import parallel_config_of
-from .errors import UnsupportedAttentionError
-from .shards import split_of
+from sage_hf.diffusers.bridge import parallel_config_of
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.shards import split_of
 
 NO_SHARDS = (
     "sparse attention chooses tiles among all tokens, and this context parallelism gives a process a part of them, or "

@@ -16,13 +16,12 @@ import torch
 
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
+from sage_hf.diffusers.bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
+from sage_hf.diffusers.errors import UnsupportedAttentionError
+from sage_hf.diffusers.parallel import NO_SHARDS
+from sage_hf.diffusers.processor import attention_layers, bind, exchange_processor, layer_of, sage_of
+from sage_hf.diffusers.shards import SplitTokens, split_of
 from sage_hf.identity import name_in_diffusers
-
-from .bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
-from .errors import UnsupportedAttentionError
-from .parallel import NO_SHARDS
-from .processor import attention_layers, bind, exchange_processor, layer_of, sage_of
-from .shards import SplitTokens, split_of
 
 RESIDUALS = "block_controlnet_hidden_states"
 """Argument of SD 3's forward pass: the residuals that a ControlNet adds to the image tokens after each block."""

@@ -12,17 +12,16 @@ from huggingface_hub.utils import logging
 
 from sage_hf.attention import sage_attention
 from sage_hf.attributes import LAYER
+from sage_hf.diffusers.adapters import ServedAdapter, serve
+from sage_hf.diffusers.backends import backend_member
+from sage_hf.diffusers.bridge import BackendProcessor, parallel_config_of, scores_are_skipped
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
+from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.layers import Layer, recognize, show_parameters_of_families
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer
 from sage_kernels.spec.options import check_fallback
 from sage_kernels.spec.recipe import get_recipe
-
-from .adapters import ServedAdapter, serve
-from .backends import backend_member
-from .bridge import BackendProcessor, parallel_config_of, scores_are_skipped
-from .errors import FixedBackendError, UnsupportedAttentionError
-from .heads import end_trial
-from .layers import Layer, recognize, show_parameters_of_families
 
 logger = logging.get_logger(__name__)
 
@@ -190,8 +189,8 @@ def layer_for(module: torch.nn.Module, processor: SageAttnProcessor) -> Layer:
     Raises:
         UnsupportedAttentionError: the processor is new to the module, whose computation is not supported.
     """
-    known = None if sage_of(module) is not None else processor._known_layer(module)
-    return layer_of(module) if known is None else known
+    known_layer = None if sage_of(module) is not None else processor._known_layer(module)
+    return layer_of(module) if known_layer is None else known_layer
 
 
 def bind(
@@ -242,12 +241,12 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
         return _take_over(module, processor, layer)
     if isinstance(processor, ServedAdapter):
         return _take_over(module, processor.sage, recognize(module, processor.adapter))
-    sage, known = sage_of(module), None
+    sage, known_layer = sage_of(module), None
     if sage is not None:
-        known = sage._known_layer(module)
+        known_layer = sage._known_layer(module)
     elif LAYER in vars(module):
-        known = vars(module)[LAYER][1]
-    if known is not None and processor is known.original:
+        known_layer = vars(module)[LAYER][1]
+    if known_layer is not None and processor is known_layer.original:
         vars(module).pop(LAYER, None)
     elif sage is not None:
         family = type(processor).__name__

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sage_hf.attributes import SPLIT
-
-from .bridge import Shards, scores_are_skipped
-from .heads import end_trial
+from sage_hf.diffusers.bridge import Shards, scores_are_skipped
+from sage_hf.diffusers.heads import end_trial
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,10 @@ class SplitTokens:
         all_sizes = heads, shared_lengths[0] + sum(queries), shared_lengths[1] + sum(keys)
         attn_mask = None if attn_mask is None else self._mask_of_all(attn_mask, all_sizes, keys)
         if shards.ulysses > 1:
-            own = _parts(heads, shards.ulysses)[shards.rank]
-            shared = [x[:, own] for x in shared]
+            own_heads = _parts(heads, shards.ulysses)[shards.rank]
+            shared = [x[:, own_heads] for x in shared]
             if attn_mask is not None and attn_mask.shape[1] > 1:
-                attn_mask = attn_mask[:, own]
+                attn_mask = attn_mask[:, own_heads]
             along = shared if shards.ring == 1 else ()
             if queries == keys and shared_lengths[0] == shared_lengths[1]:
                 tensors = self._exchange(along, split, queries[shards.near])
@@ -142,9 +141,9 @@ class SplitTokens:
         processes = self.shards.ring * self.shards.ulysses
         if not self.shards.uneven:
             return [queries] * processes, [keys] * processes
-        found = torch.empty(processes, 2, dtype=torch.int64, device=device)
-        _all_gather(found, found.new_tensor([[queries, keys]]), self.shards.all_group)
-        of_queries, of_keys = found.t().tolist()
+        lengths = torch.empty(processes, 2, dtype=torch.int64, device=device)
+        _all_gather(lengths, lengths.new_tensor([[queries, keys]]), self.shards.all_group)
+        of_queries, of_keys = lengths.t().tolist()
         return of_queries, of_keys
 
     def _mask_of_all(self, mask: torch.Tensor, sizes: tuple[int, int, int], keys: list[int]) -> torch.Tensor:
@@ -213,15 +212,15 @@ class SplitTokens:
         processes = self.shards.ulysses
         elements_per_head = len(split) * batch * head_dim
         heads_per_process = [part.stop - part.start for part in _parts(heads, processes)]
-        own, (share, more) = heads_per_process[self.shards.rank], divmod(heads, processes)
+        own_heads, (share, more) = heads_per_process[self.shards.rank], divmod(heads, processes)
         if not more:
             sent = _messages(split, processes)
         else:  # `more` processes have one head more
             first = more * (share + 1)
             few = _messages([x[:, first:] for x in split], processes - more)
             sent = torch.cat([_messages([x[:, :first] for x in split], more), few])
-        whole, room = self._room(shared, split, own, sum(lengths))
-        sizes = [length * own * elements_per_head for length in lengths]
+        whole, room = self._room(shared, split, own_heads, sum(lengths))
+        sizes = [length * own_heads * elements_per_head for length in lengths]
         sizes_sent = [number * process_heads * elements_per_head for process_heads in heads_per_process]
         _all_to_all(room.view(-1), sent, sizes, sizes_sent, self.shards.group)
         return whole
@@ -251,7 +250,7 @@ class SplitTokens:
 
     def _give_heads_back(self, output: torch.Tensor, heads: int, lengths: list[int]) -> torch.Tensor:
         """Return (batch, own heads, tokens, head_dim) as (batch, all heads, tokens of this process, head_dim)."""
-        batch, own, tokens, head_dim = output.shape
+        batch, own_heads, tokens, head_dim = output.shape
         shared_length = tokens - sum(lengths)
         number = lengths[self.shards.rank] + shared_length
         by_token = output.permute(2, 0, 1, 3)  # as attention leaves one sample in memory
@@ -262,7 +261,7 @@ class SplitTokens:
             messages = [x for part in split.split(lengths) for x in (shared, part)[::order]]
         is_one_message = not shared_length and by_token.is_contiguous()
         sent = (by_token if is_one_message else _joined(torch.cat, messages, 0)).view(-1)
-        sizes_sent = [(length + shared_length) * batch * own * head_dim for length in lengths]
+        sizes_sent = [(length + shared_length) * batch * own_heads * head_dim for length in lengths]
         sizes = [number * batch * (part.stop - part.start) * head_dim for part in _parts(heads, self.shards.ulysses)]
         received = sent.new_empty(sum(sizes))
         _all_to_all(received, sent, sizes, sizes_sent, self.shards.group)

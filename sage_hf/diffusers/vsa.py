@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from sage_hf.attributes import ORDER
+from sage_hf.diffusers.bridge import ParallelProcessor
+from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.sparse.grids import arguments_of, layout_of
 from sage_hf.sparse.order import TileOrder
 from sage_hf.sparse.vsa import tiles_kept, vsa_attention
 from sage_kernels.runtime import dynamo
-
-from .bridge import ParallelProcessor
-from .errors import UnsupportedAttentionError
 
 GATE = "to_gate_compress"
 """Name of a block's gate, as in FastVideo's checkpoints: `blocks.N.to_gate_compress.{weight,bias}`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .config import Sparse
+from sage_hf.sparse.config import Sparse
 
 _HOME = {
     "MeanRouter": "routers",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sage_hf.patterns import matches
 
 if TYPE_CHECKING:
-    from .routers import Router
+    from sage_hf.sparse.routers import Router
 
 BLOCK = 128
 """Rows of a block and keys of a tile: the kernel's fastest sizes."""
@@ -54,7 +54,7 @@ class Sparse:
         if not isinstance(self.per_head, bool) or (self.per_head and self.router == "share"):
             raise ValueError(f'sparse.per_head: expected a bool, and False for "share"; got {self.per_head!r}')
         layers = self.dense_layers
-        if not isinstance(layers, tuple) or any(not isinstance(one, str) or not one for one in layers):
+        if not isinstance(layers, tuple) or any(not isinstance(layer, str) or not layer for layer in layers):
             raise ValueError(f"sparse.dense_layers: expected patterns of layer names, got {layers!r}")
 
     def is_dense(self, layer: str) -> bool:
@@ -64,16 +64,16 @@ class Sparse:
     def describe(self) -> str:
         """Return the settings as one line of text."""
         if self.router == "share":
-            what = f"the tiles with {self.keep:.0%} of the weight, as estimated from block means"
+            choice = f"the tiles with {self.keep:.0%} of the weight, as estimated from block means"
         else:
-            what = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
-        what += ", shared out among heads by their weight" if self.per_head else ""
+            choice = f"the {self.keep:.0%} of tiles with the best scores by {self.router}"
+        choice += ", shared out among heads by their weight" if self.per_head else ""
         steps = f", after {self.dense_steps} dense steps" if self.dense_steps else ""
-        return f"{what}, in calls of {self.from_tokens} tokens and more{steps}"
+        return f"{choice}, in calls of {self.from_tokens} tokens and more{steps}"
 
     def make_router(self, shares: tuple[float, ...] | None = None) -> Router:
         """Return the router; `shares` of heads replace `keep`."""
-        from .routers import MeanRouter, ShareRouter, SubBlockRouter
+        from sage_hf.sparse.routers import MeanRouter, ShareRouter, SubBlockRouter
 
         if self.router == "share":
             return ShareRouter(self.keep, block_m=BLOCK, block_n=BLOCK)

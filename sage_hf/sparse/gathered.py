@@ -32,9 +32,9 @@ def add_tiles(gradient: torch.Tensor, at: torch.Tensor, count: int) -> torch.Ten
     """Return (heads, count, elements): for each index, the sum of its rows of gradient (heads, m, elements)."""
     heads, _, elements = gradient.shape
     if count <= TILES_BY_PRODUCT:
-        ones = at.unsqueeze(1) == torch.arange(count, device=at.device)[:, None]
+        one_hot = at.unsqueeze(1) == torch.arange(count, device=at.device)[:, None]
         with torch.autocast(gradient.device.type, enabled=False):
-            return ones.to(gradient.dtype) @ gradient
+            return one_hot.to(gradient.dtype) @ gradient
     first = torch.arange(heads, device=at.device)[:, None] * count
     rows, every = gradient.reshape(-1, elements), (at + first).flatten()
     sums = torch.ops.aten.embedding_dense_backward(rows, every, heads * count, -1, False)

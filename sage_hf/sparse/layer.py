@@ -18,17 +18,16 @@ from torch import nn
 from sage_hf.attention import chosen_fallback, sage_attention
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
+from sage_hf.sparse.config import BLOCK, Sparse
+from sage_hf.sparse.grids import Grid, Layout, arguments_of, layout_of
+from sage_hf.sparse.order import TileOrder
+from sage_hf.sparse.reorder import Reordering
+from sage_hf.sparse.routers import Router, even_budgets, kept_mass, tile_mass
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
 from sage_kernels.spec.masks import key_mask
-
-from .config import BLOCK, Sparse
-from .grids import Grid, Layout, arguments_of, layout_of
-from .order import TileOrder
-from .reorder import Reordering
-from .routers import Router, even_budgets, kept_mass, tile_mass
 
 MEASURED_CALLS = 8
 """Default of `SparseModel.measured_calls`."""
@@ -38,13 +37,13 @@ SAMPLED_ROWS = 64
 logger = logging.get_logger(__name__)
 
 
-class _Call(threading.local):
+class _DenoiserCall(threading.local):
     """The denoiser call that a thread is running."""
 
     grid: Grid | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Call, ()
+        return _DenoiserCall, ()
 
 
 class SparseModel:
@@ -61,7 +60,7 @@ class SparseModel:
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
         self.settings = settings
         self.layout: Layout | None = layout_of(denoiser)
-        self.call = _Call()
+        self.call = _DenoiserCall()
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
         self.measured_calls = MEASURED_CALLS
@@ -139,7 +138,7 @@ def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Kept:
+class Statistics:
     """Statistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
 
     Attributes:
@@ -165,7 +164,7 @@ class SparseLayer:
         model: the state that it shares with the denoiser's other layers.
         always_dense: whether the configuration keeps this layer dense.
         crosses: whether the layer is known to be cross-attention, which may have as many keys as queries.
-        kept: statistics of its calls.
+        statistics: statistics of its calls.
         router: the layer's own router, with a share for each head; None: the router of `model`, or not measured yet.
     """
 
@@ -173,7 +172,7 @@ class SparseLayer:
         self.model = model
         self.always_dense = always_dense
         self.crosses = crosses
-        self.kept = Kept()
+        self.statistics = Statistics()
         self.router: Router | None = None
 
     def attend(
@@ -197,7 +196,7 @@ class SparseLayer:
             say_that_graphs_are_dense()
             return sage_attention(query, key, value, attn_mask, **arguments)
         if reason := self._why_dense(query, key, value, attn_mask, recipe, fallback, options):
-            self.kept.dense[reason] += 1
+            self.statistics.dense[reason] += 1
             return sage_attention(query, key, value, attn_mask, **arguments)
         order = self.model.order(query.shape[2], query.device)
         inside = None if self.model.is_reordered else order  # work that remains in this call
@@ -261,36 +260,36 @@ class SparseLayer:
         return f"no kernel of {recipe} takes block lists here" if kernel == "sdpa" else ""
 
     def _count(self, query: torch.Tensor, key: torch.Tensor, blocks: Any, scale: float | None, ordered: bool) -> None:
-        kept = self.kept
+        statistics = self.statistics
         share = blocks.counts.float().mean() / math.ceil(key.shape[2] / blocks.block_n)
-        kept.tiles = share if kept.tiles is None else kept.tiles + share
-        if kept.calls < self.model.measured_calls:
+        statistics.tiles = share if statistics.tiles is None else statistics.tiles + share
+        if statistics.calls < self.model.measured_calls:
             mass = kept_mass(query, key, blocks, scale)
-            kept.mass.append(mass.mean())
-            kept.least.append(mass.min())
-        kept.calls += 1
-        kept.ordered = ordered
+            statistics.mass.append(mass.mean())
+            statistics.least.append(mass.min())
+        statistics.calls += 1
+        statistics.ordered = ordered
 
 
 def sparsity_of(layer: SparseLayer) -> str:
     """Summarise the tiles that a layer's calls kept, as one line of text; "" before any call."""
-    kept, parts = layer.kept, []
-    if kept.calls:
-        assert kept.tiles is not None
-        order = "4×4×4" if kept.ordered else "raster"
+    statistics, parts = layer.statistics, []
+    if statistics.calls:
+        assert statistics.tiles is not None
+        order = "4×4×4" if statistics.ordered else "raster"
         mass = ""
-        if kept.mass:
-            mean, least = (float(torch.stack(x).mean()) for x in (kept.mass, kept.least))
+        if statistics.mass:
+            mean, least = (float(torch.stack(x).mean()) for x in (statistics.mass, statistics.least))
             mass = f" {mean:.1%} of attention weight (least head {least:.1%}),"
         if isinstance(shares := getattr(layer.router, "keep", None), tuple):
             order += f" order, heads {min(shares):.0%} to {max(shares):.0%}"
         else:
             order += " order"
         parts.append(
-            f"{kept.calls} sparse {'call' if kept.calls == 1 else 'calls'} by {layer.model.settings.router}: "
-            f"{float(kept.tiles) / kept.calls:.1%} of tiles,{mass} {order}"
+            f"{statistics.calls} sparse {'call' if statistics.calls == 1 else 'calls'} by "
+            f"{layer.model.settings.router}: {float(statistics.tiles) / statistics.calls:.1%} of tiles,{mass} {order}"
         )
-    parts += [f"{calls} dense: {reason}" for reason, calls in kept.dense.items()]
+    parts += [f"{calls} dense: {reason}" for reason, calls in statistics.dense.items()]
     return "; ".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from huggingface_hub.utils import logging
 
-from .config import Sparse
+from sage_hf.sparse.config import Sparse
 
 KEY = "sparse_attention_config"
 _SKIP_SOFTMAX = ("skip_softmax", "softmax_skip")
@@ -44,14 +44,14 @@ def sparse_of_model(config: Mapping[str, Any], layers: Iterable[str]) -> Sparse:
     if not isinstance(shipped, Mapping):
         raise ValueError(f'sparse: this model ships no {KEY}: give the settings instead of "model"')
     groups = shipped.get("config_groups")
-    named = groups if isinstance(groups, Mapping) else {}
-    algorithms = {name: _algorithm(group) for name, group in named.items()}
+    named_groups = groups if isinstance(groups, Mapping) else {}
+    algorithms = {name: _algorithm(group) for name, group in named_groups.items()}
     skipping = [name for name, algorithm in algorithms.items() if algorithm in _SKIP_SOFTMAX]
     if not skipping:
-        found = ", ".join(map(str, algorithms.values())) or "no group"
-        raise ValueError(f"sparse: {KEY} has {found}, and sage_hf can use only skip_softmax")
-    left_out = [f"the group {name} ({algorithms[name]})" for name in named if name != skipping[0]]
-    fields = {**shipped, **named[skipping[0]]}
+        listed = ", ".join(map(str, algorithms.values())) or "no group"
+        raise ValueError(f"sparse: {KEY} has {listed}, and sage_hf can use only skip_softmax")
+    left_out = [f"the group {name} ({algorithms[name]})" for name in named_groups if name != skipping[0]]
+    fields = {**shipped, **named_groups[skipping[0]]}
     sparsity = _of_prefill(fields.get("target_sparsity", fields.get("target_sparse_ratio")))
     if sparsity is None:
         raise ValueError(f"sparse: {KEY} has no target_sparsity, so the share of tiles to keep must be given: keep")

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_hf.sparse.grids import Grid, Layout, by_name
+from sage_hf.sparse.order import TileOrder
 from sage_kernels.runtime import dynamo
-
-from .grids import Grid, Layout, by_name
-from .order import TileOrder
 
 FOR_ALL_TOKENS = frozenset(
     ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")
@@ -145,21 +144,25 @@ class Reordering(threading.local):
 
 def _parameters(block_class: Any) -> list[str]:
     """Return the names of the parameters of a block's forward; the block ignores other arguments."""
-    found = inspect.signature(block_class.forward).parameters.values()
-    return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD or one.kind is one.KEYWORD_ONLY][1:]
+    parameters = inspect.signature(block_class.forward).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or parameter.kind is parameter.KEYWORD_ONLY
+    ][1:]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_changed(one, change) for one in value)
+        return type(value)(_changed(item, change) for item in value)
     return value

@@ -326,7 +326,7 @@ def _keep_most(
     tiles = scores.shape[3]
     numbers = _numbers(keep, scores.shape[1], tiles)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    if len(set(numbers)) == 1 and all(one.stop is not None and one.start == one.stop for one in dense):
+    if len(set(numbers)) == 1 and all(rows.stop is not None and rows.start == rows.stop for rows in dense):
         best = order[..., : numbers[0]].sort(-1).values.int()
         return BlockList(best.new_full(best.shape[:3], numbers[0]), best, block_m, block_n)
     of_head = torch.tensor(numbers, device=scores.device)[:, None, None]

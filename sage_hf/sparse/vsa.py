@@ -9,13 +9,12 @@ import torch
 
 from sage_hf import record
 from sage_hf.attention import sage_attention
+from sage_hf.sparse.gathered import attend_to_tiles
+from sage_hf.sparse.order import TILE_TOKENS, TileOrder
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.block_list import BlockList
-
-from .gathered import attend_to_tiles
-from .order import TILE_TOKENS, TileOrder
 
 KERNEL = "sdpa of tiles side by side"
 """Name of the exact fine stage in `sage_hf.explain`."""

@@ -107,12 +107,12 @@ def sage_attention_forward(
         )
         extras = {"position_bias": position_bias, "softcap": softcap, "s_aux": s_aux}
         for_eager |= {name: extra for name, extra in extras.items() if extra is not None}
-        call = _Call(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
+        call = _ModelCall(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
         return record.run_in_layer(module, _eager, module, call, for_eager, reason)
     if position_bias is not None:
         mask = with_causality(mask, query, key) if causal else mask
         mask, causal = _add_to_bias(position_bias, mask), False
-    call = _Call(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
+    call = _ModelCall(query, key, value, mask, causal, scaling, dropout, recipe, chosen_fallback(fallback))
     output = record.run_in_layer(module, _attend_by_recipe, call, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
@@ -120,18 +120,18 @@ def sage_attention_forward(
 def _settings_of(module: nn.Module, recipe: str, fallback: str | None) -> tuple[str, str | None]:
     """Return a layer's recipe and fallback, given its model's; see `sage_attention_forward`."""
     # This is faster than `getattr`, which for a missing attribute searches a module's parameters, buffers and children.
-    own = module.__dict__
+    attributes = module.__dict__
     if torch.compiler.is_compiling():
-        own = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
-    implementation = own.get(IMPLEMENTATION)
+        attributes = {name: getattr(module, name, None) for name in (IMPLEMENTATION, RECIPE, TRAINING, FALLBACK)}
+    implementation = attributes.get(IMPLEMENTATION)
     if not implementation or implementation == name_of(recipe, fallback):
-        training = own.get(TRAINING) if module.training else None
-        recipe, fallback = training or own.get(RECIPE) or recipe, own.get(FALLBACK) or fallback
+        training = attributes.get(TRAINING) if module.training else None
+        recipe, fallback = training or attributes.get(RECIPE) or recipe, attributes.get(FALLBACK) or fallback
     return recipe, fallback
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModelCall:
     """Attention call of a model.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Call:
 
 
 def _attend_by_recipe(
-    call: _Call,
+    call: _ModelCall,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -220,11 +220,11 @@ def _attend_by_recipe(
     if sinks is None or lse is None:
         return output
     # The output was divided by exp(lse); a sink adds exp(sink) to this sum.
-    kept = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
-    return (output * kept.unsqueeze(-1)).to(output.dtype)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype).reshape(-1, 1))
+    return (output * share.unsqueeze(-1)).to(output.dtype)
 
 
-def _gains(causality: Causality, call: _Call) -> bool:
+def _gains(causality: Causality, call: _ModelCall) -> bool:
     """Check whether a call gains if its mask's causality is stated: no mask is left, or recent keys stay in 16 bits."""
     if call.recipe == "exact" or not causality.hides_more:
         return call.recipe != "exact"
@@ -235,7 +235,7 @@ def _gains(causality: Causality, call: _Call) -> bool:
 
 
 def _eager(
-    module: nn.Module, call: _Call, keywords: dict[str, object], reason: str
+    module: nn.Module, call: _ModelCall, keywords: dict[str, object], reason: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model's own eager attention; return its output (batch, q_len, q_heads, v_head_dim) and the weights."""
     eager = eager_attention_of(module)

@@ -42,7 +42,7 @@ def is_paged_cache(value: object) -> bool:
     """Check whether a value is the cache of continuous batching."""
     modules = [module for name, module in sys.modules.items() if name.startswith(CONTINUOUS_BATCHING)]
     classes = (getattr(module, "PagedAttentionCache", None) for module in modules)
-    return any(isinstance(value, one) for one in classes if one is not None)
+    return any(isinstance(value, cls) for cls in classes if cls is not None)
 
 
 def implementation_of(layer_or_config: Any) -> str | None:
@@ -73,14 +73,14 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
     Layers may read another config: an EncoderDecoderModel gives its encoder a new config, but the layers keep theirs.
     """
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "set_attn_implementation")]
     while pending:
         config = pending.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
             pending += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
-    return list(found.values())
+    return list(configs.values())
 
 
 def asks_for_implementation(names: tuple[str, ...]) -> bool:

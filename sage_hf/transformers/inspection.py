@@ -45,9 +45,9 @@ def methods(module_class: type) -> Iterator[CodeType]:
             chain: list[Any] = []  # including wrappers, which may be a patch
             function: Any = vars(base).get(name, object.__init__)
             function = inspect.unwrap(function, stop=chain.append)
-            for one in (*chain, function):
-                if isinstance(one, FunctionType) and one.__module__ not in EVERY_MODEL:
-                    yield from _nested(one.__code__)
+            for wrapped in (*chain, function):
+                if isinstance(wrapped, FunctionType) and wrapped.__module__ not in EVERY_MODEL:
+                    yield from _nested(wrapped.__code__)
             if name in vars(base) and "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
                 break
 
@@ -55,15 +55,15 @@ def methods(module_class: type) -> Iterator[CodeType]:
 @once_per_class
 def built_classes(module_class: type) -> frozenset[type]:
     """Return the class, the module classes named in its constructor, in their constructors, and so on."""
-    found: set[type] = set()
+    built: set[type] = set()
     waiting = [module_class]
     while waiting:
-        one = waiting.pop()
-        if one in found:
+        waiting_class = waiting.pop()
+        if waiting_class in built:
             continue
-        found.add(one)
-        waiting += _named_by_constructor(one)
-    return frozenset(found)
+        built.add(waiting_class)
+        waiting += _named_by_constructor(waiting_class)
+    return frozenset(built)
 
 
 @functools.cache
@@ -78,12 +78,12 @@ def models_of(config_class: type) -> list[Any]:
     models: set[Any] = set()
     waiting: set[Any] = {PreTrainedModel}
     while waiting:
-        waiting = {subclass for one in waiting for subclass in one.__subclasses__()}
+        waiting = {subclass for known_class in waiting for subclass in known_class.__subclasses__()}
         models |= waiting
     models = {model for model in models if runs_other_attention(model)}
     for base in config_class.__mro__:
-        if found := [model for model in models if model.config_class is base]:
-            return found
+        if matching := [model for model in models if model.config_class is base]:
+            return matching
     return []
 
 
@@ -93,8 +93,8 @@ def asks_for_sdpa(model_class: type) -> bool:
     "sdpa"."""
     return any(
         asks_for_implementation(code.co_names) and "'sdpa'" in repr(code.co_consts)
-        for one in built_classes(model_class)
-        for code in methods(one)
+        for built in built_classes(model_class)
+        for code in methods(built)
     )
 
 
@@ -115,8 +115,8 @@ def swapped_in_readers(model: nn.Module) -> dict[str, nn.Module]:
     Such a module was put into the model. Classes of transformers are left out, which a model may take from tables, and
     modules that only hand their masks to others which call its attention interface.
     """
-    classes = {type(one) for one in model.modules() if hasattr(one, "set_attn_implementation")}
-    known = {code for one in classes for built in built_classes(one) for code in methods(built)}
+    classes = {type(module) for module in model.modules() if hasattr(module, "set_attn_implementation")}
+    known = {code for module_class in classes for built in built_classes(module_class) for code in methods(built)}
 
     def reads(module: nn.Module) -> bool:
         if type(module).__module__.startswith("transformers."):
@@ -130,7 +130,10 @@ def swapped_in_readers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _loads_mask(code: CodeType) -> bool:
-    return any("LOAD" in one.opname and one.argval == "attention_mask" for one in dis.get_instructions(code))
+    return any(
+        "LOAD" in instruction.opname and instruction.argval == "attention_mask"
+        for instruction in dis.get_instructions(code)
+    )
 
 
 def _computes_with_masks(code: CodeType) -> bool:
@@ -161,19 +164,21 @@ def source_of(code: CodeType) -> ast.Module | None:
 
 def _named_by_constructor(module_class: type) -> list[type]:
     """Return the module classes that a constructor names: global, of the function around it, in modules, in tables."""
-    named: list[object] = []
+    referenced: list[object] = []
     for base in module_class.__mro__:
         constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
         if isinstance(constructor, FunctionType) and constructor.__module__ not in EVERY_MODEL:
             names = {name for code in _nested(constructor.__code__) for name in code.co_names}
-            found = [constructor.__globals__[name] for name in names if name in constructor.__globals__]
+            values = [constructor.__globals__[name] for name in names if name in constructor.__globals__]
             for cell in constructor.__closure__ or ():
                 with contextlib.suppress(ValueError):  # it is empty
-                    found.append(cell.cell_contents)
-            modules = [one for one in found if isinstance(one, ModuleType) and not one.__name__.startswith("torch")]
-            found += [vars(one)[name] for one in modules for name in names if name in vars(one)]
-            named += found + [value for table in found if isinstance(table, dict) for value in table.values()]
-    return [value for value in named if is_module_class(value)]
+                    values.append(cell.cell_contents)
+            modules = [
+                value for value in values if isinstance(value, ModuleType) and not value.__name__.startswith("torch")
+            ]
+            values += [vars(module)[name] for module in modules for name in names if name in vars(module)]
+            referenced += values + [value for table in values if isinstance(table, dict) for value in table.values()]
+    return [value for value in referenced if is_module_class(value)]
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -77,9 +77,9 @@ class QuantizedKVCache(Cache):
             elif type(layer) is StaticLayer:
                 layers[number] = latest = StaticQuantizedLayer(config, self.note, number, latest, layer, layers)
             else:
-                self.note.kept.setdefault(_kind_of(layer), []).append(number)
+                self.note.exact_layers.setdefault(_kind_of(layer), []).append(number)
         super().__init__(layers=layers)
-        for reason, numbers in self.note.kept.items():
+        for reason, numbers in self.note.exact_layers.items():
             warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
 
     @property
@@ -99,16 +99,16 @@ class QuantizedKVCache(Cache):
             if tokens_to_remove >= 0:
                 return
         quantized = [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
-        others = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
+        plain_layers = [(layer, vars(layer).copy()) for layer in self.layers if not isinstance(layer, QuantizedLayer)]
         for layer in quantized:
             layer.settle()
-        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in others):
+        if self.is_static and not all(getattr(layer, "is_croppable", True) for layer, _ in plain_layers):
             raise RuntimeError("a layer with a sliding window does not track past states, and cannot be cropped")
         try:
-            for layer, _ in others:
+            for layer, _ in plain_layers:
                 layer.crop(tokens_to_remove)
         except Exception:
-            for layer, before in others:
+            for layer, before in plain_layers:
                 vars(layer).update(before)
             raise
         for layer in quantized:
@@ -141,26 +141,30 @@ class GenerateWithCache:
                 gives the cache's length.
         """
         model = self.model
-        given = kwargs.get("generation_config") or next(iter(args[1:2]), None)
+        generation_config = kwargs.get("generation_config") or next(iter(args[1:2]), None)
 
         def setting(name: str) -> Any:
-            values = kwargs.get(name), getattr(given, name, None), getattr(model.generation_config, name, None)
+            values = (
+                kwargs.get(name),
+                getattr(generation_config, name, None),
+                getattr(model.generation_config, name, None),
+            )
             return next((value for value in values if value is not None), None)
 
-        own = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
-        if not own and setting("use_cache") is not False:
-            chosen, length = setting("cache_implementation"), None
-            if chosen == "static":
+        has_cache = any(kwargs.get(key) is not None for key in ("cache", "past_key_values"))
+        if not has_cache and setting("use_cache") is not False:
+            implementation, length = setting("cache_implementation"), None
+            if implementation == "static":
                 length = self._static_length(args, kwargs, setting)
                 kwargs["cache_implementation"] = None  # overrides the configs, which then name no cache
-            elif chosen not in (None, "hybrid"):  # "hybrid", of older files, is the default cache of transformers 5
+            elif implementation not in (None, "hybrid"):  # "hybrid", of older files, is transformers 5's default cache
                 raise ValueError(
-                    f"cache_implementation={chosen!r} and kv_cache={self.format!r} name two caches; the quantised one "
-                    'grows with its tokens, or has static shapes by cache_implementation="static", and is not '
-                    "offloaded: leave cache_implementation out, or pass the other cache itself"
+                    f"cache_implementation={implementation!r} and kv_cache={self.format!r} name two caches; the "
+                    'quantised one grows with its tokens, or has static shapes by cache_implementation="static", and '
+                    "is not offloaded: leave cache_implementation out, or pass the other cache itself"
                 )
             cache = QuantizedKVCache(model.config, self.format, max_cache_len=length)
-            if getattr(given, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
+            if getattr(generation_config, "is_assistant", False) and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()  # as `generate` does for the caches of its assistants
             kwargs[cache_keyword(model)] = cache
         return type(model).generate(model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
@@ -174,13 +178,15 @@ class GenerateWithCache:
         """
         prompts = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         tokens = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
-        new, most, given = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
-        if new is None and most is None and given is None:
+        max_new_tokens, max_length, cache_length = map(setting, ("max_new_tokens", "max_length", "max_cache_len"))
+        if max_new_tokens is None and max_length is None and cache_length is None:
             raise ValueError(
                 f'cache_implementation="static" and kv_cache={self.format!r}: set max_new_tokens or max_cache_len, or '
                 f'pass cache=sage_hf.QuantizedKVCache(model.config, "{self.format}", max_cache_len=…)'
             )
-        self.longest = max(self.longest, given or 0, (most or 0) if new is None else tokens + new)
+        self.longest = max(
+            self.longest, cache_length or 0, (max_length or 0) if max_new_tokens is None else tokens + max_new_tokens
+        )
         return self.longest
 
 

@@ -90,9 +90,9 @@ class QuantizedLayer(DynamicLayer):
             reason = f"{key.dtype}"
         self.is_decided = True
         if reason:
-            kept = self.note.kept.setdefault(reason, [])
-            if self.number not in kept:  # after reset() it exists already
-                kept.append(self.number)
+            layers = self.note.exact_layers.setdefault(reason, [])
+            if self.number not in layers:  # after reset() it exists already
+                layers.append(self.number)
             warn_once(f"KV cache: layers stay in 16 bits: {reason}")
         else:
             self.cache = KVCache(get_format(self.note.format), key)
@@ -105,7 +105,7 @@ class QuantizedLayer(DynamicLayer):
         value_states: torch.Tensor,
         *args: Any,
         kwargs: dict[str, Any] | None = None,
-        **others: Any,
+        **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new tokens, (batch, kv_heads, tokens, head_dim).
 
@@ -113,7 +113,7 @@ class QuantizedLayer(DynamicLayer):
             key_states, value_states: the new tokens.
             args: arguments of transformers before 5.24; not used.
             kwargs: the keywords of the attention function that is called next.
-            others: not used.
+            unused: not used.
 
         Returns:
             The new tokens if our attention comes next, or else whole K and V.
@@ -325,11 +325,13 @@ def limit_of_keywords(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None, keywords: dict[str, Any]
 ) -> str:
     """Return the reason why attention with these arguments cannot decode from the codes; "" if it can."""
-    named = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
-    given = [name for name in named if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
-    given += sort_keywords(module, {name: x for name, x in keywords.items() if name not in (*named, "is_causal")})
-    if given:
-        return f"{', '.join(given)} given by the model"
+    keyword_names = ("position_bias", "softcap", "s_aux", "output_attentions", "dropout")
+    passed = [name for name in keyword_names if (x := keywords.get(name)) is not None and (torch.is_tensor(x) or x)]
+    passed += sort_keywords(
+        module, {name: x for name, x in keywords.items() if name not in (*keyword_names, "is_causal")}
+    )
+    if passed:
+        return f"{', '.join(passed)} given by the model"
     if query.shape[0] != key.shape[0] or query.dtype != key.dtype:
         return "Q and K differ in batch or dtype"
     if scaling is not None and scaling <= 0:

@@ -49,11 +49,11 @@ def refusal(model_class: type) -> str | None:
     """
     file = model_class.__module__
     namespace = vars(sys.modules[file]) if file in sys.modules else {}
-    own = {name: value for name, value in namespace.items() if getattr(value, "__module__", file) == file}
-    attention = [value for name, value in own.items() if "Attention" in name and is_module_class(value)]
-    if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in own.items()):
+    defined = {name: value for name, value in namespace.items() if getattr(value, "__module__", file) == file}
+    attention = [value for name, value in defined.items() if "Attention" in name and is_module_class(value)]
+    if any(isinstance(value, dict) and name.endswith("ATTENTION_CLASSES") for name, value in defined.items()):
         return f"{file} chooses among attention classes of its own"
-    calls = any(calls_interface(value) for value in own.values() if is_module_class(value))
+    calls = any(calls_interface(value) for value in defined.values() if is_module_class(value))
     base = _model_of_another_file(model_class)
     if base is not None and not calls and (reason := refusal(base)):
         return reason
@@ -71,8 +71,12 @@ def refusal(model_class: type) -> str | None:
 
 def _model_of_another_file(model_class: type) -> type | None:
     """Return the closest base class that is a model and is defined in another file; None if there is none."""
-    others = (base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL))
-    return next((base for base in others if is_module_class(base) and hasattr(base, "set_attn_implementation")), None)
+    foreign_bases = (
+        base for base in model_class.__mro__ if base.__module__ not in (model_class.__module__, *EVERY_MODEL)
+    )
+    return next(
+        (base for base in foreign_bases if is_module_class(base) and hasattr(base, "set_attn_implementation")), None
+    )
 
 
 def _find_enclosing(name: str, values: dict[str, bool]) -> bool:

@@ -132,8 +132,8 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
         return Causality(offset)
     # Causality hides the keys after the last query, such as unwritten places of a static cache, so padding need not
     # hide them. A step of one query keeps the cache's length, so that all steps have the same shapes.
-    told = first + q_len if q_len > 1 else start + kwargs["kv_length"]
-    if padding.dim() != 2 or padding.shape[1] < told:
+    needed = first + q_len if q_len > 1 else start + kwargs["kv_length"]
+    if padding.dim() != 2 or padding.shape[1] < needed:
         return None
     seen = padding[:, start : first + q_len]
     if bool(seen.all()):

@@ -66,7 +66,7 @@ _replacements: dict[tuple[Any, str], _Replacement] = {}
 def rotate_by_kernel(model: nn.Module) -> None:
     """Let the layers of a model's class use the kernel while they run a low-bit recipe of ours."""
     for layer in filter(calls_interface, built_classes(type(model))):
-        owner: Any = next((one for one in layer.__mro__ if "forward" in vars(one)), None)
+        owner: Any = next((base for base in layer.__mro__ if "forward" in vars(base)), None)
         if owner is None or ROTATE not in unwrap(owner.forward).__code__.co_names:
             continue
         file = sys.modules.get(unwrap(owner.forward).__module__)
@@ -179,9 +179,9 @@ def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.dev
         (1, 3, head_dim),
         (1, 3, head_dim),
     )  # as compiled for most models
-    drawn = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
+    samples = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
     try:
-        return all(map(torch.equal, _by_kernel(*drawn), rotate(*drawn)))
+        return all(map(torch.equal, _by_kernel(*samples), rotate(*samples)))
     except Exception as error:
         logger.warning(f"{rotate.__module__}.{ROTATE} stays in use: comparing it with our kernel failed: {error!r}")
         return False

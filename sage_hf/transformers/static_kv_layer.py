@@ -73,12 +73,12 @@ class StaticQuantizedLayer(QuantizedLayer):
         value_states: torch.Tensor,
         *args: Any,
         kwargs: dict[str, Any] | None = None,
-        **others: Any,
+        **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new tokens, (batch, kv_heads, tokens, head_dim).
 
         Args:
-            key_states, value_states, args, kwargs, others: as in `QuantizedLayer`.
+            key_states, value_states, args, kwargs, unused: as in `QuantizedLayer`.
 
         Returns:
             The new tokens: our attention reads the past tokens from the cache.

@@ -18,7 +18,6 @@ from sage_kernels.dispatch import cost_model, execution
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.exact.attend import attend_exactly
-from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import get_recipe
 
@@ -40,9 +39,8 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     """
     inputs = draw(case, device)
     query, key, value = inputs.tensors
-    mask = None if case.mask == "lower_right" else inputs.mask
-    recipe, keys, scale = get_recipe("exact"), Mask.of(mask, case.kv_len), case.head_dim**-0.5
-    call = Call(query, key, value, recipe, keys, case.is_causal, case.causal_offset, scale)
+    call = inputs.call("exact")
+    mask = call.mask.tensor
     causality: dict[str, Any] = {"is_causal": case.is_causal, "causal_offset": case.causal_offset}
 
     def exactly(backend: SDPBackend) -> Tensor:
@@ -55,12 +53,12 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     def forward(name: str) -> Callable[[], Tensor]:
         if name in BACKENDS:
             return partial(exactly, BACKENDS[name])
-        if (own := get_exact(name)) is not None:
-            if reason := own.unsupported(execution.request_of(call)):
+        if (kernel := get_exact(name)) is not None:
+            if reason := kernel.unsupported(execution.request_of(call)):
                 raise ValueError(f"{name}: {reason}")
-            return partial(own.attend, call)
+            return partial(kernel.attend, call)
         if case.training:
-            options = causality | {"valid": keys.valid, "recipe": name, "fallback": "error"}
+            options = causality | {"valid": call.mask.valid, "recipe": name, "fallback": "error"}
             return lambda: training.attention(query, key, value, **options)[0]
         options = causality | {"mask": mask, "recipe": name, "fallback": "error"}
         return lambda: ops.attention(query, key, value, **options)[0]

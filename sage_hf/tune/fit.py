@@ -45,18 +45,18 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
     The curve is for all head_dims; padded head_dims with FEWEST_OF_A_WIDTH calls also have a separate curve.
     """
     kinds: dict[tuple[str, str, bool], list[Measured]] = {}
-    for one in measured:
-        kinds.setdefault((one.runner, one.mask, one.causal), []).append(one)
+    for point in measured:
+        kinds.setdefault((point.runner, point.mask, point.causal), []).append(point)
     curves = []
     for calls in kinds.values():
         if len(calls) < FEWEST:
             continue
         curve = _fit_one(calls, multiprocessors)
         curves.append(curve)
-        for low, high in sorted({_padded_alike(curve.schedule.widths, one.sizes.head_dim) for one in calls}):
-            own = [one for one in calls if low <= one.sizes.head_dim <= high]
-            if FEWEST_OF_A_WIDTH <= len(own) < len(calls):
-                curves.append(replace(_fit_one(own, multiprocessors), head_dims=(low, high)))
+        for low, high in sorted({_padded_alike(curve.schedule.widths, call.sizes.head_dim) for call in calls}):
+            calls_of_width = [call for call in calls if low <= call.sizes.head_dim <= high]
+            if FEWEST_OF_A_WIDTH <= len(calls_of_width) < len(calls):
+                curves.append(replace(_fit_one(calls_of_width, multiprocessors), head_dims=(low, high)))
     return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dims)))
 
 
@@ -68,17 +68,19 @@ def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
 
 def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     """Return the curve with the least sum of squared relative errors."""
-    kind, head_dims = calls[0], {one.sizes.head_dim for one in calls}
-    grouped = any(one.sizes.q_heads != one.sizes.kv_heads for one in calls)
+    kind, head_dims = calls[0], {call.sizes.head_dim for call in calls}
+    grouped = any(call.sizes.q_heads != call.sizes.kv_heads for call in calls)
     slots = [count * multiprocessors for count in ITEMS_PER_MULTIPROCESSOR]
     packs, widths = (False, True)[: 1 + grouped], WIDTHS if len(head_dims) > 1 else WIDTHS[:1]
-    nominal_ones = [Schedule(*one, (NOMINAL_WIDTH,)) for one in product(ROWS, KEYS, slots, ORDERS, packs)]
-    schedules = [replace(one, widths=padded) for padded, one in product(widths, nominal_ones)]
-    us = torch.tensor([one.us for one in calls], dtype=torch.float64)
+    nominal_schedules = [Schedule(*sizes, (NOMINAL_WIDTH,)) for sizes in product(ROWS, KEYS, slots, ORDERS, packs)]
+    schedules = [
+        replace(nominal_schedule, widths=padded) for padded, nominal_schedule in product(widths, nominal_schedules)
+    ]
+    us = torch.tensor([call.us for call in calls], dtype=torch.float64)
     # The padded head_dim is only a factor of some columns.
-    nominal = [replace(one.sizes, head_dim=NOMINAL_WIDTH) for one in calls]
-    works = [[work(sizes, kind.causal, schedule) for sizes in nominal] for schedule in nominal_ones]
-    factors = [[_padded_alike(padded, one.sizes.head_dim)[1] / NOMINAL_WIDTH for one in calls] for padded in widths]
+    nominal = [replace(call.sizes, head_dim=NOMINAL_WIDTH) for call in calls]
+    works = [[work(sizes, kind.causal, schedule) for sizes in nominal] for schedule in nominal_schedules]
+    factors = [[_padded_alike(padded, call.sizes.head_dim)[1] / NOMINAL_WIDTH for call in calls] for padded in widths]
     columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
     columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
     if kind.mask.split(",")[0] in ("none", "keys"):
@@ -87,10 +89,10 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
     weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
     least = int(errors.argmin())
-    schedule, found = schedules[int(best[least])], Weights(*weights[least].tolist())
+    schedule, fitted = schedules[int(best[least])], Weights(*weights[least].tolist())
     served = _padded_alike(schedule.widths, min(head_dims))[0], _padded_alike(schedule.widths, max(head_dims))[1]
-    curve = Curve(kind.runner, kind.mask, kind.causal, served, schedule, found)
-    squares = [math.log(one.us / curve.us(one.sizes)) ** 2 for one in calls]
+    curve = Curve(kind.runner, kind.mask, kind.causal, served, schedule, fitted)
+    squares = [math.log(call.us / curve.us(call.sizes)) ** 2 for call in calls]
     return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
 
 

@@ -61,14 +61,17 @@ def points() -> list[Case]:
 
     Kinds of calls take turns, so that a few calls of every kind come first.
     """
-    found = [replace(one, head_dim=_measured(one.head_dim)) for one in grid.drawn(DRAWN, SEED, MOST_OPERATIONS)]
+    cases = [
+        replace(drawn_case, head_dim=_measured(drawn_case.head_dim))
+        for drawn_case in grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
+    ]
     for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
-        found.append(Case("chunked prefill", 1, heads, heads // group, q_len, kv_len, head_dim, "lower_right"))
+        cases.append(Case("chunked prefill", 1, heads, heads // group, q_len, kv_len, head_dim, "lower_right"))
     for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
-        found.append(Case("causal", batch, 16, 16, n, n, head_dim, "causal_lengths"))
+        cases.append(Case("causal", batch, 16, 16, n, n, head_dim, "causal_lengths"))
 
     def train(batch: int, q_heads: int, kv_heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> None:
-        found.append(Case("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
+        cases.append(Case("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
 
     for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
         batch = max(1, 8192 // n)
@@ -87,7 +90,7 @@ def points() -> list[Case]:
         train(batch, 20, 20, n, head_dim, mask)
     found += _drawn_training()
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
-    for case in dict.fromkeys(found):
+    for case in dict.fromkeys(cases):
         kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)
     for index, calls in enumerate(kinds.values()):
         random.Random(index).shuffle(calls)
@@ -110,7 +113,7 @@ def _drawn_training() -> list[Case]:
 
 def _measured(head_dim: int) -> int:
     """Return the smallest measured head_dim that is at least this head_dim."""
-    return next(one for one in HEAD_DIMS if head_dim <= one)
+    return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
 def _mask(case: Case) -> str:
@@ -139,22 +142,22 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         return time.perf_counter() - started
 
     progress("compiling kernels")
-    own = [(name, case) for case in todo for name in names_for(case) if name not in BACKENDS]
-    compiled = compile_kernels(device, own, COMPILING * seconds)
+    to_compile = [(name, case) for case in todo for name in names_for(case) if name not in BACKENDS]
+    compiled = compile_kernels(device, to_compile, COMPILING * seconds)
     progress(f"compiled for {compiled:,} calls in {passed():.0f} s; measuring {len(todo)} calls")
-    found = list(measure_points(device, todo, (1 - FITTING) * seconds - passed()))
-    if not found:
+    timed_points = list(measure_points(device, todo, (1 - FITTING) * seconds - passed()))
+    if not timed_points:
         raise ValueError("nothing could be measured on this GPU in time")
-    calls = len({(one.sizes, one.mask, one.causal) for one in found})
-    left = "; --seconds can give the others time" if calls < len(todo) else ""
-    progress(f"measured {calls} of them by {len(found) / calls:.1f} kernels each until {passed():.0f} s{left}")
+    calls = len({(timed_point.sizes, timed_point.mask, timed_point.causal) for timed_point in timed_points})
+    hint = "; --seconds can give the others time" if calls < len(todo) else ""
+    progress(f"measured {calls} of them by {len(timed_points) / calls:.1f} kernels each until {passed():.0f} s{hint}")
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    curves = fit(found, properties.multi_processor_count)
+    curves = fit(timed_points, properties.multi_processor_count)
     shipped = cost_model.shipped_path(capability)
     if shipped.exists():
-        there = set(map(_kind, curves))
-        curves += tuple(one for one in cost_model.read_table(shipped).curves if _kind(one) not in there)
+        measured_kinds = set(map(_kind, curves))
+        curves += tuple(curve for curve in cost_model.read_table(shipped).curves if _kind(curve) not in measured_kinds)
     progress(f"fitted {len(curves)} curves until {passed():.0f} s")
     return Table(properties.name, capability, versions(), curves)
 

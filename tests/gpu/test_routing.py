@@ -32,7 +32,7 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(case, routed, device):
     inputs = draw(case, device)
 
     def us(recipe, fallback):
-        options = {"mask": inputs.mask, "is_causal": inputs.is_causal, "recipe": recipe, "fallback": fallback}
+        options = {"mask": inputs.mask, "is_causal": inputs.case.upper_left, "recipe": recipe, "fallback": fallback}
         with Queue(device).entered() as queue:
             return queue.gpu_us(lambda: ops.attention(*inputs.tensors, **options), TIMED_MS, REPLAYS)
 

@@ -20,7 +20,7 @@ def fake_result() -> dict:
             row = measure.new_row(shape, one)
             if one.name == "fa3":
                 row["unavailable"] = "ModuleNotFoundError: No module named 'fa3_fwd'"
-            elif one.name == "sage_hf:sage1" and shape.causal:
+            elif one.name == "sage_hf:sage1" and shape.upper_left:
                 row["unavailable"] = "RuntimeError: no causal"
             else:
                 row |= {"kernel": "k", "compile_s": 0.5, "rel_l1": 0.01, "cosine": 0.999}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from .registry import ADAPTERS, FAMILIES
+from sage_hf.diffusers.families.registry import ADAPTERS, FAMILIES
 
 __all__ = ["ADAPTERS", "FAMILIES"]
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, project_qkv, sdpa_mask
-from .registry import computes
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    merge_heads,
+    normalize_query_key,
+    project_out,
+    project_qkv,
+    sdpa_mask,
+)
+from sage_hf.diffusers.families.registry import computes
 
 
 @computes("CogVideoXAttnProcessor2_0", fused="FusedCogVideoXAttnProcessor2_0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, project_out, split_heads
-from .registry import computes
+from sage_hf.diffusers.families.layout import Attend, AttentionModule, merge_heads, project_out, split_heads
+from sage_hf.diffusers.families.registry import computes
 
 
 @computes("CosmosAttnProcessor2_0")

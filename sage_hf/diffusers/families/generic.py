@@ -6,8 +6,16 @@ import math
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, project_qkv, sdpa_mask
-from .registry import computes
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    merge_heads,
+    normalize_query_key,
+    project_out,
+    project_qkv,
+    sdpa_mask,
+)
+from sage_hf.diffusers.families.registry import computes
 
 
 @computes("AttnProcessor2_0", "AllegroAttnProcessor2_0", fused="FusedAttnProcessor2_0")

@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 
-from .generic import generic_attention
-from .joint import attend_jointly
-from .layout import Attend, AttentionModule, merge_heads, project_out, project_qkv, split_heads
-from .registry import computes_adapter
+from sage_hf.diffusers.families.generic import generic_attention
+from sage_hf.diffusers.families.joint import attend_jointly
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    merge_heads,
+    project_out,
+    project_qkv,
+    split_heads,
+)
+from sage_hf.diffusers.families.registry import computes_adapter
 
 
 @computes_adapter("IPAdapterAttnProcessor2_0")
@@ -68,9 +75,9 @@ def unet_ip_adapter_attention(
             strengths = _strength_of_each_image(strength, mask, image, i)
             if not _is_nonzero(strength):
                 continue
-            for j, (one, area) in enumerate(zip(strengths, _areas(mask, query), strict=True)):
-                found = attend(query, *(split_heads(p(image[:, j]), attn.heads) for p in project))
-                states = states + one * (found * split_heads(area, attn.heads))
+            for j, (image_strength, area) in enumerate(zip(strengths, _areas(mask, query), strict=True)):
+                attended = attend(query, *(split_heads(p(image[:, j]), attn.heads) for p in project))
+                states = states + image_strength * (attended * split_heads(area, attn.heads))
         return states
 
     return generic_attention(attend_to_all, attn, hidden_states, text, attention_mask, temb)

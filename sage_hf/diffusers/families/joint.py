@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import (
+from sage_hf.diffusers.families.layout import (
     Attend,
     AttentionModule,
     join_tokens,
@@ -14,7 +14,7 @@ from .layout import (
     project_qkv,
     split_heads,
 )
-from .registry import computes
+from sage_hf.diffusers.families.registry import computes
 
 
 def _project_context(

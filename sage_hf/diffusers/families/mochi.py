@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, join_tokens, merge_heads, project_out, split_heads
-from .registry import computes
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    join_tokens,
+    merge_heads,
+    project_out,
+    split_heads,
+)
+from sage_hf.diffusers.families.registry import computes
 
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -54,8 +61,10 @@ def mochi_attention(
     outputs = []
     for sample in range(hidden_states.shape[0]):
         valid = attention_mask[sample].flatten().nonzero().flatten()
-        one = slice(sample, sample + 1)
-        query, key, value = (join_tokens(v[one], t[one][:, :, valid]) for v, t in zip(video, text, strict=True))
+        sample_slice = slice(sample, sample + 1)
+        query, key, value = (
+            join_tokens(v[sample_slice], t[sample_slice][:, :, valid]) for v, t in zip(video, text, strict=True)
+        )
         output = merge_heads(attend(query, key, value))
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, video_length + text_length - output.shape[1])))
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from .layout import Attend, AttentionModule, merge_heads, normalize_query_key, project_out, sdpa_mask
-from .registry import computes
+from sage_hf.diffusers.families.layout import (
+    Attend,
+    AttentionModule,
+    merge_heads,
+    normalize_query_key,
+    project_out,
+    sdpa_mask,
+)
+from sage_hf.diffusers.families.registry import computes
 
 
 @computes("StableAudioAttnProcessor2_0")
@@ -45,6 +52,6 @@ def _rotate(x: torch.Tensor, rotary_emb: tuple[torch.Tensor, torch.Tensor]) -> t
     """Rotate in float32 as many of the first channels as the embedding has."""
     from diffusers.models.embeddings import apply_rotary_emb
 
-    rotated, rest = x.float().tensor_split([rotary_emb[0].shape[-1]], dim=-1)
+    rotated, unrotated = x.float().tensor_split([rotary_emb[0].shape[-1]], dim=-1)
     rotated = apply_rotary_emb(rotated, rotary_emb, use_real=True, use_real_unbind_dim=-2)
-    return torch.cat((rotated, rest), dim=-1).to(x.dtype)
+    return torch.cat((rotated, unrotated), dim=-1).to(x.dtype)

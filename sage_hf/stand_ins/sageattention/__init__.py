@@ -218,11 +218,11 @@ def _options(
         TypeError: a keyword is unknown.
         ValueError: both sm_scale and scale are given.
     """
-    others = {name: value for name, value in kwargs.items() if name not in ORIGINAL_NUMERICS}
-    scale, dropout_p = others.pop("scale", None), others.pop("dropout_p", 0.0)
-    others.pop("enable_gqa", None)
-    if others:
-        raise TypeError(f"sage-hf's stand-in for sageattention does not know the keyword {next(iter(others))!r}")
+    options = {name: value for name, value in kwargs.items() if name not in ORIGINAL_NUMERICS}
+    scale, dropout_p = options.pop("scale", None), options.pop("dropout_p", 0.0)
+    options.pop("enable_gqa", None)
+    if options:
+        raise TypeError(f"sage-hf's stand-in for sageattention does not know the keyword {next(iter(options))!r}")
     if sm_scale is not None and scale is not None:
         raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
     return Options(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .family import Family, run
-from .images import IMAGES
-from .inputs import BATCH, Inputs
-from .sounds import SOUNDS
-from .videos import VIDEOS
+from tests.helpers.families.family import Family, run
+from tests.helpers.families.images import IMAGES
+from tests.helpers.families.inputs import BATCH, Inputs
+from tests.helpers.families.sounds import SOUNDS
+from tests.helpers.families.videos import VIDEOS
 
 __all__ = ["BATCH", "FAMILIES", "Family", "Inputs", "each_family", "family", "run"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from .inputs import Inputs
+from tests.helpers.families.inputs import Inputs
 
 _DIFFUSERS = Version(diffusers.__version__)
 _SIZES = {
@@ -65,8 +65,9 @@ class Family:
         torch.manual_seed(0)
         model = getattr(diffusers, self.model_class)(**self.config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if not parameter.any():  # gates and output layers that start at 0 would hide the attention
+            for name, parameter in model.named_parameters():
+                # Gates and output layers that start at 0 would hide the attention; pad tokens are not initialised.
+                if name.endswith("pad_token") or not parameter.any():
                     parameter.normal_(std=0.2)
         model.to(dtype)
         keep = set(model._keep_in_fp32_modules or ())  # as from_pretrained(torch_dtype=dtype) does

@@ -8,8 +8,8 @@ import diffusers
 import torch
 from packaging.version import Version
 
-from .family import Family
-from .inputs import BATCH, Inputs, half, image, normal, timestep, valid, with_text
+from tests.helpers.families.family import Family
+from tests.helpers.families.inputs import BATCH, Inputs, half, image, normal, timestep, valid, with_text
 
 _TOKENS = {"in_channels": 8, "num_layers": 1}
 _COGVIEW = {"original_size": 16.0, "target_size": 16.0, "crop_coords": 0.0}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .family import Family
-from .inputs import BATCH, half, normal, rope, valid, with_text
+from tests.helpers.families.family import Family
+from tests.helpers.families.inputs import BATCH, half, normal, rope, valid, with_text
 
 SOUNDS: tuple[Family, ...] = (
     Family(

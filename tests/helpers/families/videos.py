@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .family import Family
-from .inputs import BATCH, Inputs, normal, rope, valid, video, with_text
+from tests.helpers.families.family import Family
+from tests.helpers.families.inputs import BATCH, Inputs, normal, rope, valid, video, with_text
 
 _COGVIDEOX = {"attention_head_dim": 64, "sample_frames": 9, "max_text_seq_length": 11}
 _COGVIDEOX |= {"sample_width": 12, "sample_height": 12}

@@ -42,8 +42,11 @@ def test_all_tiles_kept_is_the_dense_model_in_any_order(router):
     expected = predict(model, video())
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse(router, keep=1.0, from_tokens=64))):
         sparse = predict(model, video())
-        assert all(one.kept.ordered and one.kept.calls == 1 and not one.kept.dense for one in layers_of(model))
-        assert all(float(one.kept.tiles) == 1 for one in layers_of(model))
+        assert all(
+            one.statistics.ordered and one.statistics.calls == 1 and not one.statistics.dense
+            for one in layers_of(model)
+        )
+        assert all(float(one.statistics.tiles) == 1 for one in layers_of(model))
     with sage_hf.apply(model, "sage2"):
         dense = predict(model, video())
     assert not torch.equal(sparse, expected)
@@ -124,7 +127,7 @@ def test_a_video_told_by_coordinates_is_routed_in_raster_order(sizes):
     inputs["video_coords"] = torch.rand(2, 3, tokens, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=0.5, from_tokens=64))):
         run(model, inputs)
-        joint = [one.kept for one in layers_of(model) if one.kept.calls]
+        joint = [one.statistics for one in layers_of(model) if one.statistics.calls]
     assert joint and all(not one.ordered and float(one.tiles) == 0.5 for one in joint)
 
 
@@ -137,7 +140,7 @@ def test_text_that_lies_last_is_kept_and_its_padding_hidden():
         expected = run(model, inputs)
         with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1.0, from_tokens=64))):
             output = run(model, inputs)
-            joint = [one.kept for one in layers_of(model) if one.kept.calls]
+            joint = [one.statistics for one in layers_of(model) if one.statistics.calls]
     assert joint and all(one.ordered and not one.dense for one in joint)
     assert (output - expected).norm() / expected.norm() < 0.1
 
@@ -150,7 +153,7 @@ def test_a_family_through_diffusers_dispatch_is_routed_too():
         expected = run(model, inputs)
         with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1.0, from_tokens=1))):
             output = run(model, inputs)
-            kept = {name: sage_of(module).sparse.kept for name, module in attention_layers(model).items()}
+            kept = {name: sage_of(module).sparse.statistics for name, module in attention_layers(model).items()}
     assert all(one.calls == 1 and one.ordered for name, one in kept.items() if "attn1" in name)
     assert all(one.dense == {"cross-attention": 1} for name, one in kept.items() if "attn2" in name)
     assert (output - expected).norm() / expected.norm() < 0.1
@@ -164,7 +167,7 @@ def test_cross_attention_to_as_many_keys_as_queries_is_dense():
     inputs["encoder_hidden_states"] = torch.randn(2, 180, 16, generator=generator)
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=0.5, from_tokens=1))):
         run(model, inputs)
-        kept = {name: sage_of(module).sparse.kept for name, module in attention_layers(model).items()}
+        kept = {name: sage_of(module).sparse.statistics for name, module in attention_layers(model).items()}
     assert all(one.calls == 1 and not one.dense for name, one in kept.items() if "attn1" in name)
     assert all(one.dense == {"cross-attention": 1} for name, one in kept.items() if "attn2" in name)
 
@@ -176,7 +179,7 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse())):
         assert torch.equal(predict(model, video()), expected)
         why = "fewer than 4096 tokens, the configuration's from_tokens"
-        assert all(one.kept.dense == {why: 1} for one in layers_of(model))
+        assert all(one.statistics.dense == {why: 1} for one in layers_of(model))
         assert f"transformer_blocks.0-{tiny.LAYERS - 1}.attn1: 1 dense: {why}" in str(sage_hf.explain(model))
     one = layer.SparseLayer(layer.SparseModel(EAGER, model))
     inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
@@ -187,14 +190,14 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
     one.attend(inputs[0][:, :, :100], *inputs[1:], None, recipe="sage2", fallback=None)
     one.attend(*inputs, None, recipe="exact", fallback=None)
     one.attend(*(x[..., :8] for x in inputs), None, recipe="sage2", fallback=None)
-    assert list(one.kept.dense) == [
+    assert list(one.statistics.dense) == [
         "a mask other than a key-padding mask",
         "gradients are wanted",
         "cross-attention",
         "exact attention over a block list is no faster than dense attention",
         "no kernel of sage2 takes block lists here",
     ]
-    assert one.kept.calls == 0
+    assert one.statistics.calls == 0
 
 
 def test_padding_where_text_is_not_known_runs_densely_and_says_so():
@@ -203,7 +206,7 @@ def test_padding_where_text_is_not_known_runs_densely_and_says_so():
     inputs = [torch.randn(1, 2, 300, 32) for _ in range(3)]
     mask = torch.arange(300) < 100
     output = one.attend(*inputs, mask.view(1, 1, 1, 300), recipe="sage2", fallback=None)
-    assert list(one.kept.dense) == ["a key-padding mask with unknown text tokens: a row might keep only padding"]
+    assert list(one.statistics.dense) == ["a key-padding mask with unknown text tokens: a row might keep only padding"]
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask.view(1, 1, 1, 300))
     assert (output - truth).norm() / truth.norm() < 0.05
 
@@ -215,7 +218,7 @@ def test_a_share_of_next_to_nothing_keeps_one_tile():
         # Rows of text attend to all, and text, 226 tokens in two tiles of 128, is attended to by all.
         tiles = -(-(226 + 864) // 128)
         rest = tiles - 2
-        assert float(layers_of(model)[0].kept.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
+        assert float(layers_of(model)[0].statistics.tiles) <= (2 * tiles + rest * 3) / tiles**2 + 1e-6
 
 
 def test_without_text_one_tile_is_kept():
@@ -225,7 +228,7 @@ def test_without_text_one_tile_is_kept():
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=1))):
         run(model, inputs)
         tiles = -(-3 * 8 * 12 // 128)
-        assert float(sage_of(model.blocks[0].attn1).sparse.kept.tiles) == pytest.approx(1 / tiles)
+        assert float(sage_of(model.blocks[0].attn1).sparse.statistics.tiles) == pytest.approx(1 / tiles)
 
 
 def test_padding_goes_with_the_order():
@@ -238,7 +241,7 @@ def test_padding_goes_with_the_order():
     mask = torch.rand(2, 1, 1, 226 + 192, generator=generator) < 0.7
     output = one.attend(*inputs, mask, recipe="sage2", fallback=None)
     truth = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
-    assert one.kept.ordered
+    assert one.statistics.ordered
     assert (output - truth).norm() / truth.norm() < 0.05
 
 
@@ -254,8 +257,8 @@ def test_heads_get_shares_of_their_own_once_a_layer():
         one = layer.SparseLayer(layer.SparseModel(settings, torch.nn.Linear(1, 1)))
         for _ in range(2):
             one.attend(query * sharpness**0.5, key * sharpness**0.5, value, None, recipe="sage2", fallback=None)
-            least.setdefault(per_head, float(one.kept.least[-1]))
-        assert one.kept.calls == 2 and float(one.kept.tiles) / 2 <= 0.5 + 1e-6
+            least.setdefault(per_head, float(one.statistics.least[-1]))
+        assert one.statistics.calls == 2 and float(one.statistics.tiles) / 2 <= 0.5 + 1e-6
         assert (one.router is not None) == per_head
     shares = one.router.keep
     assert shares == tuple(sorted(shares, reverse=True)) and shares[0] > shares[-1]
@@ -268,7 +271,7 @@ def test_first_steps_and_chosen_layers_are_dense():
     sparse = Sparse("subblock", keep=0.5, dense_steps=2, dense_layers=("transformer_blocks.1.*",), from_tokens=64)
     with sage_hf.apply(pipe, SageConfig("sage2", sparse=sparse)):
         tiny.latents(pipe, steps=5)
-        first, second, third = (one.kept for one in layers_of(pipe.transformer))
+        first, second, third = (one.statistics for one in layers_of(pipe.transformer))
         assert (first.calls, dict(first.dense)) == (3, {"one of the first 2 steps": 2})
         assert (second.calls, dict(second.dense)) == (0, {"a layer that the configuration keeps dense": 5})
         assert third.calls == 3
@@ -356,7 +359,7 @@ def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch, request
         expected = run(model, inputs)
     with sage_hf.apply(model, SageConfig("sage2", sparse=EAGER)):
         output = run(torch.compile(model, backend="eager"), inputs)
-        assert all(one.kept.calls == 0 for one in layers_of(model))
+        assert all(one.statistics.calls == 0 for one in layers_of(model))
     assert torch.allclose(output, expected, atol=1e-4)
     assert said == ["sparse attention runs eagerly only: inside a compiled graph these layers attend densely"]
 

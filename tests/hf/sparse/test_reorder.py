@@ -69,7 +69,7 @@ def exactly(monkeypatch):
 
 def sparse_layers(model):
     found = (sage_of(module) for module in attention_layers(model).values())
-    return [one.sparse for one in found if one is not None and one.sparse.kept.calls]
+    return [one.sparse for one in found if one is not None and one.sparse.statistics.calls]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +81,7 @@ def test_a_model_of_known_family_computes_the_same(name, monkeypatch):
     with sage_hf.apply(model, ALL):
         output = run(model, inputs)
         found = sparse_layers(model)
-        assert found and all(one.kept.ordered for one in found)
+        assert found and all(one.statistics.ordered for one in found)
     assert calls and not permuted
     assert (output - expected).norm() <= 1e-5 * expected.norm()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
@@ -163,7 +163,7 @@ def test_blocks_that_tell_tokens_apart_are_left_alone(monkeypatch):
     _, permuted = exactly(monkeypatch)
     with sage_hf.apply(model, ALL):
         output = run(model, inputs)
-        assert all(one.kept.ordered for one in sparse_layers(model))
+        assert all(one.statistics.ordered for one in sparse_layers(model))
     assert len(permuted) == 4 * (len(model.transformer_blocks) + len(model.single_transformer_blocks))
     assert (output - expected).norm() <= 1e-5 * expected.norm()
 

@@ -303,10 +303,10 @@ def test_a_note_is_read_while_another_thread_writes_it():
     class Writing(str):
         def __format__(self, specification: str) -> str:
             note.kernels[f"kernel {len(note.kernels)}"] = ""
-            note.kept[f"reason {len(note.kept)}"] = [1]
+            note.exact_layers[f"reason {len(note.exact_layers)}"] = [1]
             return "written"
 
-    note.kernels[Writing()], note.kept[Writing()] = "", [0]
+    note.kernels[Writing()], note.exact_layers[Writing()] = "", [0]
     assert "decoded by written; 16 bits in layers 0 (written)" in str(note)
 
 
@@ -473,7 +473,7 @@ def test_a_model_of_windows_alone_generates_in_16_bits_and_says_so(monkeypatch):
 def test_layers_with_a_sliding_window_stay_in_16_bits_and_say_so():
     model = half_windowed()
     cache = new_cache(model)
-    assert cache.note.kept == {"sliding window": [1]}
+    assert cache.note.exact_layers == {"sliding window": [1]}
     kwargs = {**prompt(), "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
     assert "16 bits in layers 1 (sliding window)" in str(cache.note)
@@ -488,7 +488,7 @@ def test_other_head_dims_stay_in_16_bits_and_say_so(head_dim):
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
     cache.reset()
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert cache.note.kept == {f"head_dim {head_dim} is outside 64…128": [0, 1]}
+    assert cache.note.exact_layers == {f"head_dim {head_dim} is outside 64…128": [0, 1]}
 
 
 def test_v_of_another_head_dim_stays_in_16_bits():
@@ -496,7 +496,7 @@ def test_v_of_another_head_dim_stays_in_16_bits():
     cache = new_cache(build())
     key, value = torch.randn(1, 2, 9, 96), torch.randn(1, 2, 9, 64)
     assert torch.equal(cache.update(key, value, 0)[1], value)
-    assert cache.note.kept == {"V has head_dim 64, K 96": [0]}
+    assert cache.note.exact_layers == {"V has head_dim 64, K 96": [0]}
 
 
 @pytest.mark.parametrize(
