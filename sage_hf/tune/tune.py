@@ -88,7 +88,7 @@ def points() -> list[Case]:
         train(2, 16, 16, n, head_dim, mask)
     for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINED[:2]):
         train(batch, 20, 20, n, head_dim, mask)
-    found += _drawn_training()
+    cases += _drawn_training()
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
     for case in dict.fromkeys(cases):
         kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)
