@@ -75,7 +75,7 @@ HEADS_TOGETHER, FEW_ROUNDS = 4, 4
 MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
 STEPS_OF_CAUSAL_PART = 32
 """Fewest tiles of a part of the longest block of a causal call with one round."""
-SUMS_BYTES = 24 * 2**20
+SUMS_BYTES = 32 * 2**20
 """Bytes of sums of dQ to which blocks may add at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
 
