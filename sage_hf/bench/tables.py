@@ -171,10 +171,14 @@ def _caption(result: Result) -> str:
 
 
 def versions(result: Result) -> str:
-    """Return the versions, commit and date of a result."""
+    """Return the versions, commit and date of a result; rows that were measured earlier name their own commit."""
     versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
     source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
-    return f"{versions}, {source}{result['date']}."
+    labels = {provider.name: provider.label for provider in TRAINING_PROVIDERS + PROVIDERS}
+    earlier_rows = (row for row in result.get("rows", []) if "commit" in row)
+    earlier = dict.fromkeys((labels[row["provider"]], row["commit"]) for row in earlier_rows)
+    others = "".join(f"; {label}: commit {commit[:10]}" for label, commit in earlier)
+    return f"{versions}, {source}{result['date']}{others}."
 
 
 def _unavailable(result: Result) -> list[str]:
