@@ -252,12 +252,11 @@ class SparseLayer:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             return "gradients are wanted"
         request = replace(Request.of(query, key, value, recipe=recipe), mask="blocks", list_sizes=(BLOCK, BLOCK))
-        chosen = chosen_fallback(fallback)
         try:
-            kernel = select(request, chosen).kernel
+            plan = select(request, chosen_fallback(fallback))
         except KernelUnavailableError:
             return f"no kernel of {recipe} takes block lists here"
-        return f"no kernel of {recipe} takes block lists here" if kernel == "sdpa" else ""
+        return f"{recipe} does not run here: {plan.brief_reason}" if plan.numerics == "exact" else ""
 
     def _count(self, query: torch.Tensor, key: torch.Tensor, blocks: Any, scale: float | None, ordered: bool) -> None:
         statistics = self.statistics

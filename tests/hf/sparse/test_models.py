@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from sage_hf.config import LayerRule, SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
 from sage_hf.sparse import Sparse, TileOrder, layer
 from sage_hf.sparse.grids import arguments_of, layout_of
+from sage_kernels.dispatch.select import select
 from tests.helpers import tiny_pipelines as tiny
 from tests.helpers.families import family, run
 
@@ -195,9 +197,23 @@ def test_short_calls_other_masks_and_gradients_run_densely_and_say_so():
         "gradients are wanted",
         "cross-attention",
         "exact attention over a block list is no faster than dense attention",
-        "no kernel of sage2 takes block lists here",
+        "sage2 does not run here: head_dim outside 16…256",
     ]
     assert one.statistics.calls == 0
+
+
+def test_calls_that_run_exactly_are_dense_whichever_kernel_runs_them(routed, monkeypatch):
+    """On a GPU, PyTorch without cuDNN attends for few queries."""
+
+    def select_for_gpu(request, fallback):
+        return select(replace(request, device_type="cuda", capability=(9, 0)), fallback)
+
+    monkeypatch.setattr(layer, "select", select_for_gpu)
+    one = layer.SparseLayer(layer.SparseModel(Sparse("mean", keep=0.5, from_tokens=1), torch.nn.Linear(1, 1)))
+    query = torch.randn(1, 2, 8, 32, dtype=torch.bfloat16)
+    one.attend(query, query, query, None, recipe="sage2", fallback=None)
+    reason = "fewer than 16 queries or 64 keys: too short to gain from low-bit attention"
+    assert one.statistics.dense == {f"sage2 does not run here: {reason}": 1}
 
 
 def test_padding_where_text_is_not_known_runs_densely_and_says_so():
