@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py
     torchrun --nproc-per-node 2 benchmarks/parallel.py --p2p off
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     on CPUs, to see that the program runs
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     # on CPUs, to see that the program runs
 
 Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
 <gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model), gpus, mode, p2p, ms (the
@@ -50,7 +50,14 @@ NAMES = {
 """Names on the command line -> names in `sage_hf.bench.models`, the most important first."""
 KEYS = "model", "provider", "gpus", "mode", "p2p"
 UNFINISHED = "the run ended while this was measured"
-WARM_UP, BLOCKS, MOST_STEPS, BLOCK_SECONDS = 3, 3, 10, 0.3
+WARM_UP = 3
+"""Number of untimed first steps on a GPU."""
+BLOCKS = 3
+"""Number of timed blocks of consecutive steps on a GPU."""
+MOST_STEPS = 10
+"""Largest number of steps of a block."""
+BLOCK_SECONDS = 0.3
+"""Time of a block, if it has fewer steps."""
 KINDS = {
     "collectives": r"nccl|c10d|gloo|all_to_all|all_gather",
     "attention": r"scaled_dot|attention|flash|fmha|cudnn.*sdpa|sage|_forward|quantize|_scores|equalize|delta",

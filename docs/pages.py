@@ -1,6 +1,6 @@
 """Fill in the sections of README.md and docs/ that are generated from results and from the code.
 
-python docs/pages.py    # rewrite the generated sections, and draw the pictures again
+    python docs/pages.py    # rewrite the generated sections, and draw the pictures again
 
 A generated section lies between `<!-- generated: NAME -->` and `<!-- end -->`, where NAME is one of SECTIONS.
 """

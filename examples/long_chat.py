@@ -1,6 +1,6 @@
 """Generate a long answer with the default cache and with low-bit caches; print memory and tokens per second.
 
-python examples/long_chat.py                       a tiny model with random weights, also on a CPU
+python examples/long_chat.py                                  # a tiny model with random weights, also on a CPU
 python examples/long_chat.py --model FOLDER --tokens 32000
 """
 

@@ -1,6 +1,6 @@
 """Fine-tune a language model with exact, INT8 and FP8 attention, then let it answer with exact and with FP4 attention.
 
-python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/results
+    python studies/finetune_then_fp4.py MODEL --seeds 0 1 2 --output benchmarks/results
 
 The task is arithmetic in a few sentences: each text holds as many solved problems as fit into TOKENS tokens, and only
 the answers count in the loss. An answer after the first UNSCORED tokens is right if each of its tokens is the most

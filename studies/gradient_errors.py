@@ -1,7 +1,7 @@
 """Measure the effect of each choice in the recipes with gradients: errors of O, dQ, dK, dV against float64.
 
-python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
-benchmarks/results/cpu-gradient_table.json
+    python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID \\
+        --output benchmarks/results/cpu-gradient_table.json
 
 All tensors are bfloat16. For random tensors dO is Gaussian. For trained models it is the gradient that the layer
 receives: in the video model from a Gaussian gradient of the model's output, in the language model from its loss.
@@ -28,7 +28,10 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.spec import transforms
 from sage_kernels.spec.recipe import RECIPES, Recipe
 
-BWD, BWD_INT8 = RECIPES["sage_bwd"], RECIPES["sage_bwd_int8"]
+BWD = RECIPES["sage_bwd"]
+"""Our recipe with gradients."""
+BWD_INT8 = RECIPES["sage_bwd_int8"]
+"""The same with all products in INT8."""
 RESULTS = ("O", "dQ", "dK", "dV")
 
 

@@ -1,6 +1,6 @@
 """Measure a language model's predictions through a low-bit KV cache, token by token as in generation.
 
-python studies/kv_cache_perplexity.py MODEL TEXT... --tokens 2048 --output benchmarks/results
+    python studies/kv_cache_perplexity.py MODEL TEXT... --tokens 2048 --output benchmarks/results
 
 MODEL is a folder of safetensors or a GGUF file. The first 512 tokens are a prompt; the others follow 16 at a time, and
 each token sees the earlier tokens as the cache stores them. Ours is compared with the 4-bit caches of QServe (arXiv
@@ -31,7 +31,10 @@ import sage_hf
 from sage_hf.bench import results
 from sage_hf.transformers.kv_cache import cache_keyword
 
-PROMPT, CHUNK = 512, 16
+PROMPT = 512
+"""Number of first tokens, which are a prompt."""
+CHUNK = 16
+"""Number of tokens that follow at a time."""
 LEVELS = 15
 """Steps between the smallest and the largest element of a token in 4 bits."""
 SMOOTHING = 0.5

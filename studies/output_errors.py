@@ -1,7 +1,7 @@
 """Measure the effect of each choice in the FP4 and INT8 recipes: relative L1 error of the output against float64.
 
-python studies/output_errors.py --video examples/tiny_video --text FOLDER_OR_ID --output
-benchmarks/results/cpu-error_table.json
+    python studies/output_errors.py --video examples/tiny_video --text FOLDER_OR_ID \\
+        --output benchmarks/results/cpu-error_table.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES, Recipe
 
-PAPER, SAGE3, SAGE2 = RECIPES["sage3_paper"], RECIPES["sage3"], RECIPES["sage2"]
+PAPER = RECIPES["sage3_paper"]
+"""The published FP4 recipe."""
+SAGE3 = RECIPES["sage3"]
+"""Our FP4 recipe."""
+SAGE2 = RECIPES["sage2"]
+"""Our INT8 and FP8 recipe."""
 STEPS = {"scale_steps": SAGE3.scale_steps, "key_scale_steps": SAGE3.key_scale_steps}
 SEARCHED = replace(PAPER, smooth_v=True, tensor_scale=True, **STEPS)
 

@@ -1,8 +1,7 @@
 """Measure errors of peaked attention: our recipes with and without outlier handling, and other libraries' kernels.
 
-python studies/peaked_errors.py --output benchmarks/results                  # on this GPU: our kernels and other
-libraries' python studies/peaked_errors.py --device cpu --output benchmarks/results     # the reference, on the shorter
-tensors
+    python studies/peaked_errors.py --output benchmarks/results  # on this GPU: our kernels and other libraries'
+    python studies/peaked_errors.py --device cpu --output benchmarks/results  # the reference, on the shorter tensors
 
 Errors are relative L1 errors of the output against exact attention in float64, on the tensors of `peaked_tensors`. The
 JSON is <device>-peaked.json, written after each tensor; a row has "tensor", "provider" (a recipe or another provider),

@@ -1,6 +1,6 @@
 """Measure the peaks of trained models' attention, and the effect of recipes and outlier handling, on a CPU.
 
-python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
+    python studies/peaked_models.py --text FOLDER_OR_ID --output benchmarks/results
 
 The models: examples/tiny_video, examples/tiny_llama, whose sequences begin with BOS, and with --text a text encoder
 such as all-MiniLM-L6-v2. The JSON has "heads", the heaviest key and the loudest channel of each head; "rows", errors
@@ -37,7 +37,10 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import Recipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-LLAMA, VIDEO = "tiny Llama", "tiny video"
+LLAMA = "tiny Llama"
+"""Name of examples/tiny_llama in the results."""
+VIDEO = "tiny video"
+"""Name of examples/tiny_video in the results."""
 STEPS = (0, 10, 19)
 """Denoising steps, of 20, in which the video model's calls are measured."""
 WINDOWS = 384

@@ -1,6 +1,6 @@
 """Train a small video model densely and with VSA, run the dense model in low bits and sparsely, and judge the clips.
 
-python studies/sparse_quality.py --output benchmarks/results
+    python studies/sparse_quality.py --output benchmarks/results
 
 For each seed the model of `sparse_video` is trained twice from the same weights on the same batches: with dense exact
 attention, and with VSA at 75 %. Then 48 held-out prompts are rendered: by both models as they were trained; by the
@@ -60,8 +60,12 @@ POINTS = 50
 """Number of points of a curve of losses."""
 SHOWN = 8
 """Prompts of the picture."""
-LABEL_WIDTH, HEAD_HEIGHT = 300, 66
+LABEL_WIDTH = 300
+"""Pixels of the picture's first column, which names the rows."""
+HEAD_HEIGHT = 66
+"""Pixels of the picture's first row, which names the columns."""
 ENLARGED = 2
+"""Pixels of the picture for each pixel of a clip."""
 
 
 @dataclass(frozen=True)

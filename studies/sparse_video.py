@@ -37,11 +37,16 @@ WORDS = ("", *COLOURS, *SHAPES, *DIRECTIONS)
 EMPTY_PROMPTS = 0.1
 SHIFT = 8.0
 """Shift of noise levels towards more noise, because a shape of thousands of pixels is decided above level 0.9."""
-PLACE_CHANNELS, WORD_CHANNELS = 3, 8
-"""Number of channels added to a noisy clip's three: each pixel's frame, row, column, and a projection of the prompt."""
-MEAN, CONTRAST = 0.1, 0.25
-"""A pixel of a clip in [0, 1] is (pixel - MEAN) / CONTRAST to the model; the standard deviation is then about DATA."""
+PLACE_CHANNELS = 3
+"""Number of channels with each pixel's frame, row and column, added to a noisy clip's three."""
+WORD_CHANNELS = 8
+"""Number of added channels with a projection of the prompt."""
+MEAN = 0.1
+"""The model gets (pixel - MEAN) / CONTRAST for a pixel of a clip in [0, 1]."""
+CONTRAST = 0.25
+"""Divisor of pixels, as above."""
 DATA = 0.5
+"""Standard deviation of the model's pixels, about."""
 HELD_OUT_SEED = 12345
 EAGER_STEPS = 3
 """Number of first training steps that are not captured."""

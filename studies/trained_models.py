@@ -1,6 +1,6 @@
 """Measure the effect of low-bit attention in trained language models: perplexity, retrieval, and greedy answers.
 
-python studies/trained_models.py MODEL TEXT... --tokens 2048 8192 --output benchmarks/results
+    python studies/trained_models.py MODEL TEXT... --tokens 2048 8192 --output benchmarks/results
 
 MODEL is a folder of safetensors or a GGUF file; no network is needed. The recipes run in their own numerics: FP4 is
 emulated on GPUs without FP4, and every recipe is emulated on a CPU. On a GPU, other installed kernels are measured too;

@@ -32,6 +32,7 @@ from tests.helpers.kernels import preferred
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted(ROOT.glob("examples/*/README.md"))
+PROGRAMS = sorted(path for name in ("benchmarks", "docs", "examples", "studies") for path in (ROOT / name).glob("*.py"))
 
 OTHERS_COMMANDS = {
     # Programs whose flags are not ours: what else holds the command.
@@ -390,12 +391,18 @@ def test_json_within_lines_is_a_configuration(page):
 
 
 def commands() -> list[str]:
-    """Every command of a page: in a block, indented, or within a line if it has arguments."""
+    """Every command of a page (in a block, indented, or within a line if it has arguments) and of a docstring.
+
+    A docstring's command is a line, also if it lost its indentation; backslashes join lines.
+    """
     found = [line for block in blocks("bash") for line in block.splitlines()]
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         found += re.findall(r"^ {4}((?:python|sage-hf) .*)$", text, re.MULTILINE)
         found += re.findall(r"`((?:python|sage-hf|make|pip) [^`\n]+)`", text)
+    for program in PROGRAMS:
+        text = (ast.get_docstring(ast.parse(program.read_text()), clean=False) or "").replace("\\\n", " ")
+        found += re.findall(r"^ *((?:python|torchrun|sage-hf) .*)$", text, re.MULTILINE)
     stripped = (line.partition("  #")[0].strip() for line in found)
     return list(dict.fromkeys(line for line in stripped if line and not line.startswith("#")))
 
