@@ -43,7 +43,7 @@ class Event:
         return later.at - self.at
 
 
-class FakeQueue:
+class FakeStream:
     """Takes the time of each provider from a table, in place of a GPU."""
 
     device = CPU
@@ -128,9 +128,9 @@ def test_masks_say_what_their_names_say(monkeypatch):
 
 @pytest.mark.parametrize("case", {(case.name, case.mask, case.training): case for case in CASES}.values(), ids=str)
 def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_call(case, monkeypatch):
-    queue = FakeQueue({"sdpa_math": 0.5, "sdpa_fa2": 0.75})
-    told_apart(queue, monkeypatch)
-    found = measure_case(tiny(case), queue)
+    stream = FakeStream({"sdpa_math": 0.5, "sdpa_fa2": 0.75})
+    told_apart(stream, monkeypatch)
+    found = measure_case(tiny(case), stream)
     assert found["rel_l1"] < 0.03 and found["ours_ms"] == 1.0 and found["ours_host_us"] == 7.0
     assert found["best"] == found["pytorch"] == "sdpa_math" and found["best_ms"] == 0.5
     assert found["others_ms"]["sdpa_math"] == 0.5 and "fa3" not in found["others_ms"]
@@ -140,15 +140,15 @@ def test_ours_and_pytorchs_backends_compute_the_same_at_every_kind_of_call(case,
     assert json.loads(json.dumps(found)) == found
 
 
-def told_apart(queue: FakeQueue, monkeypatch) -> None:
-    """Let the queue know whose call it prepares."""
+def told_apart(stream: FakeStream, monkeypatch) -> None:
+    """Let the stream know whose call it prepares."""
     made = measure_grid.grid_call
 
     def grid_call(provider, inputs):
         call = made(provider, inputs)
 
         def run():
-            queue.running = provider.name
+            stream.running = provider.name
             return call()
 
         return run
@@ -161,24 +161,24 @@ def provider(name: str, ms: float = 0.0, error: str = "") -> Provider:
         def call():
             if error:
                 raise RuntimeError(f"{error}\nmore")
-            queue.latest = ms
+            stream.latest = ms
             return torch.ones_like(inputs.query)
 
         return Prepared(call)
 
-    queue = provider.queue
+    stream = provider.stream
     return Provider(name, name, prepare)
 
 
 def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
-    queue = provider.queue = FakeQueue({"good": 10.0, "fair": 12.0})
+    stream = provider.stream = FakeStream({"good": 10.0, "fair": 12.0})
     monkeypatch.setattr(measure_grid, "watch", lambda ran: _Watch(ran))
-    told_apart(queue, monkeypatch)
+    told_apart(stream, monkeypatch)
     case = tiny(FORWARD[0])
 
     def measured(*providers):
         monkeypatch.setattr(measure_grid, "GRID_PROVIDERS", providers)
-        return measure_case(case, queue)
+        return measure_case(case, stream)
 
     ours = provider("sage_hf:ours", 1.0)
     others = (
@@ -189,10 +189,12 @@ def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
     )
     found = measured(ours, *others)
     # Ours does not make the others hopeless, and what takes less than a millisecond is measured in any case.
-    assert queue.replayed == ["sage_hf:ours", "good", "fair"] and found["best"] == "good" and "unavailable" not in found
-    queue.replayed.clear()
+    assert (
+        stream.replayed == ["sage_hf:ours", "good", "fair"] and found["best"] == "good" and "unavailable" not in found
+    )
+    stream.replayed.clear()
     measured(ours, provider("a", 0.1), provider("b", 0.9))
-    assert queue.replayed == ["sage_hf:ours", "a", "b"]
+    assert stream.replayed == ["sage_hf:ours", "a", "b"]
     assert measured(ours, provider("broken", error="refused"))["unavailable"] == "broken: RuntimeError: refused"
     failed = measured(provider("sage_hf:ours", error="no kernel"), provider("good", 1.0))
     assert failed["unavailable"] == "sage_hf:ours: RuntimeError: no kernel" and "ours_ms" not in failed
@@ -210,7 +212,7 @@ class _Watch:
 
 
 def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
-    class Broken(FakeQueue):
+    class Broken(FakeStream):
         def __init__(self, device):
             super().__init__()
             self.points = 0
@@ -224,7 +226,7 @@ def test_rows_are_written_when_a_kernel_takes_the_gpu_away(monkeypatch):
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     written = []
-    monkeypatch.setattr(measure_grid, "Queue", Broken)
+    monkeypatch.setattr(measure_grid, "TimingStream", Broken)
     monkeypatch.setattr(measure_grid, "warm", lambda cases: None)
     monkeypatch.setattr(measure_grid, "facts", lambda device: FACTS)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -10,7 +10,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sage_hf.files import replacing
 
-INK, PAPER, FAINT = (28, 30, 34), (255, 255, 255), (110, 114, 122)
+INK = (28, 30, 34)
+"""Colour of the title."""
+PAPER = (255, 255, 255)
+"""Colour of the background."""
+FAINT = (110, 114, 122)
+"""Colour of the lines below a panel."""
 MARGIN = 16
 PANEL_HEIGHT = 256
 LINE_HEIGHT = 28

@@ -24,8 +24,10 @@ TABLES = {"shipped": "that ships", "tuned": "of `sage-hf tune`", "none": "none"}
 LONG_KEYS = 4096
 """Number of keys from which low bits are expected to gain."""
 WORST = 3
-EXACT_ALLOWANCE_US, LOW_BIT_ALLOWANCE_US = 25.0, 45.0
-"""Host time that a call may take beyond the best provider's: where exact attention runs, and where low bits run."""
+EXACT_ALLOWANCE_US = 25.0
+"""Host time that an exact call may take beyond the best provider's."""
+LOW_BIT_ALLOWANCE_US = 45.0
+"""Host time that a low-bit call may take beyond the best provider's."""
 
 TOKENS = (1, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Smallest number of tokens in each column of the heat map."""

@@ -21,7 +21,7 @@ from sage_hf.bench.grid import CASES
 from sage_hf.bench.prewarm import PROCESSES, call_in_processes
 from sage_hf.bench.providers import GRID_PROVIDERS, GRID_TRAINING_PROVIDERS, Provider
 from sage_hf.bench.results import Result, Row, facts, reason
-from sage_hf.bench.timing import Queue, Timed
+from sage_hf.bench.timing import Timed, TimingStream
 
 # Another provider is left out if its second call took this many times as long as the fastest, and over LONG_MS.
 HOPELESS = 2.0
@@ -69,12 +69,12 @@ def run(
     warm(cases)
     progress(f"compiled in {time.perf_counter() - started:.0f} s")
     written = time.perf_counter()
-    with torch.cuda.device(device), Queue(device).entered() as queue:
+    with torch.cuda.device(device), TimingStream(device).entered() as stream:
         for case in cases:
             started = time.perf_counter()
             try:
-                row = measure_case(case, queue)
-                queue.synchronize()
+                row = measure_case(case, stream)
+                stream.synchronize()
             except RuntimeError as error:  # No later call would run in this process.
                 result["rows"].append(sizes(case) | {"unavailable": reason(error)})
                 write(result)
@@ -142,7 +142,7 @@ class Candidate:
     timed: Timed
 
 
-def measure_case(case: Case, queue: Queue) -> Row:
+def measure_case(case: Case, stream: TimingStream) -> Row:
     """Return the row of one call.
 
     Providers are prepared one after the other; a hopelessly slow other provider is left out. Then the host times of all
@@ -153,7 +153,7 @@ def measure_case(case: Case, queue: Queue) -> Row:
     fastest_ms = float("inf")
     with torch.set_grad_enabled(case.training):
         try:
-            inputs = draw(case, queue.device)
+            inputs = draw(case, stream.device)
         except torch.OutOfMemoryError as error:
             return row | {"unavailable": reason(error)}
         for provider in providers_of(case):
@@ -163,12 +163,12 @@ def measure_case(case: Case, queue: Queue) -> Row:
                     warnings.simplefilter("ignore")  # PyTorch says why a backend refuses.
                     call = grid_call(provider, inputs)
                     output = call()
-                    once_ms = queue.once_ms(call)
+                    once_ms = stream.once_ms(call)
                     if not provider.ours:
                         if once_ms > max(LONG_MS, HOPELESS * fastest_ms):
                             continue
                         fastest_ms = min(fastest_ms, once_ms)
-                    timed = queue.prepare(call, provider.context)
+                    timed = stream.prepare(call, provider.context)
                     if provider.ours:
                         with watch(announced):
                             call()  # later steps of decoding may run another kernel than the first step
@@ -176,8 +176,8 @@ def measure_case(case: Case, queue: Queue) -> Row:
                     candidates.append(Candidate(provider, output, timed))
             except Exception as error:  # A provider may raise any error.
                 failures[provider.name] = reason(error)
-        queue.take_host_times([candidate.timed for candidate in candidates])
-        queue.replay([candidate.timed for candidate in candidates])
+        stream.take_host_times([candidate.timed for candidate in candidates])
+        stream.replay([candidate.timed for candidate in candidates])
     return row | _compared(candidates, failures)
 
 

@@ -21,8 +21,14 @@ PROVIDERS = ("sage", "sdpa", "sageattention")
 RECIPES: dict[Route, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
 """Our recipe on each route with gradients."""
 
-BATCH, HEADS, TOKENS, HEAD_DIM = 1, 2, 128, 64
-"""The tensors' shape: so small that the GPU always waits for the host."""
+BATCH = 1
+"""Batch size; with the next three, so small that the GPU always waits for the host."""
+HEADS = 2
+"""Number of heads of Q, K and V."""
+TOKENS = 128
+"""Number of queries and keys."""
+HEAD_DIM = 64
+"""Channels of a head."""
 EXACT_TOKENS = 32
 """Number of tokens at which exact attention takes over."""
 COMPILED_CALLS = 16

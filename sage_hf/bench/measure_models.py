@@ -31,12 +31,15 @@ from sage_hf.targets import find_targets
 from sage_kernels.dispatch.registry import get_exact
 from sage_kernels.external.flash_attention3 import is_installed
 
-# Each provider times one step of a model in each of its turns: in as many turns as take about SECONDS. The GPU's clock
-# follows its load, and a shared host's speed changes within seconds.
 SECONDS = 1.2
-MIN_TURNS, MAX_TURNS = 3, 20
-# An untimed step precedes a shorter step: the first step after a switch of providers is slower on the host.
+"""Time of all turns of a provider. It times one step of a model in each turn, because the GPU's clock follows its load,
+and a shared host's speed changes within seconds."""
+MIN_TURNS = 3
+"""Smallest number of turns of a provider."""
+MAX_TURNS = 20
+"""Largest number of turns of a provider."""
 LONG_STEP = 0.5
+"""Seconds of a step below which an untimed step precedes it: the host is slower in a provider's first step."""
 
 
 def run(

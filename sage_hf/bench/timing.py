@@ -19,25 +19,38 @@ Item = TypeVar("Item")
 Steps = tuple[Sequence[Timeable], int]
 """(consecutive steps of a call, number of calls)."""
 
-# In turns with other calls, a call runs for about SECONDS, in TURNS turns; the second half of each turn is timed.
 SECONDS = 1.0
-MIN_CALLS, MAX_CALLS = 5, 100
+"""Time for which a call runs in all its turns with other calls."""
+MIN_CALLS = 5
+"""Smallest number of a call's runs in this time."""
+MAX_CALLS = 100
+"""Largest number of a call's runs in this time."""
 TURNS = 4
+"""Number of a call's turns; the second half of each turn is timed."""
 
-# As a graph, a call is replayed for about WINDOW_MS: once to warm up, then REPLAYS times.
 WINDOW_MS = 20.0
+"""Time of one replay of a call's graph."""
 REPLAYS = 6
+"""Number of timed replays, after one replay to warm up."""
 MAX_CAPTURED = 32
-# The GPU is kept busy for these cycles, about 0.15 and 0.5 ms, while the host launches a replay, or a call.
-REPLAY_CYCLES, CALL_CYCLES = 300_000, 1_000_000
-# Number of calls before a capture: by then, sage-hf replays the call and its backward pass.
+"""Largest number of calls in a graph."""
+REPLAY_CYCLES = 300_000
+"""Cycles, about 0.15 ms, for which the GPU is kept busy while the host launches a replay."""
+CALL_CYCLES = 1_000_000
+"""Cycles, about 0.5 ms, for which the GPU is kept busy while the host launches a call."""
 SETTLING_CALLS = 2
-# Host times are taken in turns, for about HOST_MS of each call; the smallest and the largest number of turns.
+"""Number of calls before a capture: by then, sage-hf replays the call and its backward pass."""
 HOST_MS = 8.0
+"""Time of each call in all its turns in which host times are taken."""
 HOST_TURNS = 11, 31
+"""Smallest and largest number of these turns."""
 
-LOOPED_CALLS, ROUNDS = 50, 21
+LOOPED_CALLS = 50
+"""Number of calls in a loop."""
+ROUNDS = 21
+"""Number of a call's loops."""
 PROFILED_CALLS = 10
+"""Number of calls that the profiler sees."""
 
 
 def synchronize(device: torch.device) -> float:
@@ -127,7 +140,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @dataclass
 class Timed:
-    """A call that a `Queue` times.
+    """A call that a `TimingStream` times.
 
     Attributes:
         call: the call.
@@ -157,7 +170,7 @@ class Timed:
         return statistics.median(self.host_times)
 
 
-class Queue:
+class TimingStream:
     """A stream of the GPU on which all calls run, and the memory that all its graphs share."""
 
     def __init__(self, device: torch.device) -> None:
@@ -166,7 +179,7 @@ class Queue:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[Queue]:
+    def entered(self) -> Iterator[TimingStream]:
         """Make the stream the current one while the block runs."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):

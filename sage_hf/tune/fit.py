@@ -24,8 +24,12 @@ FEWEST = 8
 """Smallest number of calls, over all head_dims, for a curve."""
 FEWEST_OF_A_WIDTH = 20
 """Smallest number of calls of a padded head_dim for a separate curve."""
-SWEEPS, BEST, LAST_SWEEPS = 60, 8, 400
-"""Sweeps of descent for all schedules, and for the best schedules."""
+SWEEPS = 60
+"""Sweeps of descent for all schedules."""
+BEST_SCHEDULES = 8
+"""Number of schedules whose descent continues."""
+LAST_SWEEPS = 400
+"""Sweeps of descent for the best schedules."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     if kind.mask.split(",")[0] in ("none", "keys"):
         columns[..., -1] = 0.0  # there is no attention bias to read
     relative = columns.flatten(0, 1) / us[:, None]
-    best = _nonnegative(relative, SWEEPS)[1].topk(BEST, largest=False).indices
+    best = _nonnegative(relative, SWEEPS)[1].topk(BEST_SCHEDULES, largest=False).indices
     weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
     least = int(errors.argmin())
     schedule, fitted = schedules[int(best[least])], Weights(*weights[least].tolist())

@@ -16,7 +16,7 @@ import torch
 
 from sage_hf.bench import grid
 from sage_hf.bench.cases import Case, MaskName
-from sage_hf.bench.timing import Queue
+from sage_hf.bench.timing import TimingStream
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
 from sage_hf.tune.fit import Measured, fit
@@ -32,26 +32,37 @@ RECIPES = ("sage3", "sage2", "sage1")
 TRAINING_RECIPE = "sage_bwd"
 RIVAL_RECIPE = "sage3"
 """Recipe with two kernels on consumer Blackwell."""
-DRAWN, SEED, MOST_OPERATIONS = 440, 1, 2e12
+DRAWN = 440
+"""Number of random calls without gradients."""
+SEED = 1
+"""Seed of the random calls."""
+MOST_OPERATIONS = 2e12
+"""Largest number of multiplications and additions of a random call without gradients."""
 HEAD_DIMS = (32, 40, 64, 72, 96, 128, 136, 160, 192, 256)
 """Measured head_dims: as few as distinguish the kernels' paddings, because each needs compiled kernels."""
 CACHED = ((32, 4, 128), (16, 1, 64))
 """Heads, heads that share keys, and head_dim of calls with a few queries behind a cache."""
-TRAINED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-TRAINED: tuple[MaskName, ...] = ("none", "causal", "lengths")
-TRAINED_DRAWN, TRAINED_OPERATIONS = 64, 4e12
-"""Number of random calls with gradients, and most multiplications and additions of one: few heads with short lengths
-leave multiprocessors idle, which systematic calls do not show."""
+TRAINING_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+"""Lengths of systematic calls with gradients."""
+TRAINING_MASKS: tuple[MaskName, ...] = ("none", "causal", "lengths")
+"""Masks of calls with gradients."""
+TRAINING_DRAWN = 64
+"""Number of random calls with gradients: few heads with short lengths leave multiprocessors idle, which systematic
+calls do not show."""
+TRAINING_OPERATIONS = 4e12
+"""Largest number of multiplications and additions of a random call with gradients."""
 
-SECONDS, COMPILING = 420.0, 0.45
-"""Longest time of a measurement, and the share of it after which no compilation begins."""
+SECONDS = 420.0
+"""Longest time of a measurement."""
+COMPILING = 0.45
+"""Share of the time after which no compilation begins."""
 FITTING = 0.15
 """Share of the seconds for fitting the curves, after measuring."""
 
 # A runner (recipe or exact kernel) is timed for about REPLAYS times this long at each point, by replaying one graph of
 # several calls.
 TIMED_MS = 1.0
-TRAINED_MS = 30.0
+TRAINING_MS = 30.0
 """The same for calls with gradients: training holds a GPU at its power limit, where kernels differ by their energy."""
 REPLAYS = 3
 
@@ -73,20 +84,20 @@ def points() -> list[Case]:
     def train(batch: int, q_heads: int, kv_heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> None:
         cases.append(Case("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
 
-    for head_dim, n in itertools.product((64, 128), TRAINED_LENGTHS):
+    for head_dim, n in itertools.product((64, 128), TRAINING_LENGTHS):
         batch = max(1, 8192 // n)
-        for mask in TRAINED:
+        for mask in TRAINING_MASKS:
             train(batch, 16, 16, n, head_dim, mask)
         train(max(1, batch // 2), 32, 8, n, head_dim, "causal")
     for head_dim, heads in ((64, 30), (128, 12)):  # videos and long texts
         train(1, heads, heads, 17776, head_dim)
         train(1, 16, 4, 16384, head_dim, "causal")
-        for mask in TRAINED[:2]:  # so that a curve need not extrapolate far
+        for mask in TRAINING_MASKS[:2]:  # so that a curve need not extrapolate far
             train(3, 24, 24, 8192, head_dim, mask)
         train(2, 32, 8, 12288, head_dim, "causal")
-    for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINED[:2]):
+    for head_dim, n, mask in itertools.product((32, 256), (512, 1024, 2048, 4096), TRAINING_MASKS[:2]):
         train(2, 16, 16, n, head_dim, mask)
-    for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINED[:2]):
+    for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINING_MASKS[:2]):
         train(batch, 20, 20, n, head_dim, mask)
     cases += _drawn_training()
     kinds: dict[tuple[str, bool, bool], list[Case]] = {}
@@ -102,12 +113,12 @@ def _drawn_training() -> list[Case]:
     """Draw calls with gradients, of lengths and numbers of heads that are no powers of two."""
     random_ = random.Random(SEED)
     cases = []
-    for _ in range(TRAINED_DRAWN):
-        mask, head_dim = random_.choice(TRAINED), random_.choice((64, 128))
+    for _ in range(TRAINING_DRAWN):
+        mask, head_dim = random_.choice(TRAINING_MASKS), random_.choice((64, 128))
         kv_heads, group = random_.choice((2, 4, 8, 12, 16, 24, 32)), random_.choice((1, 1, 1, 4))
         batch, tokens = random_.choice((1, 1, 2, 4)), round(2 ** random_.uniform(8.5, 14))
         case = Case("training", batch, kv_heads * group, kv_heads, tokens, tokens, head_dim, mask, training=True)
-        cases.append(grid.capped(case, TRAINED_OPERATIONS))
+        cases.append(grid.capped(case, TRAINING_OPERATIONS))
     return cases
 
 
@@ -138,19 +149,19 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         raise ValueError(f"costs are measured on a GPU, and {device} is not a GPU: pass --device cuda")
     started, todo = time.perf_counter(), points()
 
-    def passed() -> float:
+    def elapsed() -> float:
         return time.perf_counter() - started
 
     progress("compiling kernels")
     to_compile = [(name, case) for case in todo for name in names_for(case) if name not in BACKENDS]
     compiled = compile_kernels(device, to_compile, COMPILING * seconds)
-    progress(f"compiled for {compiled:,} calls in {passed():.0f} s; measuring {len(todo)} calls")
-    timed_points = list(measure_points(device, todo, (1 - FITTING) * seconds - passed()))
+    progress(f"compiled for {compiled:,} calls in {elapsed():.0f} s; measuring {len(todo)} calls")
+    timed_points = list(measure_points(device, todo, (1 - FITTING) * seconds - elapsed()))
     if not timed_points:
         raise ValueError("nothing could be measured on this GPU in time")
     calls = len({(timed_point.sizes, timed_point.mask, timed_point.causal) for timed_point in timed_points})
     hint = "; --seconds can give the others time" if calls < len(todo) else ""
-    progress(f"measured {calls} of them by {len(timed_points) / calls:.1f} kernels each until {passed():.0f} s{hint}")
+    progress(f"measured {calls} of them by {len(timed_points) / calls:.1f} kernels each until {elapsed():.0f} s{hint}")
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     curves = fit(timed_points, properties.multi_processor_count)
@@ -158,7 +169,7 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     if shipped.exists():
         measured_kinds = set(map(_kind, curves))
         curves += tuple(curve for curve in cost_model.read_table(shipped).curves if _kind(curve) not in measured_kinds)
-    progress(f"fitted {len(curves)} curves until {passed():.0f} s")
+    progress(f"fitted {len(curves)} curves until {elapsed():.0f} s")
     return Table(properties.name, capability, versions(), curves)
 
 
@@ -220,7 +231,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
     """Time each call's variants until the seconds are over; a variant that refuses a call is left out."""
     end = time.perf_counter() + seconds
     capability = torch.cuda.get_device_capability(device)
-    with quiet(), torch.cuda.device(device), torch.no_grad(), Queue(device).entered() as queue:
+    with quiet(), torch.cuda.device(device), torch.no_grad(), TimingStream(device).entered() as stream:
         _heat(device)
         for case in todo:
             if time.perf_counter() > end:
@@ -237,7 +248,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
                 try:
                     with context:
                         runner = runner_of(device, case, name, backward)
-                        us = queue.gpu_us(of(name), TRAINED_MS if case.training else TIMED_MS, REPLAYS)
+                        us = stream.gpu_us(of(name), TRAINING_MS if case.training else TIMED_MS, REPLAYS)
                 except (RuntimeError, ValueError):  # the call is not supported, or there is no memory
                     torch.cuda.synchronize(device)
                     continue

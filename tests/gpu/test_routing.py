@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_hf.bench.cases import Case, draw
-from sage_hf.bench.timing import Queue
+from sage_hf.bench.timing import TimingStream
 from sage_hf.tune.tune import REPLAYS, TIMED_MS
 from sage_kernels import ops
 from sage_kernels.dispatch import cost_model
@@ -33,8 +33,8 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(case, routed, device):
 
     def us(recipe, fallback):
         options = {"mask": inputs.mask, "is_causal": inputs.case.upper_left, "recipe": recipe, "fallback": fallback}
-        with Queue(device).entered() as queue:
-            return queue.gpu_us(lambda: ops.attention(*inputs.tensors, **options), TIMED_MS, REPLAYS)
+        with TimingStream(device).entered() as stream:
+            return stream.gpu_us(lambda: ops.attention(*inputs.tensors, **options), TIMED_MS, REPLAYS)
 
     with torch.no_grad():
         fastest = min(us("sage2", "error"), us("exact", "native"))
