@@ -151,9 +151,9 @@ def restore(pipe_or_model: object) -> None:
         for change in changes_of(model)[:1]:  # which undoes later ones first
             change.undo()
         if target.library == "diffusers":
-            from sage_hf.diffusers import take_out
+            from sage_hf.diffusers import remove_processors
 
-            take_out(model)
+            remove_processors(model)
 
 
 def _forget_plans(target: Target, undo: Undo) -> None:
@@ -191,7 +191,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         check_whole,
         exchange_processor,
         layer_of,
-        say_left,
+        log_kept,
     )
 
     processors, backend_error = {}, None
@@ -202,7 +202,7 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
             processors[name] = processor
         except FixedBackendError as error:
             backend_error = error
-            say_left(error)
+            log_kept(error)
         except UnsupportedAttentionError:
             if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
                 raise

@@ -75,8 +75,8 @@ class Explanation:
 
     Attributes:
         rows: one row for each layer and each outcome of its calls, in the model's order.
-        compiled: outcomes and their numbers in this process, for calls that belong to no layer: inside compiled graphs,
-            through diffusers' attention backends, or by hand.
+        outside_layers: outcomes and their numbers in this process, for calls that belong to no layer: inside compiled
+            graphs, through diffusers' attention backends, or by hand.
         planned: True if the rows predict future calls; False if they report past calls.
         sparse: (layer, the shares that its calls kept, and why calls were dense) for each layer that ran sparse
             attention or VSA.
@@ -87,7 +87,7 @@ class Explanation:
     """
 
     rows: tuple[LayerRow, ...]
-    compiled: tuple[tuple[Outcome, int], ...] = ()
+    outside_layers: tuple[tuple[Outcome, int], ...] = ()
     planned: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
@@ -119,20 +119,20 @@ class Explanation:
         notes: dict[str, int] = {}
         header = ["layer", "asked", "runs" if self.planned else "ran", "kernels", "numerics", "calls", "why"]
         lines: list[list[str]] = []
-        for row in [*_join_rows(self.rows), *(_make_row(UNATTRIBUTED, *ran) for ran in self.compiled)]:
+        for row in [*_join_rows(self.rows), *(_make_row(UNATTRIBUTED, *ran) for ran in self.outside_layers)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
             calls = (
                 f"{row.calls}+" if row.calls >= record.PLANS_PER_LAYER and row.layer != UNATTRIBUTED else str(row.calls)
             )
-            idle = "not run, or compiled" if self.compiled else "not run yet"
-            own_attention = "its own, or a backend's" if self.compiled else "its own"
+            idle = "not run, or compiled" if self.outside_layers else "not run yet"
+            own_attention = "its own, or a backend's" if self.outside_layers else "its own"
             attention = row.recipe or (idle if row.asked else own_attention)
             lines.append([row.layer, row.asked or "-", attention, row.kernels or "-", row.numerics or "-", calls, note])
         if self.planned:
             header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
         text = [text_table(header, lines)]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]
-        names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.compiled)]
+        names = [*(row.recipe for row in self.rows), *(outcome.recipe for outcome, _ in self.outside_layers)]
         for name in dict.fromkeys(names):
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
@@ -167,13 +167,13 @@ def explain(pipe_or_model: object) -> Explanation:
     targets = find_targets(pipe_or_model)
     rows = [row for target in targets for row in _target_rows(target)]
     sparse = [row for target in targets if target.library == "diffusers" for row in _sparse_rows(target)]
-    compiled = tuple(record.compiled_outcomes().items())
+    outside_layers = tuple(record.outcomes_outside_layers().items())
     fused = sum(layer in record.with_qk_norm_rope for target in targets for layer in target.layers.values())
     layers = [layer for target in targets for layer in target.layers.values()]
     caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
     return Explanation(
         tuple(rows),
-        compiled,
+        outside_layers,
         sparse=tuple(sparse),
         costs=_costs(targets),
         qk_norm_rope=fused,
@@ -192,11 +192,11 @@ def _target_rows(target: Target) -> Iterator[LayerRow]:
     asked_of = _asked_of_processor if target.library == "diffusers" else _asked_of_implementation
     for name, layer in target.layers.items():
         recipes, reason = asked_of(layer)
-        row = LayerRow(target.label(name), recipes, reason=reason or record.passed_by.get(layer, ""))
+        row = LayerRow(target.label(name), recipes, reason=reason or record.bypassed.get(layer, ""))
         plans: dict[Outcome, list[Plan]] = {}
         for plan in record.last_plans(layer) if recipes else ():
             plans.setdefault(plan.outcome, []).append(plan)
-        if not plans or layer in record.passed_by:
+        if not plans or layer in record.bypassed:
             yield row
         for outcome, same_outcome in plans.items():
             heavy, chosen, recent = (sum(counts) for counts in zip(*map(_counts, same_outcome), strict=True))

@@ -29,8 +29,11 @@ from sage_kernels.spec.options import Options
 logger = logging.get_logger(__name__)
 
 PLANS_PER_LAYER = 256
+"""Largest number of plans that are kept of a layer."""
 UNCOUNTED = 256
+"""Number of plans of calls outside layers from which they are counted."""
 KNOWN = 4096
+"""Number of known plans from which all of them are forgotten."""
 SLOW_SCORES = 2**26
 """Number of scores (batch · heads · q_len · kv_len) from which an emulated call counts as slow: each takes a CPU core
 10 to 40 ns."""
@@ -76,10 +79,10 @@ _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
-passed_by: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+bypassed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Reason why the latest such call of a layer with a recipe did not run our attention."""
-_outside: deque[Plan] = deque()
-_compiled: Counter[Outcome] = Counter()
+_uncounted: deque[Plan] = deque()
+_outside_layers: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
 """Functions that `observe` has called with every eager call."""
 _logged: set[tuple[str, ...]] = set()
@@ -109,31 +112,31 @@ def forget(module: nn.Module) -> None:
     """Forget the plans of the module's calls."""
     _plans.pop(module, None)
     with_qk_norm_rope.discard(module)
-    passed_by.pop(module, None)
+    bypassed.pop(module, None)
 
 
-def note_passed_by(reason: str) -> None:
+def note_bypassed(reason: str) -> None:
     """Record why the current layer did not run our attention, and log the reason once."""
     if _thread.layers:
-        passed_by[_thread.layers[-1]] = reason
+        bypassed[_thread.layers[-1]] = reason
     _log_once((reason,), reason)
 
 
-def compiled_outcomes() -> Counter[Outcome]:
+def outcomes_outside_layers() -> Counter[Outcome]:
     """Return the outcomes, with their numbers, of calls outside any layer: inside compiled graphs or called by hand.
 
     Exact attention inside a compiled graph is PyTorch's own and is not counted, whether it was asked for or took over
     because gradients were wanted.
     """
     _count_outside()
-    return _compiled.copy()
+    return _outside_layers.copy()
 
 
 def clear() -> None:
     """Forget all plans, and which messages were logged."""
     _plans.clear()
-    _outside.clear()
-    _compiled.clear()
+    _uncounted.clear()
+    _outside_layers.clear()
     _logged.clear()
     _known.clear()
 
@@ -159,8 +162,8 @@ def file_plan(plan: Plan) -> None:
             plans = _plans.setdefault(layers[-1], deque(maxlen=PLANS_PER_LAYER))
         plans.append(plan)
     else:
-        _outside.append(plan)
-        if len(_outside) >= UNCOUNTED:
+        _uncounted.append(plan)
+        if len(_uncounted) >= UNCOUNTED:
             _count_outside()
     if id(plan) not in _known:
         if plan.is_fallback:
@@ -177,7 +180,7 @@ def _count_outside() -> None:
     """Count the plans of calls outside any layer; counting takes longer than keeping them for a while."""
     with _lock, contextlib.suppress(IndexError):
         while True:
-            _compiled[_outside.popleft().outcome] += 1
+            _outside_layers[_uncounted.popleft().outcome] += 1
 
 
 def notify_observers(

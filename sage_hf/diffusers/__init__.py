@@ -25,8 +25,8 @@ _HOME = {
     "enable_vsa": "gates",
     "exchange_processor": "processor",
     "layer_of": "processor",
-    "say_left": "processor",
-    "take_out": "processor",
+    "log_kept": "processor",
+    "remove_processors": "processor",
 }
 
 __all__ = sorted(_HOME)

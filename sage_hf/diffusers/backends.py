@@ -21,7 +21,7 @@ from sage_hf.diffusers.heads import end_trial
 from sage_hf.diffusers.parallel import NO_SHARDS
 from sage_hf.diffusers.shards import SplitTokens
 from sage_hf.names import NAMES
-from sage_hf.record import note_passed_by
+from sage_hf.record import note_bypassed
 from sage_hf.sparse.layer import running_layer
 from sage_kernels.spec.options import Options
 
@@ -152,7 +152,7 @@ def by_flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     if not torch.compiler.is_compiling():
         if _thread.choice is not None:
             _thread.choice.reached = True
-        note_passed_by(f"FlexAttention ran, which alone reads the layer's mask, a {type(mask).__name__}")
+        note_bypassed(f"FlexAttention ran, which alone reads the layer's mask, a {type(mask).__name__}")
     return dispatch_attention_fn(query, key, value, mask, *options, backend=AttentionBackendName.FLEX)
 
 

@@ -192,15 +192,15 @@ class Fused:
     Attributes:
         norms: names among NORMS -> functions that replace these norms.
         arguments: the processor's arguments by name, without the angles if the norms rotate.
-        rotates: kind of the call; the first call of a kind must agree with the processor. None: nothing is rotated.
+        trial_key: kind of the call; the first call of a kind must agree with the processor. None: nothing is rotated.
     """
 
     norms: dict[str, Callable[[Tensor], Tensor]]
     arguments: dict[str, Any]
-    rotates: Hashable | None
+    trial_key: Hashable | None
 
 
-def with_own_norms(
+def plan_fused_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> Fused | None:
     """Plan a processor's call in which a kernel normalises and rotates; None: call the processor unchanged.
@@ -353,9 +353,9 @@ def agrees(fused: Fused, attn: nn.Module, run_original: Callable[[], Any], run_f
         run_original: runs the processor of diffusers unchanged.
         run_fused: runs the processor with our norms.
     """
-    if fused.rotates is None:
+    if fused.trial_key is None:
         return True
-    agreement = _agreements.get(fused.rotates)
+    agreement = _agreements.get(fused.trial_key)
     if agreement is None:
         if _is_capturing(fused.arguments["hidden_states"]):
             return False
@@ -368,10 +368,10 @@ def agrees(fused: Fused, attn: nn.Module, run_original: Callable[[], Any], run_f
         if expected is not None and not all(map(_tells, expected)):
             return False
         agreement = expected is not None and actual is not None and all(map(_are_close, expected, actual))
-        _agreements[fused.rotates] = agreement
+        _agreements[fused.trial_key] = agreement
         if not agreement:
             logger.warning(
-                f"{fused.rotates[0].__name__} keeps its own norms and rotation: the fused kernel gave different "  # type: ignore[index]
+                f"{fused.trial_key[0].__name__} keeps its own norms and rotation: the fused kernel gave different "  # type: ignore[index]
                 "queries or keys"
             )
     return agreement

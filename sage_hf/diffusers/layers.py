@@ -30,7 +30,7 @@ from sage_hf.diffusers.bridge import (
 )
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
-from sage_hf.diffusers.heads import agrees, with_own_norms
+from sage_hf.diffusers.heads import agrees, plan_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
 from sage_hf.diffusers.vsa import NO_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
@@ -139,7 +139,7 @@ class Layer:
         """Return `run(attn, *args, **kwargs)`; if possible, a kernel normalises and rotates queries and keys in it."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
-        fused = with_own_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
+        fused = plan_fused_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         if fused is None:
             return run(attn, *args, **kwargs)
         run_original = partial(self._run_original, sage, attn, *args, **kwargs)
@@ -206,7 +206,7 @@ class ExplicitLayer(Layer):
         if split_of(attn) is not None:
             raise UnsupportedAttentionError(f"{patched} sees only the tokens in its process")
         if not torch.compiler.is_compiling():
-            record.note_passed_by(f"{patched} ran as it is")
+            record.note_bypassed(f"{patched} ran as it is")
         return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ class DispatchLayer(Layer):
         with running(sage.sparse), choosing(backend) as choice:
             output = run()
         if not choice.reached:
-            record.note_passed_by(f"{type(self.original).__name__} attended by no backend that sage_hf can choose")
+            record.note_bypassed(f"{type(self.original).__name__} attended by no backend that sage_hf can choose")
         return output
 
     def _run_compiled_as_it_is(self, split: SplitTokens | None, attn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,11 +22,11 @@ from sage_hf.diffusers.processor import (
     exchange_processor,
     layer_for,
     layer_of,
+    log_kept,
     originals_in_place,
     put_back,
     replaceable,
     sage_of,
-    say_left,
 )
 from sage_hf.names import NAMES
 
@@ -53,7 +53,7 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
             check_parallelism(model, layer_of(module))
         except FixedBackendError as error:
             backend_error = error
-            say_left(error)
+            log_kept(error)
         except UnsupportedAttentionError as error:
             raise UnsupportedAttentionError(f"{name}: {error}") from None
     if not bound:

@@ -214,14 +214,14 @@ def bind(
     return processor
 
 
-def say_left(error: FixedBackendError) -> None:
-    """Log once for each class of processors that its layers are not changed."""
-    if str(error) not in _displacing:
-        _displacing.add(str(error))
+def log_kept(error: FixedBackendError) -> None:
+    """Log once for each class of processors that its layers keep them."""
+    if str(error) not in _logged:
+        _logged.add(str(error))
         logger.warning(f"{error}: those layers keep it, and attend as before")
 
 
-_displacing: set[str] = set()  # logged already: classes that replaced ours, and reasons why processors stayed
+_logged: set[str] = set()  # logged already: classes that replaced ours, and reasons why processors stayed
 
 
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
@@ -236,7 +236,7 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
         try:
             layer = layer_for(module, processor)
         except FixedBackendError as error:
-            say_left(error)
+            log_kept(error)
             return module.processor
         return _take_over(module, processor, layer)
     if isinstance(processor, ServedAdapter):
@@ -249,11 +249,11 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     if known_layer is not None and processor is known_layer.original:
         vars(module).pop(LAYER, None)
     elif sage is not None:
-        family = type(processor).__name__
-        if family not in _displacing:
-            _displacing.add(family)
+        class_name = type(processor).__name__
+        if class_name not in _logged:
+            _logged.add(class_name)
             logger.warning(
-                f"{family} replaces {sage}: those layers no longer attend in low bits; set it again if needed"
+                f"{class_name} replaces {sage}: those layers no longer attend in low bits; set it again if needed"
             )
     return processor
 
@@ -324,8 +324,8 @@ def replaceable(model: torch.nn.Module) -> Iterator[None]:
         raise
 
 
-def take_out(model: torch.nn.Module) -> None:
-    """Put the originals in place of all our processors in `model`."""
+def remove_processors(model: torch.nn.Module) -> None:
+    """Remove all our processors from `model`, which gets its originals back."""
     _set_originals(model)
 
 

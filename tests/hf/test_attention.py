@@ -444,7 +444,7 @@ def test_exact_takes_every_head_dim_pytorch_takes():
 
 @pytest.mark.parametrize("recipe", ["exact", "sage2", "sage_bwd"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_dropout_is_computed_by_exact_attention_with_its_gradient_and_a_word(recipe, grad, caplog):
+def test_dropout_runs_exactly_with_gradients_and_a_log_message(recipe, grad, caplog):
     inputs = [x.requires_grad_(grad) for x in draw()]
     for _ in range(3):
         torch.manual_seed(3)

@@ -64,7 +64,7 @@ def test_without_a_mask_and_with_padding_gradients_are_the_recipes(recipe, mask,
     expected_gradients = gradients_of(expected, inputs)
     assert equal(gradients_of(output, inputs), expected_gradients)
     assert equal(gradients_of(alone, inputs), expected_gradients)
-    ((outcome, _),) = record.compiled_outcomes().items()
+    ((outcome, _),) = record.outcomes_outside_layers().items()
     assert (outcome.asked, outcome.recipe, outcome.numerics, outcome.reason) == (recipe, recipe, "emulated", "")
 
 
@@ -121,7 +121,7 @@ def test_no_recipe_returns_an_output_without_its_gradient(recipe, mask):
 def test_short_training_calls_do_not_turn_exact():
     inputs = draw(q_len=3, kv_len=5)
     sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd")
-    ((outcome, _),) = record.compiled_outcomes().items()
+    ((outcome, _),) = record.outcomes_outside_layers().items()
     assert outcome.numerics == "emulated"
 
 

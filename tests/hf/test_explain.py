@@ -107,7 +107,7 @@ def test_compiled_calls_are_counted():
             explanation = sage_hf.explain(model)
     finally:
         torch._dynamo.reset()
-    assert [(plan.recipe, calls) for plan, calls in explanation.compiled] == [("sage3", 1)]
+    assert [(plan.recipe, calls) for plan, calls in explanation.outside_layers] == [("sage3", 1)]
     assert "compiled" in str(explanation) and "not run yet" not in str(explanation)
 
 

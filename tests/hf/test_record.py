@@ -26,7 +26,7 @@ def test_plans_are_filed_under_the_innermost_layer():
     record.run_in_layer(outer, attend)
     assert [plan.kernel for plan in record.last_plans(outer)] == ["reference"]
     assert [plan.kernel for plan in record.last_plans(inner)] == ["sdpa"]
-    assert not record.compiled_outcomes()
+    assert not record.outcomes_outside_layers()
 
 
 def test_threads_do_not_see_each_others_layers():
@@ -39,7 +39,7 @@ def test_threads_do_not_see_each_others_layers():
 
     record.run_in_layer(mine, attend_elsewhere)
     assert not record.last_plans(mine)
-    assert list(record.compiled_outcomes().values()) == [1]
+    assert list(record.outcomes_outside_layers().values()) == [1]
 
 
 def test_compiled_calls_are_counted_without_a_layer():
@@ -53,21 +53,21 @@ def test_compiled_calls_are_counted_without_a_layer():
     compiled(*inputs)
     compiled(*inputs)
     assert not record.last_plans(layer)
-    assert [(plan.kernel, count) for plan, count in record.compiled_outcomes().items()] == [("reference", 2)]
+    assert [(plan.kernel, count) for plan, count in record.outcomes_outside_layers().items()] == [("reference", 2)]
 
 
 def test_outcomes_of_compiled_calls_name_the_backward_kernel():
     inputs = [x.requires_grad_() for x in draw()]
     torch.compile(lambda *x: sage_attention(*x, recipe="sage_bwd"), fullgraph=True, backend="aot_eager")(*inputs)
     sage_attention(*draw(), recipe="sage_bwd")
-    outcomes = [(one.kernel, one.quantizer, one.backward) for one in record.compiled_outcomes()]
+    outcomes = [(one.kernel, one.quantizer, one.backward) for one in record.outcomes_outside_layers()]
     assert outcomes == [("reference", "", "reference_backward"), ("reference", "", "")]
 
 
 def test_counting_compiled_calls_of_ever_new_lengths_takes_no_memory():
     for length in range(64, 84):
         sage_attention(*draw(length))
-    assert list(record.compiled_outcomes().values()) == [20]
+    assert list(record.outcomes_outside_layers().values()) == [20]
 
 
 def test_observers_see_arguments_output_and_plan():

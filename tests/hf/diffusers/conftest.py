@@ -16,7 +16,7 @@ def fresh_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     monkeypatch.setattr("sage_hf.diffusers.install._warned", set())
-    monkeypatch.setattr("sage_hf.diffusers.processor._displacing", set())
+    monkeypatch.setattr("sage_hf.diffusers.processor._logged", set())
 
 
 @pytest.fixture

@@ -109,8 +109,8 @@ def angles(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 def test_angles_of_another_kind_are_left_to_the_processor(served, table):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.with_own_norms(processor, module, (), (), given, False) is not None
-    assert heads.with_own_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
+    assert heads.plan_fused_norms(processor, module, (), (), given, False) is not None
+    assert heads.plan_fused_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
 
 
 CHANGES = {
@@ -133,9 +133,9 @@ CHANGES = {
 def test_norms_that_are_not_known_as_they_are_stay(served, change):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.with_own_norms(processor, module, (), (), given, False) is not None
+    assert heads.plan_fused_norms(processor, module, (), (), given, False) is not None
     change(module)
-    assert heads.with_own_norms(processor, module, (), (), given, False) is None
+    assert heads.plan_fused_norms(processor, module, (), (), given, False) is None
 
 
 def test_norms_stay_while_hooks_watch_all_modules(served):
