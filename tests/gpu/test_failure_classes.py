@@ -48,7 +48,7 @@ def test_values_of_one_give_outputs_of_one(recipe, draw):
     query, key, value = draw(1, 2, 300, 64), draw(1, 2, 500, 64), torch.ones_like(draw(1, 2, 500, 64))
     output, _ = attend(query, key, value, recipe)
     expected, _ = reference.attention(query, key, value, RECIPES[recipe])
-    # Exactly, but for rounding to bfloat16 and P, whose sum before it is rounded `sage1` and `sage3_paper` divide by.
+    # Exact except for rounding to bfloat16; `sage1` and `sage3_paper` divide by unrounded sums.
     assert (output - 1).abs().amax() <= max(2**-8, 1.05 * (expected - 1).abs().amax())
     assert (output.double().mean() - 1).abs() <= max(2**-11, 1.05 * (expected.double().mean() - 1).abs())
 

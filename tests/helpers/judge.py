@@ -1,11 +1,10 @@
 """Judge a kernel by its recipe's reference, and by exact attention in float64.
 
-Kernel and reference have the same operands to the bit, but for rotated elements between two INT8 codes, because a
-rotation's sums have an order. What differs is the order of float32 sums and, where their
-tiles of keys differ, the maximum relative to which P is rounded. So the kernel's error is the reference's, and it is
-nearer to the reference than that is to exact attention. Hopper's kernel rounds P relative to earlier maxima: where it
-rounds the weights of few keys to e4m3, one of two roundings may be nearly exact by chance, and they are as far apart as
-two roundings are.
+Kernel and reference have the same operands to the bit, except for rotated elements between two INT8 codes, because a
+rotation's sums have an order. They sum in different orders in float32 and, where their tiles of keys differ, round P
+relative to different maxima. So the errors are alike, and kernel and reference differ by less. Hopper's kernel rounds P
+relative to earlier maxima: where it rounds the weights of few keys to e4m3, one of two roundings may be nearly exact by
+chance, and they are as far apart as two roundings are.
 """
 
 import itertools

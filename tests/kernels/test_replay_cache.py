@@ -86,8 +86,8 @@ MASKS = {
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("around", ["nothing", "grouped heads allowed", "autocast"])
-def test_a_replayed_exact_call_is_that_of_the_first_time(replayed, mask, recipe, grad, around):
-    """Call recipe sage2 with few keys, or for gradients, which it has none of."""
+def test_a_replayed_exact_call_equals_the_first_call(replayed, mask, recipe, grad, around):
+    """Recipe sage2 runs exactly here: too few keys, or no gradients."""
     query, key, value = (torch.randn(2, tokens, 2, 16).transpose(1, 2) for tokens in (40, 48, 48))
     for x in (query, key, value):
         x.requires_grad_(grad)

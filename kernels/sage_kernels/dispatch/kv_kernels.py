@@ -13,7 +13,10 @@ from .kernels import Named
 
 
 class KVKernel(Named, Protocol):
-    """Implementation of a cache's two operations. All give the same stored bits."""
+    """Implementation of a cache's two operations.
+
+    Kernels that serve the same cache store the same bits in it; `unsupported` refuses caches of another layout.
+    """
 
     @property
     def native(self) -> bool:
