@@ -144,7 +144,7 @@ def test_the_recipe_runs_in_every_block_and_the_report_says_so(pack, recipe):
     assert re.search(rf"double\.0-1 +{recipe} +{recipe} ", report(pack, model))
 
 
-def test_steps_and_kept_blocks_run_comfyuis_attention_and_the_original_stays_as_it_was(pack):
+def test_kept_steps_and_blocks_run_comfyuis_attention(pack):
     original = Patcher()
     x = draw(1, 80, 160)
     plain = original.sample(x)
@@ -178,7 +178,7 @@ def test_an_override_that_was_there_is_called_around_it(pack):
     assert "a kept block, in 1 calls" in report(pack, chained)
 
 
-def test_calls_that_want_full_precision_or_say_something_new_run_comfyuis_attention(pack):
+def test_unsupported_comfyui_calls_run_comfyuis_attention(pack):
     x = draw(1, 80, 160)
     plain = Patcher().sample(x, steps=1)[0]
     for arguments in ({"attn_precision": torch.float32}, {"low_precision_attention": False}, {"window": 7}):

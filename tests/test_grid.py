@@ -352,7 +352,7 @@ def test_a_phase_counts_from_the_end_of_the_one_before():
     assert [ms for ms, _ in phases([gap]).values()] == pytest.approx([3e-3, 5e-3])
 
 
-def test_what_is_called_in_other_processes_is_called_once_and_may_fail(tmp_path):
+def test_calls_in_other_processes_run_once_and_may_fail(tmp_path):
     folders = [tmp_path / name for name in ("a", "b", "a")]  # The last one is there already.
     call_in_processes(os.mkdir, folders)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -84,7 +84,7 @@ def calls_of(step) -> list[tuple[Case, bool]]:
 
 @pytest.mark.audit
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_real_architecture_takes_its_inputs_and_attends_over_the_documented_tokens(model):
+def test_every_real_architecture_attends_over_the_documented_tokens(model):
     """With one block of each kind, without data."""
     if model.name == "mochi":
         pytest.skip("finds the valid text tokens by their values; the next test runs it with data")
@@ -254,7 +254,7 @@ def test_a_failure_is_a_row_and_a_line_and_the_rest_is_measured(monkeypatch):
     assert "default, eager, 2 of 2 layers: failed: OutOfMemoryError: CUDA out of memory." in lines[1]
 
 
-def test_what_takes_the_place_of_sdpa_serves_calls_without_masks_and_leaves_the_rest(monkeypatch):
+def test_the_replacement_of_sdpa_serves_only_calls_without_masks(monkeypatch):
     def theirs(query, key, value, is_causal, scale):
         seen.append((tuple(query.shape), is_causal, scale))
         return torch.zeros_like(query)

@@ -77,13 +77,13 @@ def test_every_configuration_that_ships_is_named():
     assert all(f"`{name}`" in usage for name in sage_hf.SageConfig.names())
 
 
-def test_sage3_has_at_most_four_fifths_of_the_published_recipes_error_on_trained_models():
+def test_sage3_has_at_most_four_fifths_of_the_published_error():
     """Geometric mean ≤ 0.80, no model above 0.90."""
     ratios = list(pages.read_result("cpu-error_table")["sage3_over_paper"].values())
     assert len(ratios) >= 2 and max(ratios) <= 0.90 and geometric_mean(ratios) <= 0.80
 
 
-def test_the_tiny_model_draws_every_held_out_caption_with_exact_attention_and_all_but_one_in_four_bits():
+def test_the_tiny_model_draws_held_out_captions_exactly_and_in_four_bits():
     scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text())
     for recipe, fewest in (("exact", 48), ("sage3", 47)):
         assert scores[recipe]["prompts"] == 48

@@ -38,7 +38,7 @@ def test_a_routers_lists_prefer_near_tiles_and_keep_as_many():
     assert kept[..., near].float().mean() > 2 * kept[..., ~near].float().mean()
 
 
-def test_the_error_is_that_against_exact_attention_over_the_list():
+def test_the_error_is_measured_against_exact_attention_over_the_list():
     inputs, blocks = sparse.draw(small(512, 0.5), CPU)
     exactly, _ = ops.attention(*inputs.tensors, blocks=blocks, recipe="exact")
     densely, _ = ops.attention(*inputs.tensors, recipe="exact")
@@ -46,7 +46,7 @@ def test_the_error_is_that_against_exact_attention_over_the_list():
     assert sparse.errors_of(densely, inputs, blocks)["rel_l1"] > 0.1
 
 
-def test_the_gradients_errors_are_those_against_exact_attention_over_the_list():
+def test_gradient_errors_are_measured_against_exact_attention_over_the_list():
     inputs, blocks = sparse.draw(small(512, 0.5, trains=True), CPU)
     for listed, low, high in ((blocks, 0.0, 0.03), (None, 0.1, 10.0)):
         output, _ = training.attention(*inputs.tensors, blocks=listed)

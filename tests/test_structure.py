@@ -81,7 +81,7 @@ def test_a_backend_that_is_not_in_triton_needs_no_triton(folder):
 
 
 @pytest.mark.parametrize("folder", BACKENDS)
-def test_what_a_backend_can_do_is_known_before_its_compiler_is_imported(folder):
+def test_a_backends_limits_are_known_before_its_compiler_is_imported(folder):
     for imported in imported_names(f"sage_kernels.{folder}.registration"):
         assert imported.split(".")[0] not in ("triton", "cuda"), imported
         assert backend_of(imported) != "language", imported

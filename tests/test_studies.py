@@ -98,7 +98,7 @@ def test_loud_channels_are_loud_and_scores_are_not():
     assert spread["×10"] == pytest.approx(spread["Gaussian"], rel=0.1)
 
 
-def test_peaked_errors_are_those_of_every_recipe_as_shipped_and_without_outlier_handling():
+def test_peaked_errors_have_every_recipe_with_and_without_outlier_handling():
     case = Sinks(0.8, 512, causal=True)
     inputs = case.draw()
     options = {"is_causal": True, "causal_offset": 512 - peaked_tensors.QUERIES}
@@ -132,7 +132,7 @@ def test_a_table_of_peaked_errors_shows_them_without_and_with_outlier_handling()
     assert peaked_errors.markdown(rows).splitlines()[2:] == ["| a | 0.5000 | 0.2500 → 0.1250 |", "| b | – | 0.0625 |"]
 
 
-def test_errors_of_a_models_layers_are_those_of_the_recipe_without_and_with_outlier_handling(monkeypatch):
+def test_layer_errors_match_the_recipe_with_and_without_outlier_handling(monkeypatch):
     recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
     monkeypatch.setattr(peaked_models, "OURS", ("sage2",))

@@ -238,7 +238,7 @@ def test_a_training_is_described_by_its_loss_and_speed(model, training, monkeypa
 
 
 @pytest.mark.parametrize("path", sorted(pages.RESULTS.glob("*-trained_models.json")), ids=lambda path: path.stem)
-def test_of_the_stored_results_eight_bits_lose_least_and_the_published_four_most(path):
+def test_stored_results_rank_eight_bits_before_four_and_published_four(path):
     result = json.loads(path.read_text(encoding="utf-8"))
     rows = {(row["model"], row["tokens"], row["recipe"]): row for row in result["rows"]}
     for model, tokens in {(model, tokens) for model, tokens, _ in rows}:

@@ -98,7 +98,7 @@ def test_every_model_is_evaluated_with_every_recipe(everything):
                 assert all(kernel.startswith(("PyTorch", recipe)) for kernel in one["kernels"])
 
 
-def test_the_evaluated_loss_is_that_of_the_end_of_training(everything):
+def test_the_evaluated_loss_equals_the_final_training_loss(everything):
     final = [run["curve"][-1]["held_out_loss"] for run in everything[1]["finetune"]["runs"]]
     rows = {row["trained_with"]: row["seeds"] for row in everything[1]["evaluate"]["rows"]}
     loaded = [rows[recipe][seed]["exact"]["held_out_loss"] for seed in (0, 1) for recipe in ("exact", "sage_bwd")]

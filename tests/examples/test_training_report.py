@@ -47,7 +47,7 @@ def test_means_are_written_with_their_spread():
     assert mean_and_spread([1.0, None]) == "–"
 
 
-def test_a_part_is_made_once_and_never_taken_for_one_with_other_settings(tmp_path):
+def test_a_kept_part_serves_only_equal_settings(tmp_path):
     path = tmp_path / "runs" / "part.json"
     made = resume_or_run(path, {"steps": 3, "betas": (1, 2)}, lambda: {"loss": 1.0})
     assert made == json.loads(path.read_text()) == {"settings": {"steps": 3, "betas": [1, 2]}, "loss": 1.0}

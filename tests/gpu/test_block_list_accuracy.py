@@ -110,7 +110,7 @@ def test_reruns_are_equal_to_the_bit_and_compiled_calls_are_the_same(device):
     [("sage2", 128, False), ("sage2", 128, True), ("sage1", 64, False), ("sage1", 64, True)],
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, repeated, recipe, size, masked):
+def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, recipe, size, masked):
     if int8_kernel(device, (128, 128)) != "int8_forward_hopper":
         pytest.skip("calls of other kernels may be replayed or not")
     inputs = draw(device)

@@ -267,7 +267,7 @@ def attend(query, key, value):
     return sage_attention(query, key, value, recipe="sage2", enable_gqa=True)
 
 
-def test_queries_that_it_quantises_itself_are_those_of_each_replay_and_stream():
+def test_queries_quantised_by_the_kernel_follow_each_replay_and_stream():
     inputs = [torch.randn(2, 8, 3000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     draws = [torch.randn_like(inputs[0]) for _ in range(4)]
     expected = [attend(x, *inputs[1:]) for x in draws]

@@ -56,7 +56,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_repeated_call_is_bitwise_that_of_the_first_time(device, repeated, name):
+def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, name):
     shape, options = CALLS[name]
     options = dict(options)
     dtype = options.pop("dtype", torch.bfloat16)

@@ -54,7 +54,7 @@ def test_steps_of_decoding_are_exact_and_switch_no_backend_off_for_others(mask, 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("scale", [None, -0.2])
-def test_exact_attention_behind_a_cache_is_that_with_a_mask(heads, scale, device):
+def test_exact_attention_behind_a_cache_equals_attention_with_a_mask(heads, scale, device):
     query = torch.randn(2, heads[0], 70, 64, device=device, dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, heads[1], 333, 64, device=device, dtype=torch.bfloat16)
     grouped = heads[0] != heads[1]

@@ -376,9 +376,7 @@ def test_gradients_scale_with_the_values_and_the_outputs_gradient(recipe, magnit
 @pytest.mark.usefixtures("either_backward")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_bad_element_of_the_outputs_gradient_spoils_what_its_row_attends_to_and_no_other_head(
-    recipe, bad, is_causal, draw
-):
+def test_a_bad_output_gradient_spoils_what_its_row_sees_and_no_other_head(recipe, bad, is_causal, draw):
     query, key, value, output_gradient = draw_tensors(draw, 1, 3, 3, 300, 300)
     clean = train(query, key, value, output_gradient, recipe, is_causal=is_causal)
     output_gradient[0, 1, 140, 7] = bad

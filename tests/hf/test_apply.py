@@ -456,7 +456,7 @@ def process_group():
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel])
-def test_of_a_wrapper_whose_forward_takes_any_argument_the_model_inside_is_switched(wrap):
+def test_a_wrappers_inner_model_is_switched(wrap):
     wrapped = wrap(tiny.transformer())
     before = processors(wrapped.module)
     steps = (StepRule(0, 1, "sage1"),)

@@ -262,7 +262,7 @@ def test_each_reason_is_logged_once_through_the_hugging_face_logger(caplog):
     assert "dtype must be one of" in caplog.records[1].message
 
 
-def test_native_recipes_are_served_without_a_word(caplog):
+def test_native_recipes_log_nothing(caplog):
     with caplog.at_level(logging.WARNING):
         sage_attention(*draw())
         sage_attention(*draw(), recipe="exact")
@@ -400,7 +400,7 @@ def test_a_scale_of_zero_weighs_all_keys_alike_and_a_negative_one_turns_the_orde
         *(pytest.param(*one, marks=pytest.mark.audit) for one in (("sage3", True), ("sage_bwd", False))),
     ],
 )
-def test_a_head_dim_of_no_recipe_is_served_exactly_with_its_gradient_and_a_word(recipe, head_dim, grad, caplog):
+def test_an_unserved_head_dim_runs_exactly_with_gradients_and_a_log_message(recipe, head_dim, grad, caplog):
     inputs = [x.requires_grad_(grad) for x in draw(head_dim=head_dim[0], v_head_dim=head_dim[1])]
     with caplog.at_level(logging.WARNING):
         output = sage_attention(*inputs, recipe=recipe)

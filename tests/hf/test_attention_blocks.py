@@ -81,7 +81,7 @@ def test_training_over_a_list_is_refused_where_no_native_kernel_is():
 
 
 @pytest.mark.parametrize("recipe", ["sage2", "sage_bwd"])
-def test_a_compiled_call_is_the_eager_one_with_its_gradients(recipe):
+def test_a_compiled_call_has_the_eager_output_and_gradients(recipe):
     grad = recipe == "sage_bwd"
     inputs, blocks = [x.requires_grad_(grad) for x in draw()], draw_blocks(2, 4, 300, 330)
 

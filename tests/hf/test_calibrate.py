@@ -45,7 +45,7 @@ def render(pipe, prompt: str) -> torch.Tensor:
     return pipe(prompt, generator=generator, output_type="latent", **SETTINGS).frames
 
 
-def test_the_error_of_what_a_pipeline_makes_is_measured_and_within_the_budget(measured):
+def test_the_pipelines_output_error_is_within_the_budget(measured):
     pipe, calibration, _ = measured
     for prompt, error in zip(PROMPTS, (*calibration.errors, *calibration.held_out), strict=True):
         exact = render(pipe, prompt)
@@ -127,7 +127,7 @@ def test_a_file_that_holds_no_measurements_is_refused(tmp_path):
         Measurements({}, tmp_path / "file.json")
 
 
-def test_a_language_model_keeps_its_divergence_within_the_budget_and_sensitive_layers_exact():
+def test_a_language_model_stays_within_its_budget_with_sensitive_layers_exact():
     model = tiny.llama()
     tokens = [torch.randint(32, (80,), generator=torch.Generator().manual_seed(i)) for i in range(2)]
     loose = calibrate(model, tokens[:1], math.inf)
@@ -302,7 +302,7 @@ def test_time_is_by_the_table_of_costs_only_where_it_has_the_very_recipe():
     assert subjects.call_us(replace(request, device_type="cpu", capability=None, dtype=torch.float32)) is None
 
 
-def test_the_demo_has_38_db_at_every_prompt_with_three_quarters_in_fp4_and_keeps_its_budget():
+def test_the_demo_has_38_db_and_three_quarters_in_fp4_within_its_budget():
     config = SageConfig.from_file(TINY_VIDEO / "calibrated.json")
     result = json.loads((TINY_VIDEO / "calibration.json").read_text())
     defaults = json.loads((TINY_VIDEO / "generation.json").read_text())
@@ -462,7 +462,7 @@ def test_inputs_of_a_pipeline_that_differ_anywhere_are_told_apart():
     assert len(found) == 10
 
 
-def test_between_a_mix_that_is_too_fast_and_one_that_is_not_a_faster_one_is_sought():
+def test_a_faster_mix_is_sought_within_the_budget():
     weights = np.arange(1.0, 9.0)
     names = tuple(f"layer{row}" for row in range(len(weights)))
 

@@ -167,7 +167,7 @@ def test_compare_tells_how_a_language_models_predictions_change(language_model, 
 
 
 @hands_on
-def test_compare_predicts_the_second_half_of_each_window_through_a_configurations_kv_cache(tmp_path, capsys):
+def test_compare_predicts_through_the_configurations_kv_cache(tmp_path, capsys):
     text, config, model_config = tmp_path / "text.txt", tmp_path / "kv.json", tiny.llama().config
     model_config.head_dim = 64
     LlamaForCausalLM(model_config).save_pretrained(tmp_path)
@@ -317,7 +317,7 @@ def test_a_machine_without_room_is_told_without_a_traceback(folder, tmp_path, ca
         ("", "--pretrained must not be empty"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_as_what_it_is(tmp_path, capsys, command, pretrained, message):
+def test_a_missing_model_is_named_in_the_error(tmp_path, capsys, command, pretrained, message):
     arguments = ["--prompt", "a", "--output", tmp_path / "out"] if command == "generate" else []
     assert message in refused(capsys, command, "--pretrained", pretrained, *arguments)
 

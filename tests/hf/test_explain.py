@@ -111,7 +111,7 @@ def test_compiled_calls_are_counted():
     assert "compiled" in str(explanation) and "not run yet" not in str(explanation)
 
 
-def test_the_quantiser_and_the_backward_kernel_that_ran_are_shown_with_the_forward_kernel():
+def test_explain_shows_the_quantiser_and_the_backward_kernel():
     queries = [torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(3)]
     with only_the_reference():
         registry.register_quantizer(StandInQuantizer("quantize", "sage_bwd"))

@@ -117,7 +117,7 @@ def test_what_is_finished_survives_an_error(folder, tmp_path, after, videos):
     assert all(frames_of(path) == 9 for path in tmp_path.glob("*.mp4"))
 
 
-def test_files_are_told_in_the_order_of_rendering_and_the_report_on_the_way_says_so(folder, tmp_path):
+def test_progress_names_files_in_the_order_of_rendering(folder, tmp_path):
     written, reports = [], []
 
     def note(path):
@@ -208,7 +208,7 @@ def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog, broke
         assert "100.00% of sage3, 'a red ball', is NaN" in text and "–" in text
 
 
-def test_a_video_that_is_not_nan_is_not_said_to_be(folder, tmp_path):
+def test_a_finite_video_is_not_reported_as_nan(folder, tmp_path):
     report = generate(options(folder, tmp_path, QUICK, steps=1))
     assert report.videos[0].nan == {"sage3": 0.0} and "NaN" not in module.format_outcome(report)
 
@@ -278,7 +278,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path, output):
         ({"config": SageConfig(layers=(LayerRule("block.9", "exact"),))}, "'block.9' matches no attention layer"),
     ],
 )
-def test_what_does_not_fit_the_pipeline_is_refused_before_anything_is_written(folder, tmp_path, settings, message):
+def test_options_that_do_not_fit_the_pipeline_are_refused_first(folder, tmp_path, settings, message):
     with pytest.raises((ValueError, KernelUnavailableError), match=message):
         generate(options(folder, tmp_path / "out", compare=True, **settings))
     assert not (tmp_path / "out").exists()

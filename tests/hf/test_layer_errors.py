@@ -38,7 +38,7 @@ def test_exact_attention_has_no_error_whatever_the_mask_and_the_heads(padding):
         assert layer.errors.rel_l1 < ROUNDING
 
 
-def test_errors_are_those_of_low_bit_against_exact_attention_on_the_layers_own_inputs():
+def test_errors_are_measured_on_the_layers_own_inputs():
     model = tiny.llama()
     calls = []
     with sage_hf.apply(model, "sage3_paper"), record_layer_errors(model) as recorder, observe(calls.append):
@@ -85,7 +85,7 @@ def test_recording_changes_no_output():
             assert torch.equal(model(**tiny.transformer_inputs()).sample, expected)
 
 
-def test_a_recipe_that_is_forward_only_is_measured_without_the_user_turning_gradients_off():
+def test_forward_only_recipes_are_measured_with_gradients_enabled():
     model = tiny.transformer()
     with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder:
         assert not model(**tiny.transformer_inputs()).sample.requires_grad

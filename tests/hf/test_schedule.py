@@ -92,7 +92,7 @@ def starts_at_zero(steps):
 @pytest.mark.parametrize("steps", [1, 2, 8])
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("schedule", [ends_at_one_thousandth, ends_at_one, ends_at_zero, starts_at_zero])
-def test_a_timestep_that_is_the_first_in_one_unit_and_the_last_in_another_is_the_first(schedule, unit, steps):
+def test_a_timestep_that_fits_two_units_counts_as_the_first_step(schedule, unit, steps):
     pipe = Pipe(schedule(steps))
     processor = Processor()
     follower = StepSchedule(FIRST_AND_LAST, {"layer": processor}, pipe)
@@ -110,7 +110,7 @@ def test_second_order_schedulers_repeat_timesteps_without_losing_the_last_step()
 
 @pytest.mark.parametrize("unit", ["t (CogVideoX, HunyuanVideo, Wan)", "something else"])
 @pytest.mark.parametrize("steps", [1, 2, 20])
-def test_timesteps_that_a_second_order_scheduler_puts_between_steps_belong_to_the_step_before(steps, unit):
+def test_timesteps_between_steps_belong_to_the_earlier_step(steps, unit):
     recipes = recipes_of_generation(Pipe(KDPM2DiscreteScheduler()), FIRST_AND_LAST, steps, UNITS[unit])
     steps_of_calls = [call // 2 for call in range(2 * steps - 1)]
     assert recipes == [FIRST_AND_LAST.resolve("layer", step, steps) for step in steps_of_calls]
@@ -130,7 +130,7 @@ def test_timesteps_between_steps_that_equal_the_next_step_shift_no_other(steps, 
     assert recipes == [names[step % 4] for step in expected]
 
 
-def test_every_timestep_is_a_step_where_a_scheduler_has_more_than_it_was_asked_for():
+def test_every_timestep_is_a_step_if_a_scheduler_adds_some():
     pipe = Pipe(PNDMScheduler())
     recipes = recipes_of_generation(pipe, FIRST_AND_LAST, 20)
     assert len(set(pipe.scheduler.timesteps.tolist())) == 23
@@ -175,7 +175,7 @@ def test_a_schedule_entered_in_the_middle_keeps_its_numbering():
     assert seen == [(6, "sage3"), (7, "sage3"), (8, "sage3"), (9, "exact")]
 
 
-def test_a_model_without_pipeline_counts_changes_and_starts_again_when_the_timestep_turns_back():
+def test_without_a_pipeline_steps_are_counted_by_changes_of_the_timestep():
     config = SageConfig("sage3", steps=(StepRule(0, 1, "sage2"), StepRule(2, 3, "exact")))
     processor = Processor()
     schedule = StepSchedule(config, {"layer": processor})
@@ -351,7 +351,7 @@ def test_a_scheduler_that_replaces_the_pipelines_own_is_followed():
     assert denoiser.seen == expected(3)
 
 
-def test_a_copied_pipeline_counts_its_own_steps_and_one_that_runs_what_was_pickled_does_too():
+def test_copied_and_unpickled_pipelines_count_their_own_steps():
     pipe, runner = runners()
     pipe.denoiser = Denoiser(FIRST_AND_LAST, pipe)
     pipe(pipe.denoiser, 4)
@@ -397,7 +397,7 @@ class Telling(Runner):
     ],
     ids=["Cosmos 2", "Cosmos 2.5, a clean frame", "Mochi", "a timestep for each frame"],
 )
-def test_what_a_pipeline_tells_of_its_timestep_goes_before_what_the_denoiser_is_given(tell, give):
+def test_the_pipelines_timestep_goes_before_the_denoisers_argument(tell, give):
     """σ / (σ + 1) of a Karras schedule is, in another unit, near timesteps that come much later."""
     scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     scheduler.sigma_min, scheduler.sigma_max = 0.002, 80
@@ -491,7 +491,7 @@ def test_real_pipelines_that_share_a_transformer_run_their_own_steps():
     assert recipes_of_calls(first, 3) == expected(3)
 
 
-def test_of_two_configurations_the_last_is_in_force_for_every_pipeline_and_the_first_is_gone():
+def test_a_second_configuration_replaces_the_first_in_every_pipeline():
     first = tiny.cogvideox(num_layers=1)
     second = sharing(first)
     handle = sage_hf.apply(first, FIRST_AND_LAST)

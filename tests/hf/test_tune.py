@@ -207,14 +207,14 @@ def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):
     assert cost_model.read_table(tmp_path / "table.json").curves
 
 
-def test_a_machine_without_a_gpu_is_told_so(monkeypatch, capsys):
+def test_a_machine_without_a_gpu_gets_a_message(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for command in ("tune", "warmup"):
         assert main([command]) == 2
         assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_a_gpu_on_which_nothing_runs_is_told_so(gpu, monkeypatch, capsys):
+def test_a_gpu_without_kernels_gets_a_message(gpu, monkeypatch, capsys):
     monkeypatch.setattr(tune, "measure_points", lambda device, points, seconds: [])
     assert main(["tune"]) == 2
     assert "nothing could be measured" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_side_by_side_shows_both_and_can_be_encoded(tmp_path, size):
 
 
 @pytest.mark.parametrize("encoder", [True, False])
-def test_a_file_that_does_not_fit_on_the_disk_is_an_error_and_leaves_the_one_before(tmp_path, monkeypatch, encoder):
+def test_a_full_disk_is_an_error_and_keeps_the_previous_file(tmp_path, monkeypatch, encoder):
     monkeypatch.setattr(video, "can_write_mp4", lambda: encoder)
     frames = np.random.default_rng(0).integers(0, 255, (8, 128, 128, 3), np.uint8)
     before = video.write_video(clip(RED), tmp_path / "clip", fps=8)

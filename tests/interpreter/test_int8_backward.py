@@ -226,7 +226,7 @@ def test_a_gradient_of_zeros_gives_zeros(recipe):
 @pytest.mark.parametrize(
     "poison", [torch.nan, *(pytest.param(x, marks=pytest.mark.audit) for x in (torch.inf, -torch.inf))]
 )
-def test_what_is_not_finite_spoils_its_row_and_the_keys_that_the_row_sees(recipe, poison):
+def test_a_non_finite_value_spoils_its_row_and_the_keys_it_sees(recipe, poison):
     """And no other batch element, no other group of heads, no key that does not exist."""
     inputs = draw(batch=2, q_len=140)
     inputs[3][0, 1, 20, 3] = poison

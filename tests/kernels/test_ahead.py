@@ -139,7 +139,7 @@ def test_what_is_compiled_is_what_a_backward_pass_launches(monkeypatch, causal, 
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "bool"])
-def test_what_a_first_call_launches_is_compiled_in_a_thread_each_before_it_runs(monkeypatch, kind):
+def test_kernels_of_a_first_call_compile_in_parallel(monkeypatch, kind):
     from sage_kernels.language import launch, rotation
     from sage_kernels.triton.int8_forward import attend_and_save
     from sage_kernels.triton.quantize import int8

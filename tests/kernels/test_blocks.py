@@ -57,7 +57,7 @@ QUICK = {*itertools.product(("exact", "sage2"), SIZES), ("sage3", (128, 64))}
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
-def test_a_call_with_a_list_is_that_call_with_the_mask(recipe, options, block_m, block_n):
+def test_a_call_with_a_block_list_equals_the_call_with_its_mask(recipe, options, block_m, block_n):
     """In few bits without heavy and recent keys, to the bit."""
     inputs, options = draw(), dict(options)
     blocks = draw_blocks(2, 4, 300, 330, block_m, block_n)
@@ -185,7 +185,7 @@ def test_a_call_with_a_list_has_no_heavy_keys():
     assert call.tail is call
 
 
-def test_exact_attention_in_chunks_is_that_in_one(monkeypatch):
+def test_exact_attention_in_chunks_equals_one_call(monkeypatch):
     inputs, blocks = draw(), draw_blocks(2, 4, 300, 330)
     options = {"mask": None, "options": Options(is_causal=True, causal_offset=40, return_lse=True)}
     expected = block_lists.attend_to_list(*inputs, blocks, **options)

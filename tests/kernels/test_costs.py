@@ -128,7 +128,7 @@ def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(u
     assert "sage-hf tune" in select(with_tokens(1024, dtype=torch.float32)).reason
 
 
-def test_a_head_dim_has_the_narrowest_curve_that_is_for_it_and_none_beyond_those_measured():
+def test_a_head_dim_takes_the_narrowest_curve_that_covers_it():
     wide, narrow = curve("flash", launch=1.0, head_dims=(33, 256)), curve("flash", launch=2.0, head_dims=(65, 128))
     table = Table("a GPU", H200, {}, (wide, narrow))
     found = [table.curve("flash", "none", False, head_dim) for head_dim in (32, 40, 72, 128, 136, 264)]
@@ -334,9 +334,7 @@ def test_the_table_that_ships_for_hopper_knows_what_was_measured_whole(shipped, 
     ],
     ids=lambda value: {True: "NVRTC", False: "no NVRTC"}.get(value, str(value)),
 )
-def test_reasons_name_the_calls_own_head_dim_and_no_long_call_is_exact_for_want_of_a_measurement(
-    shipped, capability, compiles
-):
+def test_reasons_name_the_head_dim_and_unmeasured_long_calls_run_in_low_bits(shipped, capability, compiles):
     shipped(compiles, triton=(3, 9))
     lengths, masks = ((24, 32768), (4, 512)), ("none", "keys", "bool", "additive")
     for recipe, mask, causal in itertools.product(("sage3", "sage2", "sage1"), masks, (False, True)):
@@ -381,7 +379,7 @@ def test_tables_that_ship_are_read_without_complaint():
         assert {curve.runner for curve in table.curves} >= set(cost_model.BACKENDS)
 
 
-def test_queries_behind_a_cache_are_routed_by_the_backend_that_takes_causality_with_an_offset(use_table):
+def test_calls_behind_a_cache_are_routed_by_the_backend_that_serves_them(use_table):
     causal = [replace(one, causal=True) for one in (LOW_BIT, CUDNN, curve("flash", launch=500.0))]
     use_table(*causal)
     call = with_tokens(1024, is_causal=True)

@@ -170,7 +170,7 @@ def test_the_last_blocks_of_keys_are_split_where_multiprocessors_would_wait(head
 @pytest.mark.parametrize(
     ("head_dim", "repeats", "padded", "is_causal"), product((64, 128), (False, True), (False, True), (False, True))
 )
-def test_all_kernels_are_compiled_beforehand_and_the_call_only_allocates_and_launches(
+def test_kernels_compile_beforehand_and_calls_only_allocate_and_launch(
     monkeypatch, head_dim, repeats, padded, is_causal
 ):
     fake_gpu.install(monkeypatch)

@@ -295,7 +295,7 @@ def test_the_outputs_gradient_reaches_a_gpus_kernel_in_the_outputs_layout(monkey
     assert set(strides) == {(240, 16, 48, 1)}
 
 
-def test_a_gpus_exact_attention_has_second_derivatives_and_those_of_nested_transforms(monkeypatch):
+def test_exact_attention_on_a_gpu_has_second_and_nested_derivatives(monkeypatch):
     monkeypatch.setattr(exact, "_on_gpu", lambda x: True)
     monkeypatch.setattr(exact, "_may_be_cudnn", lambda *call: True)
     inputs = [torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]

@@ -138,7 +138,7 @@ def test_an_action_given_inside_the_modules_own_import_waits_for_the_next_one(fo
         del builtins.seen
 
 
-def test_an_import_that_was_past_the_finders_when_the_action_came_is_noticed_at_the_next(folder: Path) -> None:
+def test_an_import_already_under_way_is_noticed_at_the_next_import(folder: Path) -> None:
     (folder / "hooked_between.py").write_text("answer = 42\n")
     (folder / "imported_after_it.py").write_text("")
     spec, seen = importlib.util.find_spec("hooked_between"), []

@@ -240,7 +240,7 @@ def skip_unsupported(case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_kernel_has_the_matrix_instructions_of_its_formats_and_stays_within_its_budget(case):
+def test_a_kernel_has_its_matrix_instructions_and_keeps_its_budget(case):
     skip_unsupported(case)
     kernel, recipe, head_dim, mask, capability = case
     loop = inner_loop(case)
@@ -391,7 +391,7 @@ def test_native_nvfp4_on_consumer_blackwell_is_leaner_than_the_published_kernel(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] == "nvfp4_forward"], ids=name)
-def test_where_words_become_bytes_a_thread_holds_those_of_a_word_one_after_the_other(case):
+def test_a_thread_holds_the_bytes_of_a_word_in_order(case):
     """Else `native_bytes` would mix them: the layouts are the compiler's choice."""
     skip_unsupported(case)
     ir = compile_launch(record(*case)[-1], case[-1]).asm["ttgir"]

@@ -88,7 +88,7 @@ def test_gradients_of_the_reference_are_right():
         (None, Rope(torch.complex(draw(7, 16).float(), draw(7, 16).float())), "does not fit x"),
     ],
 )
-def test_what_does_not_fit_is_refused(norm, rope, message):
+def test_a_wrong_grid_or_sparsity_is_refused(norm, rope, message):
     with pytest.raises(ValueError, match=message):
         qk_norm_rope(draw(), norm, rope)
 

@@ -54,7 +54,7 @@ def test_with_int8_heavy_keys_without_their_mean_are_not_rounded(name):
     assert torch.equal(reference.quantize_operands(query, key, value, recipe).heavy.key, expected)
 
 
-def test_sage3_operands_are_smoothed_equalized_rotated_and_searched_without_heavy_keys():
+def test_sage3_operands_get_every_transform_without_heavy_keys():
     query, key, value = draw(320)
     recipe = replace(RECIPES["sage3"], heavy_choice="first")
     operands = reference.quantize_operands(query, key, value, recipe)
@@ -113,7 +113,7 @@ def test_int8_operands_have_a_scale_per_query_and_per_16_keys_of_a_thread(name):
 
 
 @pytest.mark.parametrize("name", ["sage3", "sage3_paper", "sage2", "sage1", "sage_bwd_int8"])
-def test_p_is_quantised_at_its_scale_and_rows_are_divided_by_the_recipes_denominator(name):
+def test_p_has_its_scale_and_rows_have_the_recipes_denominator(name):
     """One tile of keys and the heavy ones, so the online softmax is the plain one and redone in a few lines."""
     recipe = RECIPES[name]
     query, key, value = draw(128 + recipe.heavy_keys)

@@ -171,7 +171,7 @@ def test_a_kernel_without_a_backward_pass_is_passed_over_where_gradients_are_wan
     assert select(replace(request, grad=True)).kernel == "both"
 
 
-def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_kernel(add_kernel):
+def test_forward_only_recipes_run_exactly_with_gradients(add_kernel):
     add_kernel("both", "sage2", trains=True)
     plan = select(replace(GPU, recipe="sage2", grad=True))
     assert plan.kernel == "sdpa" and "sage2" in plan.reason and "gradients" in plan.reason
@@ -181,7 +181,7 @@ def test_a_recipe_without_gradients_is_exact_where_they_are_wanted_whatever_the_
 
 @pytest.mark.parametrize("sizes", [{"head_dim": 8}, {"head_dim": 12}, {"v_head_dim": 15}, {"head_dim": 272}])
 @pytest.mark.parametrize("request_", [CPU, GPU, replace(CPU, recipe="sage_bwd", grad=True)])
-def test_a_head_dim_of_no_recipe_runs_exactly_and_says_so_unless_that_is_forbidden(request_, sizes):
+def test_an_unserved_head_dim_runs_exactly_unless_forbidden(request_, sizes):
     request_ = replace(request_, **sizes)
     for fallback in ("native", "emulate"):
         plan = select(request_, fallback)
@@ -387,7 +387,7 @@ def test_a_substitute_is_said_in_a_few_words_and_explained_in_more():
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_forward_kernel_without_one_that_computes_its_gradients_is_passed_over_with_all_reasons():
+def test_a_forward_kernel_without_a_backward_kernel_is_passed_over_with_all_reasons():
     plan = select(replace(TRAINING, dtype=torch.float32))
     assert plan.kernel == "sdpa"
     assert "int8_backward: gradients need float16 or bfloat16" in plan.reason

@@ -139,7 +139,7 @@ def test_an_exact_call_without_a_mask_is_repeated_by_pytorchs_function_alone(mon
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mask", ["none", "keys"])
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])
-def test_calls_with_tokens_before_heads_are_those_of_their_transposes(replayed, recipe, mask, grad):
+def test_calls_with_tokens_before_heads_equal_transposed_calls(replayed, recipe, mask, grad):
     inputs = [torch.randn(2, tokens, 2, 16, requires_grad=grad) for tokens in (40, 48, 48)]
     transposed, seen = [x.transpose(1, 2) for x in inputs], []
     expected = sage_attention(*transposed, MASKS[mask], recipe=recipe)

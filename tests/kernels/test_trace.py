@@ -105,7 +105,7 @@ def test_what_is_kept_for_all_calls_may_be_allocated():
         torch.ones(4, device="cuda")
 
 
-def test_while_kernels_are_only_compiled_a_call_may_compute_what_they_take():
+def test_calls_may_compute_their_inputs_while_kernels_compile():
     with tracing(compiles_only=True) as traced:
         x = traced.stand_in(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
         made = [-x, x.clone(), x.t().int(), x.new_zeros(5, dtype=torch.uint8), x[1:].zero_()]

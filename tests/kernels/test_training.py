@@ -64,7 +64,7 @@ CALLS = {
 @pytest.mark.parametrize("recipe", TRAINABLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_output_and_gradients_are_those_of_the_reference(recipe, dtype, call):
+def test_output_and_gradients_equal_the_references(recipe, dtype, call):
     inputs = draw(dtype=dtype)
     output, _ = training.attention(*inputs, **call, recipe=recipe)
     gradients = torch.autograd.grad(output, inputs, output_gradient(output))
@@ -349,7 +349,7 @@ def another_choice(ran):
 
 
 @pytest.mark.parametrize("attend", [training.attention, partial(door.attend, mask=None, blocks=None, options=OPTIONS)])
-def test_forward_and_backward_run_on_the_kernels_of_one_plan_which_the_listeners_hear_of_once(ran, attend):
+def test_one_plan_serves_forward_and_backward_and_is_announced_once(ran, attend):
     heard = []
     execution.plan_listeners.append(heard.append)
     try:
@@ -369,7 +369,7 @@ def test_a_kernel_that_failed_its_self_check_leaves_gradients_to_the_next_one(ra
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed", "door"])
-def test_the_backward_pass_runs_on_the_kernel_of_the_forwards_plan_whatever_would_be_chosen_since(ran, kind):
+def test_the_backward_pass_keeps_the_forward_passes_plan(ran, kind):
     if kind == "packed":
         inputs, sequences, used = packed_call()
         output = training.packed_attention(*[x.requires_grad_() for x in inputs], *sequences, seqused_k=used)

@@ -78,7 +78,7 @@ def test_channels_of_zeros_and_constant_keys_are_equalized_by_finite_factors():
     assert torch.equal(transforms.equalize(query, torch.zeros_like(key)), torch.ones(1, 1, 1, 8))
 
 
-def test_the_equalizer_is_of_keys_that_count_of_a_group_and_of_its_sampled_queries():
+def test_the_equalizer_uses_valid_keys_and_sampled_queries_of_its_group():
     query, key = random(1, 4, 300, 8), random(1, 2, 40, 8, seed=1)
     valid = torch.arange(40)[:, None] < 25
     expected = transforms.equalize(query, key, valid)
@@ -92,7 +92,7 @@ def test_the_equalizer_is_of_keys_that_count_of_a_group_and_of_its_sampled_queri
 
 
 @pytest.mark.parametrize("q_len", [40, 300])
-def test_queries_that_are_not_valid_count_neither_in_the_sum_nor_in_the_number_of_the_equalizer(q_len):
+def test_the_equalizer_ignores_invalid_queries(q_len):
     query, key = random(2, 4, q_len, 8), random(2, 2, 40, 8, seed=1)
     valid = torch.rand(2, 1, q_len, 1, generator=torch.Generator().manual_seed(2)) < 0.3
     of_zeros = transforms.equalize(torch.where(valid, query, 0.0), key, None, valid)

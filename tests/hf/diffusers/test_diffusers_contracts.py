@@ -324,7 +324,7 @@ class Weighted(nn.Module):
         return attn.to_out[0](attended * self.weight) + self.strength
 
 
-def test_settings_of_a_users_processor_with_weights_are_one_whoever_changes_them():
+def test_a_users_processor_and_ours_share_their_settings():
     model, inputs = family("wan-t2v").build(), family("wan-t2v").make_inputs()
     layers = attention_layers(model).values()
     processors = [Weighted() for _ in layers]

@@ -39,7 +39,7 @@ def test_diffusers_is_completed_in_every_order_of_imports(first, forks):
 
 
 @pytest.mark.audit
-def test_a_diffusers_that_moved_what_we_complete_imports_and_works_without_us(forks):
+def test_a_diffusers_with_moved_internals_still_imports(forks):
     output = forks.run("""
 import logging
 logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)

@@ -91,7 +91,7 @@ def test_a_setting_that_our_processors_do_not_have_is_refused_and_not_ignored():
 
 
 @pytest.mark.parametrize("name", ["flux-2", "hunyuan-video", "wan-t2v"])
-def test_a_processor_that_apply_set_may_be_set_in_all_layers_and_in_other_models(name):
+def test_a_processor_of_apply_may_be_set_elsewhere(name):
     """Each layer computes what it did, and gets its own processor back."""
     case = family(name)
     model, other = case.build(), case.build()

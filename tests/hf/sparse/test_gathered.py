@@ -30,7 +30,7 @@ def by_mask(query, key, value, tiles, valid=None, scale=None):
 @pytest.mark.parametrize("by_product", [0, TILES])
 @pytest.mark.parametrize("at_once", [2**28, 13 * SIZE * HEAD_DIM * TILES, 4 * SIZE * HEAD_DIM * 3, 1])
 @pytest.mark.parametrize("kept", [1, 3, TILES])
-def test_outputs_and_gradients_are_those_of_a_mask(monkeypatch, at_once, kept, by_product):
+def test_outputs_and_gradients_equal_attention_with_a_mask(monkeypatch, at_once, kept, by_product):
     """All heads at once, a few of them, some tiles of one, and one tile: the parts must not show."""
     monkeypatch.setattr(gathered, "GATHERED_AT_ONCE", at_once)
     monkeypatch.setattr(gathered, "TILES_BY_PRODUCT", by_product)

@@ -50,7 +50,7 @@ def test_files_of_earlier_releases_have_the_fields_with_their_groups(said, spars
     assert sparse_of_model({"sparse_attention_config": config}, LAYERS) == Sparse(keep=0.25)
 
 
-def test_what_is_left_out_is_said(said):
+def test_ignored_settings_are_logged(said):
     config = shipped(disabled_until_timestep=0.86, ignore=["blocks.7.attn1"])
     config["sparse_attention_config"]["config_groups"]["group_1"] = {"algorithm": "sparse_softmax", "sparsity_n": 2}
     assert sparse_of_model(config, LAYERS) == Sparse(keep=0.25)
@@ -69,12 +69,12 @@ def test_what_is_left_out_is_said(said):
         (shipped(target_sparsity=1.5), r"target_sparsity must be in \[0, 1\); got 1.5"),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused(config, message):
+def test_unsupported_settings_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         sparse_of_model(config, LAYERS)
 
 
-def test_a_model_that_ships_one_is_run_by_it(tmp_path, said):
+def test_a_models_shipped_settings_are_used(tmp_path, said):
     family("wan-t2v").build().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | shipped()))

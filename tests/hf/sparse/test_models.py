@@ -77,7 +77,7 @@ def test_routers_see_text_first_and_video_in_tiles(monkeypatch):
     assert [dense for _, dense in seen] == [[slice(0, 226)]] * tiny.LAYERS
 
 
-def test_sparse_attention_is_that_of_the_reordered_tokens(monkeypatch):
+def test_sparse_attention_attends_to_reordered_tokens(monkeypatch):
     """Against a dense mask: each layer's output is exact attention under the chosen tiles, in the caller's order."""
     model, checked = tiny.transformer(), []
     plain = layer.sage_attention

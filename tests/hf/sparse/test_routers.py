@@ -40,7 +40,7 @@ def subblock_by_hand(query, key, block_m, block_n, parts):
 
 
 @pytest.mark.parametrize(("block_m", "block_n"), SIZES)
-def test_mean_scores_are_those_of_block_means(block_m, block_n):
+def test_mean_scores_equal_scores_of_block_means(block_m, block_n):
     query, key = draw()
     found = MeanRouter(0.5, block_m, block_n).scores(query, key)
     expected = means_of(query, block_m) @ means_of(key, block_n).repeat_interleave(2, 1).mT / 4
@@ -147,7 +147,7 @@ def test_all_kept_is_dense_attention(router):
     assert torch.allclose(kept_mass(query, key, blocks), torch.ones(2, 4), atol=1e-5)
 
 
-def test_mass_is_that_of_the_weights():
+def test_mass_equals_the_sum_of_kept_weights():
     query, key = draw()
     weights = (query.double() @ key.double().repeat_interleave(2, 1).mT / 4).softmax(-1)
     expected = torch.stack([part.sum(-1) for part in weights.split(64, -1)], -1)

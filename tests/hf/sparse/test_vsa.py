@@ -71,7 +71,7 @@ def test_the_samples_of_a_batch_choose_their_own_tiles():
         assert torch.allclose(both[sample : sample + 1], alone, atol=1e-12)
 
 
-def test_what_does_not_fit_is_refused():
+def test_a_wrong_grid_or_sparsity_is_refused():
     inputs = draw((4, 4, 4))
     with pytest.raises(ValueError, match="125 tokens of the grid"):
         vsa_attention(*inputs, (5, 5, 5), 0.5)

@@ -129,7 +129,7 @@ def test_packed_sequences_are_each_attended_to_alone(causal, window, lengths_k):
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 7)])
-def test_packed_sequences_whose_lengths_do_not_fit_are_refused_and_tokens_of_none_are_zero(window):
+def test_packed_lengths_that_do_not_fit_are_refused_and_the_tail_is_zero(window):
     (x,) = draw((100, 2, 40))
     for starts in ([0, 40, 120], [0, 60, 40], [10, 40, 100]):
         with pytest.raises(ValueError, match="cu_seqlens_q"):

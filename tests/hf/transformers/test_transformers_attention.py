@@ -116,7 +116,7 @@ def test_position_bias_is_added_under_every_mask(masking: str) -> None:
     torch.testing.assert_close(output.double(), scores.softmax(-1) @ value.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_sinks_are_served_in_low_bit_by_the_lse_and_exactly_where_gradients_are_wanted() -> None:
+def test_sinks_run_in_low_bits_and_exactly_with_gradients() -> None:
     query, key, value = qkv(TOKENS, TOKENS, heads=4, kv_heads=2)
     sinks = torch.tensor([-2.0, 0.0, 2.0, 8.0])
     scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3) / 4
@@ -204,7 +204,7 @@ def test_keywords_that_say_nothing_of_attention_pass() -> None:
     [{"dropout": 0.5}, {"softcap": 30.0}, {"s_aux": torch.zeros(2, requires_grad=True)}, {"output_attentions": True}],
     ids=["dropout", "softcap", "sinks", "weights"],
 )
-def test_what_runs_exactly_in_place_of_a_recipe_is_refused_where_that_is_an_error(options) -> None:
+def test_fallback_error_refuses_calls_that_would_run_exactly(options) -> None:
     with pytest.raises(KernelUnavailableError, match="sage_bwd: "):
         attend(Layer(), *qkv(), None, recipe="sage_bwd", fallback="error", **options)
     attend(Layer(), *qkv(), None, recipe="exact", fallback="error", **options)

@@ -96,7 +96,7 @@ class CuttingModel(OwnModel):
 
 @pytest.mark.parametrize("recipe", ["sage_exact", "sage2_emulate", "sage_bwd_emulate"])
 @pytest.mark.parametrize("model_class", [AddingModel, CuttingModel])
-def test_a_model_that_computes_with_its_mask_or_cuts_queries_behind_it_computes_as_with_eager(
+def test_models_that_change_their_mask_or_queries_compute_as_with_eager(
     model_class: type[OwnModel], recipe: str
 ) -> None:
     eager, ours = (
@@ -115,7 +115,7 @@ def test_a_model_that_computes_with_its_mask_or_cuts_queries_behind_it_computes_
 
 @pytest.mark.audit
 @pytest.mark.parametrize("implementation", ["sage_exact", "sage2"])
-def test_a_mask_made_in_a_compiled_graph_is_read_by_attention_that_runs_outside_of_it(implementation: str) -> None:
+def test_attention_outside_a_compiled_graph_reads_its_mask(implementation: str) -> None:
     """Padding alone, as a compiled model makes it, says nothing of causality."""
     model, tokens = MODELS["llama"].build(implementation), MODELS["llama"].inputs()["input_ids"][:1]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
@@ -170,7 +170,7 @@ def test_a_trace_of_calls_without_padding_serves_calls_with_padding(name):
             assert (found - expected).norm() <= 0.05 * expected.norm()
 
 
-def test_a_mask_that_accelerate_copies_to_another_device_says_what_the_original_says() -> None:
+def test_a_mask_that_accelerate_copies_keeps_its_meaning() -> None:
     padding = torch.arange(40)[None] >= 7
     parameters = inspect.signature(masking_utils.create_causal_mask).parameters
     mask = masking_utils.create_causal_mask(

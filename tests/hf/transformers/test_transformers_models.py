@@ -92,7 +92,7 @@ def test_a_model_this_transformers_does_not_serve_runs_by_default_and_says_so(hf
 
 
 @pytest.mark.parametrize("asked_by", ["keyword", "config"])
-def test_a_model_that_keeps_attention_weights_gets_them_though_its_layers_do_not_ask(asked_by: str) -> None:
+def test_a_model_that_keeps_attention_weights_gets_them(asked_by: str) -> None:
     """Persimmon's layers keep `output_attentions` to themselves; a config's is told to no layer."""
     pytest.importorskip("transformers.utils.output_capturing")
     model = model_zoo.build("persimmon", "eager")

@@ -80,7 +80,7 @@ assert "sage3" in ALL_ATTENTION_FUNCTIONS.valid_keys() and "sage3" in ALL_MASK_A
 
 
 @pytest.mark.audit
-def test_a_transformers_that_moved_what_we_complete_imports_and_works_without_us(forks: Forks) -> None:
+def test_a_transformers_with_moved_internals_still_imports(forks: Forks) -> None:
     output = forks.run("""
 import logging
 logging.basicConfig(format="%(message)s", force=True, level=logging.WARNING, stream=__import__("sys").stdout)
@@ -148,9 +148,7 @@ IGNORING = ["bloom", "gpt_neo", "falcon", "longt5"]
 
 
 @pytest.mark.parametrize("name", IGNORING)
-def test_a_model_that_cannot_run_ours_is_warned_of_once_and_runs_as_it_would_by_default(
-    name: str, hf_log: pytest.LogCaptureFixture
-) -> None:
+def test_an_unsupported_model_warns_once_and_runs_by_default(name: str, hf_log: pytest.LogCaptureFixture) -> None:
     inputs = MODELS["t5" if name == "longt5" else "llama"].inputs("right" if name == "longt5" else "left")
     expected = run(model_zoo.build(name, None), **inputs)
     assert "cannot run" not in hf_log.text

@@ -325,7 +325,7 @@ def test_a_batch_in_a_static_cache_keeps_its_full_mask() -> None:
 @pytest.mark.parametrize(
     "extra", ["nothing", "dropout", "softcap", "s_aux", "position_bias", "output_attentions", "temper"]
 )
-def test_a_mask_of_two_dimensions_is_padding_under_causality_whatever_comes_with_it(
+def test_a_two_dimensional_mask_is_padding_under_causality(
     recipe: str, grad: bool, extra: str, no_recent_keys: None
 ) -> None:
     """`recipe` is what a rule or the mode gives the layer; the masks are those of the implementation's name."""
@@ -376,7 +376,7 @@ def test_a_compiled_model_trains_as_the_model_does() -> None:
         assert (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7
 
 
-def test_a_compiled_model_without_a_mask_trains_exactly_because_sequences_might_be_packed(
+def test_a_compiled_model_without_a_mask_trains_exactly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.compiler.reset()

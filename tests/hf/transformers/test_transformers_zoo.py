@@ -47,7 +47,7 @@ def test_models_of_odd_masks_compute_what_eager_attention_computes(model_type: s
 
 
 @pytest.mark.audit
-def test_every_type_computes_what_eager_attention_computes_or_as_far_from_it_as_sdpa(quiet: None) -> None:
+def test_every_model_type_is_as_near_to_eager_attention_as_sdpa(quiet: None) -> None:
     """A few types differ between transformers' own two, where one lacks a mask."""
     found = {model_type: distances(model_type, "sage_exact") for model_type in model_zoo.NAMES}
     wrong = {model_type: cases for model_type, cases in found.items() if not all(x < ROUNDING for x in cases.values())}
