@@ -52,7 +52,7 @@ def test_tensors_are_the_same_every_time_and_biased_ones_have_means(biased):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sampled_errors_are_those_of_the_whole_output(causal):
+def test_sampled_errors_match_the_whole_output(causal):
     case = SMALL if causal else replace(SMALL, mask="none")
     inputs = draw(case, CPU, biased=True)
     query, key, value = (x.double() for x in inputs.tensors)
@@ -146,7 +146,7 @@ def test_the_recorded_kernel_is_the_kernel_that_ran(monkeypatch):
             ran.clear()
 
 
-def test_e4m3_scales_are_those_of_each_slice():
+def test_each_slice_has_its_e4m3_scale():
     x = torch.randn(2, 3, 5, 7) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
     codes, descale = to_e4m3(x, (2, 3))
     assert descale.shape == (2, 3) and codes.float().abs().amax((2, 3)).eq(448).all()
@@ -154,7 +154,7 @@ def test_e4m3_scales_are_those_of_each_slice():
     assert to_e4m3(x, (0, 1, 2, 3))[1].shape == (1,)
 
 
-def test_generations_of_sageattention_are_told_apart(monkeypatch, tmp_path):
+def test_generations_of_sageattention_are_distinguished(monkeypatch, tmp_path):
     for name, text in {"sageattention": "", "sageattention2": "raise ImportError('build failed: error: x')"}.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.setitem(sys.modules, name, None)  # so that what is imported below goes with the test

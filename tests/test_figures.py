@@ -182,5 +182,5 @@ FIGURES: list[tuple[str, Callable[[], str]]] = [
 
 
 @pytest.mark.parametrize(("page", "sentence"), FIGURES, ids=lambda one: getattr(one, "__name__", one))
-def test_a_figure_in_prose_is_that_of_the_results(page, sentence):
+def test_figures_in_prose_match_the_results(page, sentence):
     assert sentence() in prose(page)

@@ -170,7 +170,7 @@ def provider(name: str, ms: float = 0.0, error: str = "") -> Provider:
     return Provider(name, name, prepare)
 
 
-def test_what_fails_is_told_and_what_is_hopeless_is_not_measured(monkeypatch):
+def test_failures_are_reported_and_hopeless_providers_are_not_measured(monkeypatch):
     stream = provider.stream = FakeStream({"good": 10.0, "fair": 12.0})
     monkeypatch.setattr(measure_grid, "watch", lambda ran: _Watch(ran))
     told_apart(stream, monkeypatch)

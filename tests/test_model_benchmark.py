@@ -125,7 +125,7 @@ def test_mochi_takes_its_inputs_and_attends_over_the_documented_tokens():
     assert [case.kv_len for case, _ in calls[-2:]] == [2 * 6 * 6 + 9] * 2
 
 
-def test_names_are_unique_and_the_calls_are_those_of_the_other_benchmark():
+def test_names_are_unique_and_calls_match_the_other_benchmark():
     assert len(NAMED) == len(MODELS) == len({model.label for model in MODELS})
     shapes = {shape.name: shape for shape in SHAPES}
     for name, other in (("cogvideox-2b", "cogvideox-2b"), ("mochi", "mochi"), ("flux-1024", "flux")):
@@ -357,7 +357,7 @@ def test_the_command_writes_the_results_of_the_models_and_providers_asked_for(mo
     assert list(tmp_path.glob("*.*")) == [path] and "MOCHI" in capsys.readouterr().out
 
 
-def test_attentions_time_is_that_of_its_calls():
+def test_attention_time_sums_its_calls():
     attention = measure_models.AttentionTime(CPU)
     q = torch.randn(1, 1, 8, 16)
     output = attention.measure(lambda: F.scaled_dot_product_attention(q, q, q))

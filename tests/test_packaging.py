@@ -184,7 +184,7 @@ def test_the_lower_bounds_are_the_versions_the_oldest_suite_runs_on() -> None:
     assert bounds == pins
 
 
-def test_the_linters_before_a_commit_are_those_of_the_tests() -> None:
+def test_linters_before_a_commit_match_the_tests() -> None:
     pins = dict(re.findall(r'"(ruff|clang-format)==([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     hooks = dict(
         re.findall(r"/\S*?(ruff|clang-format)\S*\n +rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
@@ -198,7 +198,7 @@ def test_both_integrations_run_the_same_commands() -> None:
     assert targets and all(f"- run: make {target}\n" in workflow for target in targets)
 
 
-def test_the_pythons_it_names_are_those_that_the_workflow_runs() -> None:
+def test_named_python_versions_match_the_workflow() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     (run_on,) = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())

@@ -31,7 +31,7 @@ def test_the_readme_has_at_most_120_lines():
 
 
 @each_page
-def test_generated_sections_are_those_of_results_and_code(page):
+def test_generated_sections_match_results_and_code(page):
     text = page.read_text()
     assert text == pages.render(text), "run `python docs/pages.py`"
 

@@ -36,7 +36,7 @@ def autograd(output_gradient, query, key, value, mask=None, is_causal=False, cau
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -40, "scale": -0.3}, {"mask": "padding"}])
-def test_exact_gradients_are_those_of_autograd(options, monkeypatch):
+def test_exact_gradients_match_autograd(options, monkeypatch):
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2**17)
     query, key, value = draw(SMALL, CPU, biased=True).tensors
     output_gradient, value = torch.randn(2, 4, 300, 40), value[..., :40]

@@ -128,7 +128,7 @@ def test_clips_run_backwards_and_are_scored_as_such():
     assert read_clips(clips.flip(1)) == [as_asked(scene) for scene in scenes]
 
 
-def test_latents_are_those_of_the_backward_clips(folder):
+def test_latents_encode_the_backward_clips(folder):
     pipe = CogVideoXPipeline.from_pretrained(folder)
     scenes = train_scenes()[:3]
     latents = encode(pipe.vae, SIZE, scenes, 5, backwards=True)

@@ -78,7 +78,7 @@ def test_runs_of_one_seed_begin_at_the_same_loss_and_recipes_then_part(everythin
             assert exact != low_bit
 
 
-def test_the_comparison_is_that_of_the_final_losses(everything):
+def test_the_comparison_uses_the_final_losses(everything):
     for stage in ("pretrain", "finetune"):
         for group in everything[1][stage].values():
             last = {

@@ -22,7 +22,7 @@ def test_a_difference_beyond_the_spread_over_seeds_is_not_called_noise(shift):
     assert table["sage_bwd"]["within_seed_noise"] is False
 
 
-def test_what_cannot_be_told_is_left_open():
+def test_undecidable_comparisons_are_left_open():
     single = compare({"exact": {0: 1.0}, "sage_bwd": {0: 1.1}})["sage_bwd"]
     assert single["mean_difference"] == pytest.approx(0.1)
     assert single["spread"] is None and single["within_seed_noise"] is None

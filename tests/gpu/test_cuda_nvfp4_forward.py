@@ -156,7 +156,7 @@ def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
         assert torch.equal(output[0, 0, row], value[0, 0, chosen]) == (chosen >= first)
 
 
-def test_spans_are_those_of_triton():
+def test_spans_match_triton():
     kinds = [*(keys_that_exist(kind, 5000) for kind in ("right", "left", "holes", "shared", "none"))]
     for valid in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
         found, expected = padding.key_padding(valid), in_triton.key_padding(valid)
@@ -219,7 +219,7 @@ def test_equal_calls_give_equal_bits():
 
 
 @pytest.mark.parametrize("head_dim, tokens", [(64, 300), (128, 700), (72, 129)])
-def test_scores_of_means_are_those_of_triton(head_dim, tokens):
+def test_scores_of_means_match_triton(head_dim, tokens):
     from sage_kernels.triton import smooth_q_scores as of_triton
 
     call = new_call(*random_inputs(2500, tokens, 4, 2, head_dim), "sage3")

@@ -88,7 +88,7 @@ def differing(actual, expected):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("pv", RECIPE_OF_PV)
 @pytest.mark.parametrize("case", range(48))
-def test_operands_are_those_of_triton(case, pv, device, monkeypatch):
+def test_operands_match_triton(case, pv, device, monkeypatch):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (80, 128), (128, 128), (128, 72)))
     batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))
@@ -141,7 +141,7 @@ def test_v_keeps_the_sums_of_tokens_as_in_triton(kv_len, dtype, device):
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("shape", [(2, 4, 1000, 128), (2, 4, 1000, 64), (1, 2, 5000, 80)])
-def test_mean_score_is_that_of_the_queries_with_the_mean_of_the_keys(shape, device):
+def test_mean_score_is_the_product_of_queries_and_the_mean_key(shape, device):
     query, key, value = draw(*shape, heads=2 * shape[1], q_len=300)
     score = quantized((query, key, value), return_lse=True).mean_score
     mean, magnitude = (x.double().mean(2, keepdim=True).repeat_interleave(2, 1) for x in (key, key.abs()))
@@ -274,7 +274,7 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("case", "equalized", "pv"), pairwise(range(48), [False, True], list(RECIPE_OF_PV)))
-def test_rotated_operands_are_those_of_the_reference(case, equalized, pv, device):
+def test_rotated_operands_match_the_reference(case, equalized, pv, device):
     choose = random.Random(case)
     head_dim, v_head_dim = choose.choice(((40, 64), (64, 40), (64, 64), (72, 128), (128, 128), (128, 72)))
     batch, kv_heads, group = choose.choice(((1, 1, 1), (2, 3, 1), (3, 2, 4)))

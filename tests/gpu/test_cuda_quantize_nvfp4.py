@@ -97,12 +97,12 @@ def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_operands_are_those_of_triton_at_every_size(sizes, dtype):
+def test_operands_match_triton_at_every_size(sizes, dtype):
     check(draw(*sizes, dtype=dtype), return_lse=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_operands_are_those_of_triton_for_every_recipe(name):
+def test_operands_match_triton_for_every_recipe(name):
     check(draw(2, 2, 2, 300, 333, 128, 128), RECIPES[name])
     check(draw(2, 2, 2, 300, 333, 64, 64), RECIPES[name])
 
@@ -114,7 +114,7 @@ def test_strides_do_not_matter(layout):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["sage3", "sage3_paper", "no rotation"])
-def test_what_is_not_finite_spoils_what_it_spoils_in_triton(bad, name):
+def test_non_finite_values_spoil_the_same_elements_as_in_triton(bad, name):
     query, key, value = draw(1, 2, 2, 300, 333, 128, 128)
     query[0, 0, 3, 5], key[0, 0, 70, 2], key[0, 1, 7, 2], value[0, 0, 330, 8], value[0, 1, 100, 3] = [bad] * 5
     check((query, key, value), RECIPES[name])

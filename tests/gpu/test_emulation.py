@@ -101,7 +101,7 @@ def test_exact_attention_with_grouped_queries_and_a_mask_needs_linear_memory():
 
 @pytest.mark.parametrize("recipe", FORWARD_ONLY)
 @pytest.mark.parametrize("fallback", ["native", "emulate"])
-def test_gradients_of_forward_only_recipes_are_those_of_exact_attention(recipe, fallback):
+def test_gradients_of_forward_only_recipes_match_exact_attention(recipe, fallback):
     inputs = [x.cuda().requires_grad_() for x in draw(kv_heads=4, dtype=torch.bfloat16)]
     weights = torch.randn(2, 4, 300, 64, device="cuda")
     (sage_attention(*inputs, recipe=recipe, fallback=fallback) * weights).sum().backward()

@@ -258,7 +258,7 @@ def test_rows_that_a_mask_of_minus_infinity_hides_are_zeros(device, kind, head_d
     assert (output - truth).abs().max() <= 4 * ROUNDING[dtype] * call.value.abs().max()
 
 
-def test_kernels_that_give_zeros_are_told_from_others(device, monkeypatch):
+def test_kernels_that_give_zeros_are_detected(device, monkeypatch):
     monkeypatch.setattr(masked_rows, "_gives_zeros_by_kind", {})
     mask = torch.zeros(1, 1, 40, 40, device=device, dtype=torch.bfloat16)
     mask[:, :, 3] = -torch.inf

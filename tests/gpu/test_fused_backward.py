@@ -206,7 +206,7 @@ def test_sums_in_float16_are_as_near_to_exact_attention_as_the_reference(is_caus
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("head_dim", "is_causal", "causal_offset"), [(128, False, 0), (64, True, 0), (128, True, -70)])
-def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is_causal, causal_offset, device):
+def test_a_bad_gradient_spoils_the_same_elements_as_in_the_reference(bad, head_dim, is_causal, causal_offset, device):
     """Its query and K of the keys that its row sees; V's channel of those, and of others in tiles of 64."""
     call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, head_dim, is_causal=is_causal, causal_offset=causal_offset)
     kept = execution.attend_and_save(call.forward, "error")
@@ -228,7 +228,7 @@ def test_a_bad_gradient_spoils_what_it_spoils_in_the_reference(bad, head_dim, is
 @pytest.mark.parametrize("sums", SUMS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("position", ["value", "key", "query"])
-def test_a_bad_input_spoils_what_it_spoils_in_the_reference(position, bad, sums, device):
+def test_a_bad_input_spoils_the_same_elements_as_in_the_reference(position, bad, sums, device):
     call = Draw(device).call("sage_bwd", 1, 4, 2, 300, 500, 128)
     getattr(call, position)[0, 1, 140, 7] = bad
     kept = execution.attend_and_save(call.forward, "error")

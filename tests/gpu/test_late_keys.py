@@ -125,7 +125,7 @@ def assert_same(actual, expected):
     ("name", "kind", "sizes"), pairwise(["sage1", "sage2", "sage3"], ["all", "left", "holes"], list(SIZES))
 )
 @compiles
-def test_operands_in_cuda_are_those_of_triton(name, kind, sizes):
+def test_operands_in_cuda_match_triton(name, kind, sizes):
     if name != "sage3" and CAPABILITY != (9, 0):
         pytest.skip("needs compute capability 9.0")
     recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, equalize=False)

@@ -34,7 +34,7 @@ def test_repeated_calls_compute_the_reference(case: HeadCase, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES + LARGE if not case.across_heads], ids=str)
-def test_gradients_are_those_of_the_reference(case: HeadCase, dtype: torch.dtype):
+def test_gradients_match_the_reference(case: HeadCase, dtype: torch.dtype):
     x, norm, rope = case.draw(dtype, "cuda")
     inputs = [one.requires_grad_() for one in (x, norm and norm.weight, norm and norm.bias) if one is not None]
     output = qk_norm_rope(x, norm, rope)

@@ -195,7 +195,7 @@ TRAINING = {
 
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("name", TRAINING)
-def test_repeated_gradients_are_bitwise_those_of_the_operator(device, monkeypatch, repeated, name):
+def test_repeated_gradients_equal_the_operators_bitwise(device, monkeypatch, repeated, name):
     shape, options = TRAINING[name]
     options = {"recipe": "sage_bwd", "fallback": "error", **options}
     calls = [

@@ -64,7 +64,7 @@ def test_empty_calls_have_gradients_of_zero(recipe, sizes, draw):
 # 2. A uniform scale error.
 
 
-def test_gradients_of_v_sum_to_those_of_the_output(recipe, draw):
+def test_gradients_of_v_sum_to_the_output_gradient(recipe, draw):
     """Rows of P sum to 1, so each row's dO is handed out to the values, no less and no more."""
     query, key, value, output_gradient = draw_tensors(draw, 1, 2, 2, 500, 700)
     output_gradient = output_gradient + 1

@@ -61,7 +61,7 @@ def run_llama(model, tokens: int = 80) -> torch.Tensor:
         return model(torch.arange(tokens)[None] % 32).logits
 
 
-def test_fallback_goes_before_that_of_the_configuration():
+def test_the_fallback_argument_goes_before_the_configuration():
     model = tiny.transformer()
     handle = sage_hf.apply(model, SageConfig("sage3", fallback="emulate"), fallback="error")
     assert handle.config.fallback == "error"
@@ -483,7 +483,7 @@ def test_models_without_attention_are_refused():
         sage_hf.apply(convolutional, "sage3")
 
 
-def test_what_is_no_model_is_refused_saying_what_is():
+def test_objects_that_are_no_model_are_refused_with_advice():
     for given in ("cogvideox", None, types.SimpleNamespace(vae=nn.Linear(1, 1))):
         with pytest.raises(TypeError, match="expected a diffusers pipeline with a denoiser"):
             sage_hf.apply(given, "sage3")

@@ -83,7 +83,7 @@ OTHER_MASKS = {
 
 
 @pytest.mark.parametrize("mask", OTHER_MASKS.values(), ids=OTHER_MASKS)
-def test_with_other_masks_gradients_are_exact_and_it_is_said(mask, caplog):
+def test_with_other_masks_gradients_are_exact_with_a_log_message(mask, caplog):
     inputs = draw()
     with caplog.at_level(logging.WARNING):
         output = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe="sage_bwd")
@@ -94,7 +94,7 @@ def test_with_other_masks_gradients_are_exact_and_it_is_said(mask, caplog):
         sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe="sage_bwd", fallback="error")
 
 
-def test_what_no_kernel_trains_is_exact_and_it_is_said(caplog):
+def test_calls_that_no_kernel_trains_run_exactly_with_a_log_message(caplog):
     inputs = draw(dtype=torch.float64)
     with caplog.at_level(logging.WARNING):
         output = sage_attention(*inputs, enable_gqa=True, recipe="sage_bwd")

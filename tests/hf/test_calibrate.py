@@ -410,7 +410,7 @@ def test_a_last_window_without_a_token_to_predict_through_a_kv_cache_adds_no_los
     assert calibration.errors[0] > 0 and calibration.errors[1] == 0
 
 
-def test_weights_that_differ_anywhere_in_a_layer_are_told_apart():
+def test_any_difference_of_a_layers_weights_is_noticed():
     layer = torch.nn.Linear(100, 100, bias=False)
     before = subjects.fingerprint(layer)
     with torch.no_grad():
@@ -449,7 +449,7 @@ def test_what_scales_outputs_tells_models_apart():
     assert len(set(found)) == 5
 
 
-def test_inputs_of_a_pipeline_that_differ_anywhere_are_told_apart():
+def test_any_difference_of_pipeline_inputs_is_noticed():
     pipe, found = tiny.image_pipeline(), set()
     for place in (4000, 5000):
         latents = torch.zeros(10_000)

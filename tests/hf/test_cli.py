@@ -38,7 +38,7 @@ def refused(capsys, *argv: object) -> str:
     return message
 
 
-def test_the_version_is_told_without_a_command(capsys):
+def test_the_version_is_printed_without_a_command(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
@@ -187,7 +187,7 @@ def test_compare_predicts_through_the_configurations_kv_cache(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("config", [[], {"model_type": "llama", "hidden_size": "wide"}], ids=["a list", "a wrong type"])
-def test_a_damaged_language_model_is_told_without_a_traceback(tmp_path, capsys, config):
+def test_a_damaged_language_model_is_reported_without_a_traceback(tmp_path, capsys, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "cannot read" in refused(capsys, "explain", "--pretrained", tmp_path, "--device", "cpu")
     arguments = ["--pretrained", tmp_path, "--text", __file__, "--device", "cpu"]
@@ -295,7 +295,7 @@ def test_interrupting_before_anything_is_written_leaves_nothing(folder, tmp_path
         MemoryError("all"),
     ],
 )
-def test_a_machine_without_room_is_told_without_a_traceback(folder, tmp_path, capsys, write_one, error):
+def test_lack_of_room_is_reported_without_a_traceback(folder, tmp_path, capsys, write_one, error):
     def end():
         raise error
 

@@ -14,7 +14,7 @@ from tests.helpers.distributed_training import MODELS, WORLD, gradient
 
 
 @pytest.mark.audit
-def test_gradients_are_those_of_the_whole_batch(tmp_path):
+def test_gradients_match_the_whole_batch(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
     command = [*torchrun, "-m", distributed_training.__name__, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}

@@ -23,14 +23,14 @@ def facts(pipe_or_model) -> list[tuple]:
     return [(row.layer, row.asked, row.recipe, row.kernel, row.numerics, row.calls) for row in rows]
 
 
-def test_a_model_left_alone_is_said_to_run_its_own_attention():
+def test_explain_says_that_an_unchanged_model_runs_its_own_attention():
     model = tiny.transformer()
     assert facts(model)[0] == ("transformer_blocks.0.attn1", "", "", "", "", 0)
     text = str(sage_hf.explain(model))
     assert "its own" in text and "CogVideoXAttnProcessor2_0" in text and "sage_hf.apply" in text
 
 
-def test_processors_that_apply_refuses_are_said_to_be_unsupported():
+def test_explain_calls_refused_processors_unsupported():
     unet = tiny.image_pipeline().unet
     unet.set_attention_slice("max")
     with pytest.raises(UnsupportedAttentionError):
@@ -66,7 +66,7 @@ def test_processors_set_by_hand_are_explained_without_apply():
     assert facts(pipe)[2] == ("transformer_blocks.2.attn1", "sage2", "sage2", "reference", "emulated", 2)
 
 
-def test_why_another_recipe_ran_is_told():
+def test_explain_says_why_another_recipe_ran():
     model = tiny.transformer()
     model.requires_grad_(True)
     with sage_hf.apply(model, "sage3"):
@@ -127,7 +127,7 @@ def test_explain_shows_the_quantiser_and_the_backward_kernel():
     assert "attend, quantize, differentiate" in line
 
 
-def test_calls_that_ran_other_quantisers_or_backward_kernels_are_told_apart():
+def test_explain_distinguishes_quantisers_and_backward_kernels():
     rows = [replace(ran(f"b.{i}.attn"), quantizer="one" if i < 2 else "other") for i in range(3)]
     assert [line[0].strip() for line in table(*rows)] == ["b.0-1.attn", "b.2.attn"]
 
@@ -184,7 +184,7 @@ def test_calls_with_keys_in_16_bits_are_counted():
     assert "in 4 of 4 calls, the heaviest in 3" in str(sage_hf.explain(model))
 
 
-def test_two_runs_are_told_as_one_whose_counts_are_those_of_both():
+def test_explanations_of_two_runs_join_with_summed_counts():
     row = LayerRow("b.0.attn", "sage3", "sage3", "kernel", "native", calls=3, heavy=3, chosen=2, recent=1)
     other = LayerRow("b.1.attn", "sage3", "exact", "sdpa", "exact", calls=1)
     before = Explanation((row, other), costs=("costs: a",), qk_norm_rope=2)

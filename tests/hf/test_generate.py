@@ -188,7 +188,7 @@ def refuse_constant(name: str):
     "broken",
     [pytest.param("vae.decoder.conv_out.conv.bias", marks=pytest.mark.audit), "transformer.patch_embed.proj.bias"],
 )
-def test_nan_is_told_and_not_hidden(folder, tmp_path, monkeypatch, caplog, broken):
+def test_nan_is_reported(folder, tmp_path, monkeypatch, caplog, broken):
     load = module.load_pipeline
 
     def load_broken(*args, **kwargs):
@@ -230,7 +230,7 @@ def test_no_file_takes_the_place_of_another(folder, tmp_path, label, compare, na
     assert len(report.videos[0].files) == len(compared) + 1
 
 
-def test_without_encoder_gifs_are_written_and_that_is_said(folder, tmp_path, monkeypatch):
+def test_without_an_encoder_gifs_are_written_with_a_message(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(video, "can_write_mp4", lambda: False)
     report = generate(options(folder, tmp_path, QUICK, steps=1))
     assert (tmp_path / "01-sage3.gif").is_file()

@@ -94,7 +94,7 @@ def test_forward_only_recipes_are_measured_with_gradients_enabled():
     assert not recorder.never_ran()
 
 
-def test_a_recipe_that_never_ran_is_said_where_its_errors_would_stand(caplog):
+def test_the_error_table_names_recipes_that_never_ran(caplog):
     model = tiny.transformer()
     with sage_hf.apply(model, "sage3"), record_layer_errors(model) as recorder, torch.enable_grad():
         model(**tiny.transformer_inputs()).sample.sum().backward()
@@ -133,7 +133,7 @@ def handled(monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [0, 9])
-def test_errors_without_outlier_handling_are_those_of_the_plain_recipe(handled, padding):
+def test_errors_without_outlier_handling_match_the_plain_recipe(handled, padding):
     model = tiny.llama()
     calls = []
     with sage_hf.apply(model, "sage2"), record_layer_errors(model) as recorder, observe(calls.append):

@@ -29,7 +29,7 @@ def test_worst_head_shows_the_one_head_that_is_wrong():
     assert errors.rel_l1 < 0.5
 
 
-def test_errors_are_those_computed_by_hand():
+def test_errors_match_errors_computed_by_hand():
     exact, other = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.tensor([1.5, -2.0, 2.0, -4.0])
     errors = tensor_errors(exact.view(1, 1, 2, 2), other.view(1, 1, 2, 2))
     assert errors.rel_l1 == 1.5 / 10 and errors.max_abs == 1.0

@@ -103,7 +103,7 @@ def test_a_gpu_that_runs_another_recipe_says_so_in_one_short_line(caplog):
     assert "sage_hf.explain" in message and len(message) < 120
 
 
-def test_a_large_emulated_call_is_said_to_be_slow_once_and_a_small_one_is_not(monkeypatch, caplog):
+def test_only_large_emulated_calls_warn_of_slowness_and_once(monkeypatch, caplog):
     monkeypatch.setattr(record, "SLOW_SCORES", 2 * 64 * 64)
     sage_attention(*draw(63))
     sage_attention(*draw(), recipe="exact")

@@ -187,7 +187,7 @@ def test_keys_are_divided_so_that_programs_fill_the_gpu():
     ("keys", "first", "stride"),
     [*((90, first, 1) for first in (0, 1, 7, 16)), (90, 1, 2), (9, 3, 1), (9, 15, 1), (9001, 5, 1)],
 )
-def test_keys_that_come_first_are_told_from_others(multiprocessors, keys, first, stride):
+def test_masks_of_leading_keys_are_detected_wherever_they_begin(multiprocessors, keys, first, stride):
     """Bytes around the mask are not read as keys, wherever it begins."""
     mask = torch.ones(4, keys * stride + 40, dtype=torch.bool)[:, first : first + keys * stride : stride]
     mask[:] = torch.arange(keys) < torch.tensor([keys, keys - 1, 0, keys // 2])[:, None]

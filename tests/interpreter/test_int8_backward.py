@@ -163,7 +163,7 @@ def test_the_gradients_error_is_the_references(recipe, case):
 
 @layout_recipes
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.audit), True])
-def test_tiles_by_tensor_descriptor_are_those_tiles(recipe, is_causal):
+def test_tiles_by_tensor_descriptor_match_plain_loads(recipe, is_causal):
     inputs, options = draw(batch=2, q_len=150), options_of(is_causal=is_causal)
     actual, expected = gradients(inputs, recipe, options, HOPPER)
     for gradient, wanted, truth in zip(actual, expected, exact_gradients(inputs, options), strict=True):
@@ -172,7 +172,7 @@ def test_tiles_by_tensor_descriptor_are_those_tiles(recipe, is_causal):
 
 @layout_recipes
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.audit), True])
-def test_packed_sequences_are_those_sequences_to_the_bit(recipe, is_causal):
+def test_packed_sequences_match_separate_sequences_to_the_bit(recipe, is_causal):
     q_lengths, kv_lengths, used = [130, 1, 0, 70], [100, 70, 30, 300], [200, 0, 20, 250]
 
     lengths = Lengths(pack(q_lengths), pack(kv_lengths), 130, 300, torch.tensor(used, dtype=torch.int32))

@@ -240,7 +240,7 @@ def test_any_scale_is_honoured(scale):
 
 
 @each_format_once
-def test_packed_sequences_are_those_sequences(recipe, is_causal):
+def test_packed_sequences_match_separate_sequences(recipe, is_causal):
     # With causality the reference of a sequence alone has late keys from 128 on, as all packed ones have.
     q_lengths, kv_lengths, used = [130, 1, 64, 70], [130, 70, 128, 300], [200, 0, 128, 250]
 

@@ -83,17 +83,17 @@ def check(query, key, value, recipe=SAGE3, valid=None) -> None:
         *(pytest.param(*sizes, marks=pytest.mark.audit) for sizes in ((64, 80), (80, 40), (96, 128))),
     ],
 )
-def test_operands_are_those_of_the_reference_for_every_head_dim(head_dim, v_head_dim):
+def test_operands_match_the_reference_for_every_head_dim(head_dim, v_head_dim):
     check(*random_inputs(150, 100, head_dim, v_head_dim, seed=head_dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_operands_are_those_of_the_reference_for_every_dtype(dtype):
+def test_operands_match_the_reference_for_every_dtype(dtype):
     check(*random_inputs(33, 129, 64, 64, dtype))
 
 
 @pytest.mark.parametrize("name", ["sage3_paper", "no rotation", "equalize", "four over six"])
-def test_operands_are_those_of_the_reference_for_every_recipe(name):
+def test_operands_match_the_reference_for_every_recipe(name):
     recipes = {
         "sage3_paper": get_recipe("sage3_paper"),
         "no rotation": replace(PLAIN, rotate=False, smooth_q=False),
@@ -140,14 +140,14 @@ def test_tiny_and_huge_values_use_the_tensor_scale():
 @pytest.mark.parametrize(
     "bad", [torch.nan, *(pytest.param(x, marks=pytest.mark.audit) for x in (torch.inf, -torch.inf))]
 )
-def test_a_value_that_is_not_finite_spoils_what_it_spoils_in_the_reference(bad):
+def test_a_non_finite_value_spoils_the_same_elements_as_in_the_reference(bad):
     query, key, value = random_inputs(40, 150, 64, 80)
     query[0, 0, 3, 5], key[0, 0, 7, 2], value[0, 0, 140, 8] = bad, bad, bad
     check(query, key, value)
     check(query, key, value, get_recipe("sage3_paper"))
 
 
-def test_codes_and_scales_are_those_of_the_format():
+def test_codes_and_scales_match_the_format():
     """The bits themselves, not only the values."""
     query, key, value = random_inputs(128, 128, 64, 64)
     operands = quantize(query, key, value)

@@ -102,7 +102,7 @@ def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypat
 
 
 @pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
-def test_what_is_compiled_is_what_a_backward_pass_launches(monkeypatch, causal, padded):
+def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, causal, padded):
     """The output's gradient comes from a linear layer, so it is laid out as the output."""
     from sage_kernels.language import backward_operands, rotation, triton_abi
 

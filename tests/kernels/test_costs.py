@@ -67,7 +67,7 @@ def test_low_bits_run_where_the_table_says_that_they_are_faster(use_table):
     assert reasons == {plan.reason} == {f"sage2 by low_bit: {limit}"}
 
 
-def test_a_kind_of_call_that_never_gains_is_said_to(use_table):
+def test_reasons_name_kinds_of_calls_that_never_gain(use_table):
     facts = {"mask": "keys", "causal": True}
     use_table(curve(RUNNER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
     reason = select(with_tokens(32768, mask="keys", is_causal=True)).reason
@@ -173,7 +173,7 @@ def tuned(monkeypatch, tmp_path):
     cost_model.table_of.cache_clear()
 
 
-def test_a_tuned_table_is_found_and_a_broken_one_is_said_and_ignored(tuned, caplog):
+def test_a_tuned_table_is_found_and_a_broken_one_is_ignored_with_a_warning(tuned, caplog):
     assert tuned.name.startswith("nvidia-rtx-4090-torch2.")
     assert cost_model.table_of((8, 9)) is None
     tuned.parent.mkdir()

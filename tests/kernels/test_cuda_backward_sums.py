@@ -60,5 +60,5 @@ def test_sums_in_float16_are_as_near_as_derived_and_never_leave_half_of_the_rang
         assert errors.max() <= 4 * derived  # where loud K and V make the bound 2²⁵ times what a row sums to
 
 
-def test_the_largest_number_of_keys_keeps_the_error_below_that_of_int8():
+def test_the_largest_number_of_keys_keeps_the_error_below_int8():
     assert 2**-12 * (int8_backward.FLOAT16_KEYS / BLOCK) ** 0.5 <= 0.004

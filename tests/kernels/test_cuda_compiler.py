@@ -114,7 +114,7 @@ def test_the_log_tells_registers_and_spills_from_the_cache_too():
 
 @pytest.mark.audit
 @pytest.mark.parametrize("chosen", [False, True])
-def test_kernels_assembled_at_the_same_time_are_those_assembled_in_turn(tmp_path, monkeypatch, chosen):
+def test_kernels_assembled_in_parallel_equal_kernels_assembled_in_turn(tmp_path, monkeypatch, chosen):
     """Bit for bit, and the log tells of each kernel by itself."""
     for name, folder in OWN.items():
         monkeypatch.setattr(compiler, name, folder)
@@ -444,7 +444,7 @@ def test_a_compilation_is_announced_and_logged_and_a_cache_hit_is_not(monkeypatc
     + [(cuda, ("cuda-bindings==13.*", "nvidia-cuda-nvrtc==13.*")) for cuda in ("13.0", None)],
 )
 @pytest.mark.parametrize("missing", ["cuda.bindings", "the library"])
-def test_what_is_missing_is_named_with_what_to_install(missing, cuda, packages, monkeypatch, uncached):
+def test_errors_name_missing_packages_to_install(missing, cuda, packages, monkeypatch, uncached):
     from cuda.bindings import nvrtc
 
     def not_found():

@@ -86,7 +86,7 @@ def compiled(tmp_path, monkeypatch):
     return compiled
 
 
-def test_parameters_lie_where_they_are_said_to():
+def test_parameters_lie_at_their_declared_offsets():
     x = torch.zeros(4)
     packed = packer(Parameters).pack(given(x), -1)  # of a CPU's tensors: their device is -1
     assert packer(Parameters).sizes == [ctypes.sizeof(c_type) for c_type in C_TYPES]

@@ -93,7 +93,7 @@ def unsupported(query, key, value):
 
 
 @pytest.mark.usefixtures("can_compile")
-def test_serves_what_is_aligned():
+def test_serves_aligned_tensors():
     assert not unsupported(*tensors())
     assert not unsupported(*tensors(40, 64, torch.float16))
     assert not unsupported(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()))

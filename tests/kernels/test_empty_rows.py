@@ -27,7 +27,7 @@ MASK = (torch.arange(40) < torch.tensor([40, 0, 7])[:, None])[:, None, None]
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, False, True)], ids=str)
-def test_output_and_gradients_are_those_of_rows_that_have_a_key(on_gpu, wanted):
+def test_output_and_gradients_match_rows_that_have_a_key(on_gpu, wanted):
     inputs = draw(wanted)
     output = masked_rows.attend_with_zero_rows(*inputs, mask=MASK, enable_gqa=True)
     expected, _ = exact.attention(*inputs, mask=MASK)

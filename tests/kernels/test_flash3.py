@@ -106,7 +106,7 @@ def test_without_a_package_or_with_one_for_another_pytorch_it_serves_nothing(ins
 
 @pytest.mark.parametrize("scale", [0.3, -0.3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_its_output_is_that_of_the_call(operator, causal, scale):
+def test_its_output_equals_the_calls_output(operator, causal, scale):
     query, key = torch.randn(2, 8, 100, 64), torch.randn(2, 2, 130, 64)
     options = {"is_causal": causal, "causal_offset": 30 if causal else 0, "scale": scale}
     call = Call(query, key, key, get_recipe("exact"), **options)

@@ -94,7 +94,7 @@ def test_pytorchs_causal_bias_moves_the_diagonal_too():
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage2", "sage1", "sage_bwd", "exact"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_sequences_are_those_sequences(recipe, is_causal):
+def test_packed_sequences_match_separate_sequences(recipe, is_causal):
     q_lengths, kv_lengths, used = [70, 1, 0, 64], [90, 33, 70, 128], [80, 33, 70, 0]
     generator = torch.Generator().manual_seed(1)
     query, key, value = (

@@ -20,7 +20,7 @@ def draw(*sizes, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("across_heads", [False, True])
-def test_norms_are_those_of_pytorch(across_heads):
+def test_norms_match_pytorch(across_heads):
     x, channels = draw(), 48 if across_heads else 16
     rows = x.flatten(2) if across_heads else x
     weight, bias = draw(channels), draw(channels)

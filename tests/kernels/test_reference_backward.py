@@ -106,7 +106,7 @@ def test_the_magnitude_and_the_sign_of_the_gradient_do_not_matter(recipe, factor
 @names
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_gradient_spoils_what_it_spoils_in_exact_attention(recipe, is_causal, bad):
+def test_a_bad_gradient_spoils_the_same_elements_as_in_exact_attention(recipe, is_causal, bad):
     query, key, value, gradient = draw(1, 2, 1, 140, 150, 32, 32)
     gradient[0, 1, 70, 3] = bad
 

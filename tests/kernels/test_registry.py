@@ -101,7 +101,7 @@ def test_where_triton_is_too_old_for_fp4_the_plan_says_what_to_install(monkeypat
 @pytest.mark.parametrize(
     ("sizes", "reason"), [({"batch": 65536, "capability": (8, 0)}, "65535"), ({"dtype": torch.float64}, "dtype must")]
 )
-def test_a_kernels_limits_are_said(sizes, reason):
+def test_reasons_name_a_kernels_limits(sizes, reason):
     assert reason in select(replace(GPU, recipe="sage1", **sizes)).reason
 
 
@@ -377,7 +377,7 @@ def test_without_a_backward_kernel_the_next_one_serves():
 
 
 @pytest.mark.usefixtures("newest")
-def test_a_substitute_is_said_in_a_few_words_and_explained_in_more():
+def test_a_substitute_has_a_brief_and_a_full_reason():
     ada = select(replace(GPU, capability=(8, 9), q_len=8192, kv_len=8192))
     assert (ada.recipe, ada.brief_reason) == ("sage2", "sage3 is not native on this device")
     assert "NVFP4 needs a Blackwell GPU" in ada.reason and "sage3, sage3" not in ada.reason

@@ -81,7 +81,7 @@ def test_output_and_gradients_equal_the_references(recipe, dtype, call):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_the_lse_is_that_of_inference_and_carries_no_gradient(call):
+def test_the_lse_matches_inference_and_has_no_gradient(call):
     inputs = draw()
     _, lse = training.attention(*inputs, **call, return_lse=True)
     valid = call.get("valid")
@@ -199,7 +199,7 @@ def packed_call():
 
 
 @pytest.mark.parametrize("recipe", TRAINABLE)
-def test_packed_sequences_are_those_sequences(recipe):
+def test_packed_sequences_match_separate_sequences(recipe):
     inputs, sequences, used = packed_call()
     output = training.packed_attention(*inputs, *sequences, seqused_k=used, is_causal=True, recipe=recipe)
     gradient = output_gradient(output)
@@ -406,7 +406,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("build", "options", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_what_no_kernel_can_train_is_refused_with_what_to_do(build, options, error, message):
+def test_calls_that_no_kernel_trains_are_refused_with_advice(build, options, error, message):
     with pytest.raises(error, match=message):
         training.attention(*build(), **options)
 

@@ -53,7 +53,7 @@ def queries_and_keys(
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.audit)], ids=str)
 @each_family
-def test_queries_and_keys_are_those_of_the_processor(case: Family, dtype: torch.dtype, request, sage_log):
+def test_queries_and_keys_match_the_processor(case: Family, dtype: torch.dtype, request, sage_log):
     expected = queries_and_keys(case, dtype)
     ropes = request.getfixturevalue("served")
     found = queries_and_keys(case, dtype)

@@ -318,7 +318,7 @@ def test_a_module_without_a_processor_cannot_start_with_a_shared_one():
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
-def test_gradients_are_those_of_exact_attention(name):
+def test_gradients_match_exact_attention(name):
     case = family(name)
     model, inputs = case.build(), case.make_inputs()
 

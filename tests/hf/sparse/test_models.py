@@ -97,7 +97,7 @@ def test_sparse_attention_attends_to_reordered_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wan-t2v", "hunyuan-video", "ltx", "mochi", "cogvideox"])
-def test_the_grid_of_known_families_is_that_of_their_tokens(name):
+def test_the_grid_of_known_families_matches_their_tokens(name):
     case = family(name)
     model, inputs = case.build().eval(), case.make_inputs()
     found = []

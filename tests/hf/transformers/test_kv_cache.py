@@ -107,7 +107,7 @@ def test_generate_gives_the_default_caches_tokens(options):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
-def test_returned_sequences_are_those_of_repeated_prompts(format):
+def test_returned_sequences_match_repeated_prompts(format):
     model = build()
     kwargs = {"max_new_tokens": 12, "do_sample": True}
     torch.manual_seed(2)

@@ -241,7 +241,7 @@ def test_a_layers_own_recipe_and_fallback_win() -> None:
 
 
 @pytest.mark.parametrize("tiny", IN_FLOAT64, ids=lambda tiny: tiny.name)
-def test_gradients_are_those_of_exact_attention(tiny: TinyModel, float64_softmax: None) -> None:
+def test_gradients_match_exact_attention(tiny: TinyModel, float64_softmax: None) -> None:
     def gradient(implementation: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         model = tiny.build(implementation, dtype)
         output = model(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in tiny.inputs().items()})

@@ -43,7 +43,7 @@ def queries_and_keys(tiny: TinyModel, implementation: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tiny", SERVED, ids=lambda tiny: tiny.name)
-def test_queries_and_keys_are_those_of_the_model(tiny: TinyModel, dtype: torch.dtype, request):
+def test_queries_and_keys_match_the_model(tiny: TinyModel, dtype: torch.dtype, request):
     expected = queries_and_keys(tiny, "sage1_emulate", dtype)
     sizes = request.getfixturevalue("served")
     found = queries_and_keys(tiny, "sage1_emulate", dtype)
