@@ -1,18 +1,17 @@
-// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): S, dP,
-// dV, dK and dQ are five products a tile.
+// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): a tile
+// takes five products, for S, dP, dV, dK and dQ.
 //
-// A block of the grid has BLOCK keys of a head of K, 64 for each of two warpgroups, and walks over the queries of the
-// heads that share them, a tile at a time. The warpgroups compute transposed scores: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ; P and dS
-// are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
-// the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
-// transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
-// channels of dQ.
+// A block of the grid holds BLOCK keys of a head of K, 64 in each of two warpgroups, and walks tile by tile over the
+// queries of the heads that share these keys. The warpgroups compute transposed scores, Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so
+// that P and dS are register operands of dV += Pᵀ·dO and dK += dSᵀ·Q. They store dSᵀ in shared memory for dQ = dS·K,
+// which the TMA adds to memory. With 64 channels a third warpgroup, which also loads the tiles, computes dQ transposed,
+// with Kᵀ in registers. With 128 channels registers do not suffice: each of the first two computes 64 channels of dQ.
 //
-// Shared memory is what all this waits for, so with 64 channels K in INT8 and V stay in registers too.
+// Shared memory is the bottleneck, so with 64 channels K in INT8 and V stay in registers too.
 //
-// Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
-// All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
-// all compile-time constants that are not defined here.
+// Tiles in shared memory have 64 rows; 16-bit tiles have 64 channels a row, and the next 64 channels follow. The TMA
+// swizzles all tiles. The host, `int8_backward.py`, provides the parameters, their structs, and all compile-time
+// constants not defined here.
 #include "backward_memory.cuh"
 #include "backward_products.cuh"
 #include "backward_rows.cuh"
@@ -20,18 +19,19 @@
 #include "numbers.cuh"
 #include "parameters.cuh"
 
-static_assert(STAGES == (CHANNELS == 64 ? 4 : 2), "STAGES of queries: as many as shared memory holds");
-static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that brings tiles");
+static_assert(STAGES == (CHANNELS == 64 ? 4 : 2),
+              "STAGES of queries must be 4 with 64 channels, else 2: they fill shared memory");
+static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that loads tiles");
 
-constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
+constexpr bool APART = CHANNELS == 64;  // a third warpgroup computes dQ
 constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
-constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
+constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens: in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES;
 constexpr int BUFFERS = 2;  // of dS
-// Tiles whose parts of dQ are on their way at the same time: as many as shared memory holds.
+// Tiles of dQ that the TMA adds at the same time: as many as shared memory holds.
 constexpr int TILES_ON_WAY = APART || SUMS == FLOAT16_SUMS ? 2 : 1, PARTS_ON_WAY = APART ? 2 : 2 * TILES_ON_WAY;
-constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
+constexpr int EVERY_TILE = 1 << 30;  // exceeds all numbers of tiles or tokens
 
 struct Barriers {
   uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
@@ -42,15 +42,15 @@ struct Shared {
   uint8 ds[BUFFERS][DS_BYTES], sums[PARTS_ON_WAY][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
   Barriers barriers;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES must hold Shared");
 
-// What a block does: `steps` tiles of queries, of `count` for each head of the group, from `begin` on. Blocks of keys
-// of one head begin at different ones, `begin` + `start`, so that they add to different sums. Steps of the last blocks
-// of keys are shared out among `parts` blocks of the grid, which leave partial sums of dK and dV.
+// A block's work: `steps` tiles of queries; each head of the group has `count` tiles, from `begin` on. Blocks of keys
+// of one head start at different tiles, `begin` + `start`, so that they add to different sums. `parts` blocks of the
+// grid share the steps of each of the last blocks of keys, and write partial sums of dK and dV.
 struct Item {
   Range queries, keys;
   int sequence, head, first_key, begin, start, count, first_step, steps;
-  int partial;  // the number of the partial sums, or -1
+  int partial;  // index of the partial sums, or -1
 
   DEVICE Item(const Arguments& a, int number) {
     const int split = number - a.order.whole, part = split < 0 ? 0 : split % a.parts, parts = split < 0 ? 1 : a.parts;
@@ -79,7 +79,7 @@ struct Item {
   }
 };
 
-// The tiles of an item in the order of its steps: head after head.
+// An item's tiles in the order of its steps: head by head.
 struct Walk {
   int member, tile;
 
@@ -92,14 +92,14 @@ struct Walk {
     if (++tile == item.begin + item.count) tile = item.begin;
     if (tile == item.begin + item.start) member++;
   }
-  // Return the tile's first row in operands of all heads of Q.
+  // Return the tile's first row in the operands of all heads of Q.
   DEVICE int64 row(const Arguments& a, const Item& item) const {
     const int q_heads = a.order.kv_heads * a.group;
     return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
   }
 };
 
-// ---- Bringing tiles ----
+// ---- Loading tiles ----
 
 // Load 64 rows of a head in 16 bits.
 DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int batch, int head, int row) {
@@ -139,8 +139,8 @@ DEVICE uint8* sums_of(const Arguments& a, const Item& item, const Walk& walk, in
   return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_BYTES;
 }
 
-// Put a thread's products in shared memory as SUMS, in the order in which `finish_query_gradient` reads them. Their
-// factors, if SCALED, are `factor(i)`.
+// Store a thread's products to shared memory as SUMS, in the order in which `finish_query_gradient` reads them. If
+// SCALED, product i is multiplied by `factor(i)`.
 template <typename Factor>
 DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
   const uint32 at = shared_address(into) + threadIdx.x % 128 * 16;
@@ -163,8 +163,8 @@ DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
 
 // ---- The warpgroups of the keys ----
 
-// Rows of P, dS and the gradients are 64 keys; a thread has those of `row` and `row` + 8, columns 8j + 2·quad and
-// 8j + 2·quad + 1 of each.
+// Rows of P, dS and the gradients are 64 keys; a thread holds rows `row` and `row` + 8, columns 8j + 2·quad and 8j +
+// 2·quad + 1.
 struct Keys {
   const Arguments& a;
   Shared& shared;
@@ -183,7 +183,7 @@ struct Keys {
     const int64 scales =
         operand_row(a.keys, item.keys, item.sequence, item.head, a.order.kv_heads) / 64 + first_key / 64;
     const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
-    // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
+    // A key that exists has weights P for queries from key - offset on. Tiles from `masked_end` on need no mask.
     int hidden_below[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -288,7 +288,7 @@ struct Keys {
       fence_products();
       [[maybe_unused]] float dq[32];
       if (!APART) {
-        sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
+        sync_threads(1, 256);  // both warpgroups wrote dS, and read dS of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
         multiply_shared<true, false>(dq, left, right);
@@ -328,7 +328,7 @@ struct Keys {
   }
 
   DEVICE void store(const float (&dk)[CHANNELS / 2], const float (&dv)[CHANNELS / 2]) const {
-    // Read again, so that the loop keeps no registers for what only the end needs.
+    // Reread these indices, so that the loop keeps no registers for them.
     int block, number;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
@@ -342,7 +342,7 @@ struct Keys {
     for (int half = 0; half < 2; half++) {
       const int key = item.first_key + number / 32 * 16 + number % 32 / 4 + half * 8;
       if (key >= item.keys.length) continue;
-      // A dO that is not finite, times weights of 0, must not count.
+      // A non-finite dO, times weights of 0, must not count.
       const bool counts = item.exists(a, key) && !(a.is_causal && key >= item.queries.length + a.causal_offset);
       if (item.partial >= 0) {
         float* row = a.partials + (static_cast<int64>(item.partial) * 2 * BLOCK + key - item.first_key) * CHANNELS;
@@ -372,16 +372,16 @@ struct Keys {
 
 // ---- The third warpgroup ----
 
-constexpr int LOADER = 96;  // the thread that brings tiles
+constexpr int LOADER = 96;  // the thread that loads tiles
 
-// Bring the keys, and the first tiles.
+// Load the keys and the first tiles.
 DEVICE void begin_loads(const Maps& maps, const Arguments& a, const Item& item, Walk& ahead, Shared& shared) {
   load_keys(maps, a, item, shared);
   for (int step = 0; step < STAGES && step < item.steps; step++, ahead.next(item))
     load_queries(maps, a, item, ahead, shared, step);
 }
 
-// With 128 channels: bring tiles, and have the products of dQ added that the others put in shared memory.
+// With 128 channels: load tiles, and let the TMA add dQ, which the other warpgroups store to shared memory.
 DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128;
@@ -410,7 +410,7 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
         wait_additions_read<0>();
         arrive(barriers.sums_empty[1]);
       } else {
-        wait_additions_read<2>();  // the tile before has been read, whose parts have the other two places
+        wait_additions_read<2>();  // the TMA has read the previous tile, in the other two places
         if (step) arrive(barriers.sums_empty[2 - place]), arrive(barriers.sums_empty[3 - place]);
       }
     }
@@ -418,7 +418,8 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
   }
 }
 
-// With 64 channels: bring tiles, multiply dQᵀ = Kᵀ·dSᵀ, and have it added. A thread has channels `row` and `row` + 8.
+// With 64 channels: load tiles, compute dQᵀ = Kᵀ·dSᵀ, and let the TMA add it. A thread has channels `row` and `row` +
+// 8.
 DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
