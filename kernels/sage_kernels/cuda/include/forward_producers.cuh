@@ -91,14 +91,14 @@ DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, Tak
     int following = LISTS ? listed[0] : 0;
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
-      const int stage = uses % STAGES, named = following;
+      const int stage = uses % STAGES, listed_tile = following;
       if (LISTS) following = listed[tile + 1];  // before the wait
       wait(empty[stage], uses / STAGES & 1 ^ 1);
       if (LISTS && tile == item.tiles) {
         arrive(full[stage]);
         continue;
       }
-      load(item, LISTS ? named : tile, stage);
+      load(item, LISTS ? listed_tile : tile, stage);
       if (tile == item.tiles - 1) end(item, round);
     }
   }

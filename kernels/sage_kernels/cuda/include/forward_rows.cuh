@@ -25,7 +25,7 @@ struct Rows {
   Item item;
   int tiles;                            // of the item: the warpgroup's rows attend to them; at least 1
   int first_key_scale, last_key_scale;  // the thread's in the item's head
-  int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
+  int allowed_keys[2];                  // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
   int scores[SCORES];
   uint32 weights[WEIGHTS];
@@ -34,9 +34,9 @@ struct Rows {
   float base[2];  // P_LOG2 - the row's reference
   float decay[2], row_sum[2], sums_base[2];
   float tile_sum[4];  // of weights, by a matrix product: `row`'s twice, then `row` + 8's twice
-  bool grows, has_sums;
+  bool reference_changed, has_sums;
   int q_stage, parity;
-  int named;                 // with LISTS: the current tile
+  int listed_tile;           // with LISTS: the current tile
   const ListedTile* listed;  // of the stages of K
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
@@ -56,15 +56,15 @@ struct Rows {
   DEVICE void load_listed(int stage) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) next_key_scale[i] = from_bfloat16(listed[stage].scale[i * 4 + quad]);
-    named = listed[stage].number;
+    listed_tile = listed[stage].number;
   }
 
   // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
-    const int first = (LISTS ? named : item.tile(number)) * BLOCK_N + quad * 2;
+    const int first = (LISTS ? listed_tile : item.tile(number)) * BLOCK_N + quad * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
+      allowed_keys[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
     if (PADDED) {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
@@ -78,7 +78,7 @@ struct Rows {
   DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
-    return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
+    return key < allowed_keys[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
   }
 
   // Find a tile's scales and its rows' maxima; a maximum that exceeds its reference by SLACK becomes the reference.
@@ -114,8 +114,8 @@ struct Rows {
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
     constexpr float limit = P_LOG2 + SLACK;
-    grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
-    if (grows) {
+    reference_changed = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
+    if (reference_changed) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float x = largest[r];
@@ -196,13 +196,13 @@ struct Rows {
   }
   // In the item's last tile, erase the weights after the last key.
   DEVICE void erase_weights() {
-    const int left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
+    const int keys_left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       uint32 kept = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (c * 16 + i / 2 * 8 + i % 2 < left) kept |= 0xFFu << 8 * i;
+        if (c * 16 + i / 2 * 8 + i % 2 < keys_left) kept |= 0xFFu << 8 * i;
       weights[2 * c] &= kept;
       weights[2 * c + 1] &= kept;
     }
@@ -294,7 +294,7 @@ struct Rows {
       add_tile_sum();
       arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     });
-    if (grows) {
+    if (reference_changed) {
       if (SUMS_BY_PRODUCT) row_sum[0] *= decay[0], row_sum[1] *= decay[1];
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];

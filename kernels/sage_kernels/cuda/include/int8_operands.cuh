@@ -80,7 +80,7 @@ DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 
   if (!some) return;
 #pragma unroll
   for (int i = 0; i < N; i++)
-    if (chosen[i]) reader.load<true>((first + number(i)) % PLACES - PLACES - first, reader.left > 0, x[i]);
+    if (chosen[i]) reader.load<true>((first + number(i)) % PLACES - PLACES - first, reader.tokens_left > 0, x[i]);
 }
 
 // The next functions are WHOLE if all tokens and channels that they write exist.
@@ -322,12 +322,12 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
 // Write K's mean as rows in 16 bits: three parts, each the rounding error left by the parts before, then zeros.
 DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
   if (threadIdx.x >= CHANNELS) return;
-  float left = line(s, pair, KEY_MEAN)[threadIdx.x];
+  float rest = line(s, pair, KEY_MEAN)[threadIdx.x];
 #pragma unroll
   for (int i = 0; i < MEAN_PARTS; i++) {
-    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(left, 0.0f) : to_bfloat16(left, 0.0f);
+    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(rest, 0.0f) : to_bfloat16(rest, 0.0f);
     into[i * CHANNELS + threadIdx.x] = part;
-    left = __fsub_rn(left, first_of(part));
+    rest = __fsub_rn(rest, first_of(part));
   }
 }
 

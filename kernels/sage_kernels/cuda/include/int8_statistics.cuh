@@ -123,7 +123,7 @@ DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
-  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
+  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.tokens_left > 0, x[i]);
   prepare();
   if constexpr (CHOICE && !OF_VALUE) {
 #pragma unroll
@@ -222,7 +222,7 @@ DEVICE float load_queries(const Tokens& query, const Statistics& s, const Equali
     const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / counted;
     const Reader reader(query, batch, first_head + head, earlier + row % counted, b.q_len, lane % LANES * 8,
                         s.head_dim);
-    reader.load<false>(0, row < rows && reader.left > 0, x[i]);
+    reader.load<false>(0, row < rows && reader.tokens_left > 0, x[i]);
   }
   return (rows + distance - 1) / distance;
 }
@@ -241,14 +241,14 @@ DEVICE void sum_queries(const uint32 (&x)[2][4], Partial& partial) {
 // Make the thread's part of B for `find_scores`.
 DEVICE void split_query(const float* mean, uint32 (&words)[4]) {
   const int lane = threadIdx.x % 32, channel = (lane / 8 * 4 + lane % 4) * 8;
-  const bool left = lane / 4 % 2;  // the rounding error of 16 bits
+  const bool is_error = lane / 4 % 2;  // the rounding error of 16 bits
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     const bool exists = lane / 8 < QUADS;
     float x = exists ? mean[channel + 2 * w] : 0.0f, y = exists ? mean[channel + 2 * w + 1] : 0.0f;
     const uint32 nearest = FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
     x = __fsub_rn(x, first_of(nearest)), y = __fsub_rn(y, second_of(nearest));
-    words[w] = !left ? nearest : FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
+    words[w] = !is_error ? nearest : FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
   }
 }
 
@@ -321,7 +321,7 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer
                              token = row % b.samples * b.distance;
                 const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
                 const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
-                reader.load<false>(0, exists && reader.left > 0, x);
+                reader.load<false>(0, exists && reader.tokens_left > 0, x);
               },
               partial.squares);
 }

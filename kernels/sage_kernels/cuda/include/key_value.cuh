@@ -30,7 +30,7 @@ DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
   return s.valid + batch * static_cast<int64>(s.valid_stride);
 }
 
-// Reads keys, or values, some of which may not exist: after the first keys, or with `before` 0 all.
+// Reads keys, or values, that may not exist: after the first keys, or with `before` 0 all.
 struct KeyReader : Reader {
   const uint8* valid;
 

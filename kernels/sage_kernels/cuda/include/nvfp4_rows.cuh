@@ -125,20 +125,20 @@ struct Consumer {
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
     int place = quad;
-    asm volatile("" : "+r"(place));                        // compute addresses here, in few tiles
-    const int left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first on
+    asm volatile("" : "+r"(place));                             // compute addresses here, in few tiles
+    const int keys_left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first on
     uint32 exists = 0;
     if (PADDED) {
       const uint8* from = valid() + FIRST_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
-        if (key < left && from[key]) exists |= 1u << i;
+        if (key < keys_left && from[key]) exists |= 1u << i;
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      int room = left;
+      int room = keys_left;
       if (TAIL_CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
 #pragma unroll
       for (int i = 0; i < 32; i++) {
@@ -295,7 +295,7 @@ struct Consumer {
   DEVICE HeavyKeys heavy_keys() const {
     HeavyKeys heavy;
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
-    heavy.seen = latest_key() + 1;
+    heavy.seen_keys = latest_key() + 1;
     heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
     heavy.valid = PADDED ? valid() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
@@ -335,8 +335,8 @@ struct Consumer {
         step([&](uint32 stage) {
           if (item.first_row + warp * 16 + 15 + a.causal_offset < tile) return;  // no row of the warp sees it
           recent.stage = stage;
-          recent.left = keys - tile;
-          recent.seen = latest_key() + 1 - FIRST_KEYS - tile;
+          recent.tile_keys = keys - tile;
+          recent.seen_keys = latest_key() + 1 - FIRST_KEYS - tile;
           recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
           attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
         });

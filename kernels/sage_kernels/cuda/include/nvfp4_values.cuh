@@ -32,9 +32,9 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   const int chosen = chosen_at(s, pair, part * GROUP + threadIdx.x % GROUP);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
-    const int first_token = block * BLOCK + part * GROUP, left = of.length - first_token;
+    const int first_token = block * BLOCK + part * GROUP, tokens_left = of.length - first_token;
     wait_for_tokens();
-    uint32 present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;  // tokens that exist, and count
+    uint32 present = tokens_left >= GROUP ? 0xFFFF : (1 << max(tokens_left, 0)) - 1;  // tokens that exist, and count
     if constexpr (CHOICE || PADDED) {
       // A warp has the same tokens: each lane checks one.
       const int token = first_token + threadIdx.x % GROUP;

@@ -65,13 +65,13 @@ DEVICE void wait_for_tokens() {
 // Reads eight channels of loaded tokens, of all warps.
 struct RawReader {
   const uint4* from;
-  int left;  // tokens
+  int tokens_left;
 
   // Start at token `token` of the block, which has `tokens`; the next tokens lie multiples of WARP_TOKENS apart.
   DEVICE RawReader(RawTokens& raw, int token, int tokens)
-      : from(raw.at(token / WARP_TOKENS, token % WARP_TOKENS, threadIdx.x % 32 % LANES)), left(tokens - token) {}
+      : from(raw.at(token / WARP_TOKENS, token % WARP_TOKENS, threadIdx.x % 32 % LANES)), tokens_left(tokens - token) {}
 
-  DEVICE bool has(int number) const { return number < left; }
+  DEVICE bool has(int number) const { return number < tokens_left; }
 
   template <bool LAST>
   DEVICE void load(int number, bool, uint32 (&x)[4]) const {

@@ -136,7 +136,7 @@ DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS
   if (!careful) {
     uint32 x[LOADS][4];
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, reader.left > 0, x[i]);
+    for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, reader.tokens_left > 0, x[i]);
     careful = __syncthreads_or(!reduce_words<false>(x, 0, has, partial));
   }
   if (careful) {

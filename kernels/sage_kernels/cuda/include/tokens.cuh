@@ -37,18 +37,18 @@ DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(
 struct Reader {
   const uint16* from;
   int64 stride;
-  int left;  // tokens
+  int tokens_left;
 
   DEVICE Reader(const Tokens& x, uint32 batch, uint32 head, int token, int tokens, int channel, int channels)
       : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
         stride(x.token_stride),
-        left(channel < channels ? tokens - token : 0) {}
+        tokens_left(channel < channels ? tokens - token : 0) {}
 
-  DEVICE bool has(int number) const { return number < left; }
+  DEVICE bool has(int number) const { return number < tokens_left; }
 
   DEVICE void skip(int tokens) {
     from += tokens * stride;
-    left -= tokens;
+    tokens_left -= tokens;
   }
 
   // Load token `number`, from `channels` behind the reader's channel on; if LAST, nobody reads it again.

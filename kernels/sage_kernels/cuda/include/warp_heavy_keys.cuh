@@ -6,7 +6,7 @@
 // Heavy keys, and limits of a warp's rows.
 struct HeavyKeys {
   uint32 keys, values;  // addresses in shared memory
-  int seen;             // if IS_CAUSAL: keys that the thread's first row may attend to
+  int seen_keys;        // if IS_CAUSAL: keys that the thread's first row may attend to
   const int* late;      // numbers of the late keys, if any
   const uint8* valid;   // of each key, 0 where it does not exist; null: all exist
   float scale;          // of scores, to base 2
@@ -15,8 +15,9 @@ struct HeavyKeys {
 
 // Attend to KEYS heavy keys.
 //
-// outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen` and `valid` count. The last LATE of
-// the heavy keys are late keys: rows that see a late key do not attend here to the first key that gave way to it.
+// outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen_keys` and `valid` count. The last
+// LATE of the heavy keys are late keys: rows that see a late key do not attend here to the first key that gave way to
+// it.
 template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query, float (&outputs)[BLOCKS][4],
                                  float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
@@ -29,7 +30,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
 #pragma unroll
     for (int i = 0; i < LATE / 2; i++) {
       const int key = i % (LATE / 4) / 2 * 8 + i % 2, row = i / (LATE / 4) * 8;
-      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen + row) sees_late |= 1u << i;
+      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen_keys + row) sees_late |= 1u << i;
     }
     asm volatile("" : "+r"(sees_late));  // keep one register, not the keys' numbers
   }
@@ -46,7 +47,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int seen = heavy.seen + 8 * r;
+    const int seen = heavy.seen_keys + 8 * r;
     auto is_hidden = [&](int key) {
       if constexpr (LATE > 0) {
         const bool sees = sees_late >> (r * (LATE / 4) + key % LATE / 8 * 2 + key % 2) & 1;

@@ -17,8 +17,8 @@ DEVICE int place_of_value(int key, int part) {
 struct RecentKeys {
   int lane;              // of the thread
   uint32 stage;          // address in shared memory
-  int seen;              // keys of the tile that the thread's first row may attend to; 8 more for the second
-  int left;              // keys of the tile that the sequence has
+  int seen_keys;         // keys of the tile that the thread's first row may attend to; 8 more for the second
+  int tile_keys;         // keys of the tile that the sequence has
   const uint8* valid;    // of each key of the tile, 0 where it does not exist; null: all exist
   float mean_scores[2];  // both rows' products with K's mean, which other scores lack
   float scale;           // of scores, to base 2
@@ -36,10 +36,10 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
   };
   find_16bit_scores<RECENT_TILE>(query, load_key, x);
   uint32 exists = ~0u;
-  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.left && recent.valid[lane]) >> 2 * quad;
+  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.valid[lane]) >> 2 * quad;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int room = min(recent.left, recent.seen + 8 * r) - 2 * quad;
+    const int room = min(recent.tile_keys, recent.seen_keys + 8 * r) - 2 * quad;
 #pragma unroll
     for (int i = 0; i < RECENT_TILE / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];

@@ -23,18 +23,19 @@ static_assert(STAGES == (CHANNELS == 64 ? 4 : 2),
               "STAGES of queries must be 4 with 64 channels, else 2: they fill shared memory");
 static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that loads tiles");
 
-constexpr bool APART = CHANNELS == 64;  // a third warpgroup computes dQ
-constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
+constexpr bool SEPARATE_DQ = CHANNELS == 64;  // a third warpgroup computes dQ
+constexpr int KEY_REGISTERS = SEPARATE_DQ ? 200 : 240, OTHER_REGISTERS = SEPARATE_DQ ? 104 : 24;
 constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens: in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES;
 constexpr int BUFFERS = 2;  // of dS
 // Tiles of dQ that the TMA adds at the same time: as many as shared memory holds.
-constexpr int TILES_ON_WAY = APART || SUMS == FLOAT16_SUMS ? 2 : 1, PARTS_ON_WAY = APART ? 2 : 2 * TILES_ON_WAY;
+constexpr int TILES_ON_WAY = SEPARATE_DQ || SUMS == FLOAT16_SUMS ? 2 : 1,
+              PARTS_ON_WAY = SEPARATE_DQ ? 2 : 2 * TILES_ON_WAY;
 constexpr int EVERY_TILE = 1 << 30;  // exceeds all numbers of tiles or tokens
 
 struct Barriers {
-  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
+  uint64 keys_full, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
   uint64 sums_full[PARTS_ON_WAY], sums_empty[PARTS_ON_WAY];
 };
 struct Shared {
@@ -109,7 +110,7 @@ DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int ba
 }
 
 DEVICE void load_keys(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
-  uint64& barrier = shared.barriers.held;
+  uint64& barrier = shared.barriers.keys_full;
   const int batch = a.keys.ranges ? 0 : item.sequence, row = item.keys.operand_start + item.first_key;
   arrive_expecting(barrier, 2 * (CODE_BYTES + 2 * TILE_BYTES));
 #pragma unroll
@@ -199,11 +200,11 @@ struct Keys {
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
     int tile = Walk(item).tile;
-    wait(barriers.held, 0);
+    wait(barriers.keys_full, 0);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
     [[maybe_unused]] uint32 k[CHANNELS / 32][4], v[CHANNELS / 16][4];
-    if (APART) {
+    if (SEPARATE_DQ) {
 #pragma unroll
       for (int i = 0; i < CHANNELS / 32; i++)
         load_matrices(k[i], shared_address(shared.key_codes[warpgroup]) + line * CHANNELS +
@@ -220,7 +221,7 @@ struct Keys {
                    query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
       wait(barriers.full[stage], step / STAGES & 1);
       fence_products();
-      if constexpr (APART) {
+      if constexpr (SEPARATE_DQ) {
         multiply_int8<false>(s, k[0], codes);
         multiply_int8<true>(s, k[1], codes + 2);
         commit_products();
@@ -278,16 +279,16 @@ struct Keys {
       hide(dp);
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
-      if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
+      if (SEPARATE_DQ) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; i++) store_matrices((ds_at + buffer * DS_BYTES) ^ (i * 32), ds + 4 * i);
       fence_shared();
       __syncwarp();
-      if (APART) arrive_as_warp(barriers.ds_full[buffer]);
+      if (SEPARATE_DQ) arrive_as_warp(barriers.ds_full[buffer]);
 
       fence_products();
       [[maybe_unused]] float dq[32];
-      if (!APART) {
+      if (!SEPARATE_DQ) {
         sync_threads(1, 256);  // both warpgroups wrote dS, and read dS of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
@@ -300,7 +301,7 @@ struct Keys {
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
       commit_products();
-      if (!APART) {
+      if (!SEPARATE_DQ) {
         float factors[2] = {};  // of the thread's two queries in dQ
         if (SCALED) {
           const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
@@ -426,7 +427,7 @@ DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& 
   Walk ahead(item), walk(item);
   if (thread == LOADER) begin_loads(maps, a, item, ahead, shared);
   __syncwarp();
-  wait(barriers.held, 0);
+  wait(barriers.keys_full, 0);
   uint32 k[8][4];  // Kᵀ: 64 channels × 128 keys
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -475,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Barriers& barriers = shared.barriers;
   if (threadIdx.x == 0) {
-    init(barriers.held, 1);
+    init(barriers.keys_full, 1);
     for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
     for (int i = 0; i < BUFFERS; i++)
       init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
@@ -492,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
     Keys(arguments, shared, warpgroup).run(item);
   } else {
     give_registers<OTHER_REGISTERS>();
-    if (APART)
+    if (SEPARATE_DQ)
       load_and_multiply(maps, arguments, item, shared);
     else
       load_and_add(maps, arguments, item, shared);

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     const int distance = sample_distance(of.length);
     Reader reader = read(query, batch, number % s.q_heads, of, first * distance, eight, s.head_dim);
     reader.stride *= distance;
-    reader.left = eight < s.head_dim ? samples_of(of.length) - first : 0;
+    reader.tokens_left = eight < s.head_dim ? samples_of(of.length) - first : 0;
     auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
     const Reduced reduced = are_queries_padded(s)
                                 ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))

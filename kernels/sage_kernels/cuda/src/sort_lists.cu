@@ -74,12 +74,12 @@ DEVICE void make_queue(const Arguments& a) {
   for (int index = first; index < end; index++) thread_tiles += Place(a, index).tiles(a);
   const int64 before = add_threads(thread_tiles, sums, all);
   const auto visit = [&](auto queue_item) {
-    int64 left = all - before;
+    int64 tiles_left = all - before;
     for (int index = first; index < end; index++) {
       const Place place(a, index);
       const int64 tiles = place.tiles(a);
-      queue_item(place, tiles * items > 2 * all && left < 2 * tiles * a.blocks_at_once);
-      left -= tiles;
+      queue_item(place, tiles * items > 2 * all && tiles_left < 2 * tiles * a.blocks_at_once);
+      tiles_left -= tiles;
     }
   };
   int64 thread_alone = 0, all_alone = 0;
