@@ -375,7 +375,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
 #pragma unroll 1
   for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
-    // Two in turn: threads write to one while other threads still read the second.
+    // Two in turn: threads write one while other threads still read the other.
     Partial& partial = partials[block / SHARERS % 2];
     bool careful = (block + 1) * BLOCK > tokens;
     if (PADDED) {

@@ -161,7 +161,7 @@ DEVICE void pack_group(const float (&x)[GROUP], float factor, uint32 (&halves)[G
   }
 }
 
-// Return the largest magnitude of packed elements, NaN where one is.
+// Return the largest magnitude of packed elements, NaN if any is.
 DEVICE float largest_half(const uint32 (&halves)[GROUP / 2]) {
   uint32 y = halves[0];
 #pragma unroll

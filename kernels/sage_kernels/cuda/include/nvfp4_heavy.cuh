@@ -57,7 +57,7 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
     return sum;
   };
   if (!is_finite(multiply(false))) multiply(true);
-  // Add the other lanes' sums: at each step a lane sends half of its sums, and keeps the second half.
+  // Add the other lanes' sums: at each step a lane sends half of its sums, and keeps the other half.
   int sum_of_lane = 0;
 #pragma unroll
   for (int distance = 1; distance < LOADS; distance *= 2) {

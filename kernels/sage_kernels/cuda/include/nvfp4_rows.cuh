@@ -192,8 +192,8 @@ struct Consumer {
     // For the matrix units: of four lanes, 0 and 1 have scales of the first 64 keys, 2 and 3 of the last 64.
     const uint32 p_scales = __byte_perm(codes, from_neighbour(codes, 2), quad < 2 ? 0x5140 : 0x3726);
     from_e4m3(codes, step);
-    // To divide by the scale, subtract its logarithm. Where it is 0, weights may be arbitrary, since e2m1 is finite and
-    // products are 0, unless unrounded weights are summed.
+    // To divide by the scale, subtract its logarithm. Where the scale is 0, weights may be arbitrary, since e2m1 is
+    // finite and products are 0, unless unrounded weights are summed.
     float divisor[SECTIONS], offsets[2][SECTIONS];
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {

@@ -20,8 +20,8 @@ struct SharedTokens {
   uint32 largest[2][WARPS];  // of this block, and of the previous block
 };
 
-// Rotate a token's channels, 32 in each of its threads, without the factors of the thread's groups that `norms`
-// becomes. Afterwards the thread has `first_group()` and `second_group()`.
+// Rotate a token's channels, 32 in each of its threads, but leave the factors of the thread's groups to `norms`.
+// Afterwards these groups are `first_group()` and `second_group()`.
 DEVICE void rotate(float (&x)[2][GROUP], float (&norms)[2]) {
 #pragma unroll
   for (int distance = 1; distance < GROUP; distance *= 2)

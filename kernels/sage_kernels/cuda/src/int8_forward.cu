@@ -220,7 +220,7 @@ struct Consumer : HeavyRows {
         continue;
       }
       item = items[q_stage];
-      // Else the main loop recomputes them for each product; key-padding masks need the registers.
+      // Else the main loop recomputes the descriptors for each product; key-padding masks need the registers.
       if (!PADDED) asm volatile("" : "+r"(q), "+r"(k), "+r"(v));
       tiles = item.tiles;
       if (SKIPS) {
