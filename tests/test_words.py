@@ -31,11 +31,13 @@ BANNED = {
     r"(?:^|[.:;] )(What|Those|Others|One that|That which) (?!a )[a-z]+": "open with the noun",
 }
 BANNED_IN_CODE = re.compile(
-    r"(\b|_)(besides?|as it comes|masks? of (keys|scores)|balanced?|remed(y|ies)|hangs on)(\b|_)|"
+    r"(\b|_)(besides?|as[ _]it[ _]comes|masks?[ _]of[ _](keys|scores)|balanced?|remed(y|ies)|hangs[ _]on)(\b|_)|"
     r"\b(split_forward|scattered_forward|exact_forward|delta_scores)\b",
     re.IGNORECASE,
 )
 """Banned words that no name, comment or docstring needs."""
+BANNED_IN_CPP = re.compile(r"\b(those|what|others|that of|but for|of (which|whose))\b", re.IGNORECASE)
+"""Words that stand for a noun in C++ comments and messages, where a reader has no other text to find it in."""
 LONGEST_SENTENCE = 40
 """Words of a sentence."""
 MOST_CONDITIONS = 2
@@ -84,11 +86,41 @@ def test_fragments_are_found_in_modules_classes_and_functions(source, faults):
     assert find_faults(ast.parse(source)) == faults
 
 
+def find_sources(folder: str, *extensions: str) -> list[Path]:
+    """Return a folder's files with one of the extensions."""
+    return sorted(path for extension in extensions for path in (ROOT / folder).rglob(f"*.{extension}"))
+
+
+def read_cpp(text: str) -> list[str]:
+    """Return the comments of C++ source, lines of a comment joined, and its strings; without names in backquotes."""
+    parts = re.findall(r'//[^\n]*(?:\n *//[^\n]*)*|"[^"\n]*"', text)
+    return [re.sub(r"`[^`]*`", "`code`", re.sub(r"\n *//", "", part)) for part in parts]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_code_keeps_clear_of_banned_words(folder):
-    paths = [path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
+    paths = [path for path in find_sources(folder, "py", "cu", "cuh") if path != Path(__file__)]
     found = {str(path.relative_to(ROOT)): BANNED_IN_CODE.findall(path.read_text(encoding="utf-8")) for path in paths}
     assert not {path: words for path, words in found.items() if words}
+
+
+def test_comments_and_messages_of_cpp_name_their_nouns():
+    paths = find_sources("kernels", "cu", "cuh")
+    assert paths
+    parts = {path.name: read_cpp(path.read_text(encoding="utf-8")) for path in paths}
+    for banned in (BANNED_IN_CPP, BANNED_IN_CODE):
+        assert not [(name, part) for name, comments in parts.items() for part in comments if banned.search(part)]
+
+
+def test_read_cpp_joins_the_lines_of_a_comment_and_leaves_out_names():
+    source = '// A,\n// `others` of\n  // which\nint others;  // what\nint x;\n// Others\nASSERT(A, "but for B");\n'
+    assert read_cpp(source) == ["// A, `code` of which", "// what", "// Others", '"but for B"']
+    assert [len(BANNED_IN_CPP.findall(part)) for part in read_cpp(source)] == [1, 1, 1, 1]
+
+
+def test_banned_words_are_found_in_names_and_text():
+    for text in ("a mask of keys", "def test_masks_of_scores(", "hangs_on", "// as it comes"):
+        assert BANNED_IN_CODE.search(text), text
 
 
 def read_prose(page: Path) -> str:

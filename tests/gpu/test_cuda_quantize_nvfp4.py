@@ -165,7 +165,7 @@ def test_it_is_chosen_before_triton_s_for_masks_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_of_scores_are_served(dtype):
+def test_attention_biases_are_served(dtype):
     """Heavy keys are the first ones then; keys that no row may see do not count."""
     inputs = draw(2, 4, 2, 300, 333, 128, 128)
     mask = torch.rand(2, 1, 300, 333, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.7

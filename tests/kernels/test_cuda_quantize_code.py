@@ -155,7 +155,7 @@ def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
 
 
 @pytest.mark.usefixtures("can_compile")
-def test_does_not_serve_float32_masks_of_scores_or_packed_sequences():
+def test_does_not_serve_float32_attention_biases_or_packed_sequences():
     assert "dtype" in unsupported(*tensors(dtype=torch.float32))
     request = replace(Request.of(*tensors(), recipe="sage2"), device_type="cuda", capability=(9, 0), aligned=True)
     assert HopperQuantizer().unsupported(replace(request, mask="bool")) == "no masks other than key-padding masks"

@@ -191,7 +191,7 @@ def test_an_unserved_head_dim_runs_exactly_unless_forbidden(request_, sizes):
 
 
 @pytest.mark.parametrize("mask", ["bool", "additive"])
-def test_a_mask_of_scores_needs_more_keys_in_even_rows_to_gain_from_low_bits_on_a_gpu(mask):
+def test_with_an_attention_bias_low_bits_gain_only_with_more_keys_in_even_rows_on_a_gpu(mask):
     short = replace(GPU, recipe="sage1", capability=(8, 0), mask=mask, kv_len=1023)
     assert select(short).reason.startswith("fewer than 1024 keys together with an attention bias")
     assert "no multiple of 8" in select(replace(short, kv_len=3907)).reason

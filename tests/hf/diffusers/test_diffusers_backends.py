@@ -76,7 +76,7 @@ def test_exact_backend_equals_the_native_one_to_the_bit(qkv, arguments):
     assert torch.equal(ours, native)
 
 
-def test_a_mask_of_keys_applies_to_every_head_and_query(qkv):
+def test_a_key_padding_mask_applies_to_every_head_and_query(qkv):
     mask = torch.rand(2, 70) < 0.7
     assert torch.equal(
         dispatch(qkv, "sage_exact", attn_mask=mask), dispatch(qkv, "native", attn_mask=mask[:, None, None])

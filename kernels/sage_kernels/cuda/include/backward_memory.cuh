@@ -10,7 +10,7 @@ DEVICE void store_matrices(uint32 at, const uint32* x) {
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Load such a part.
+// Load a thread's part of four such matrices.
 DEVICE void load_matrices(uint32 (&x)[4], uint32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -43,7 +43,7 @@ DEVICE void store_shared4(uint32 at, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Have the TMA add SUMS from shared memory to memory, which is not waited for.
+// Let the TMA add SUMS from shared memory to memory, without waiting.
 #define ADD_TO_MEMORY(OPERATION)                                                                               \
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." OPERATION " [%0], [%1], %2;" ::"l"(into), \
                "r"(shared_address(from)), "r"(bytes)                                                           \
@@ -57,7 +57,7 @@ DEVICE void add_to_memory(void* into, const void* from, int bytes) {
     ADD_TO_MEMORY("add.s32");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Wait until all but so many of this thread's additions have read shared memory.
+// Wait until all except PENDING of this thread's additions have read shared memory.
 template <int PENDING>
 DEVICE void wait_additions_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

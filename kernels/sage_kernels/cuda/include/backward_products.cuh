@@ -1,12 +1,12 @@
-// Matrix products of the backward kernel whose sums are 64 × 64, A·B, in two forms: += if ADD, else =. The second has
-// sums that are outputs only, so that the compiler keeps no registers alive for them.
+// The backward kernel's 64 × 64 matrix products A·B, in two forms: += if ADD, else =. With =, sums are outputs only, so
+// that the compiler keeps no registers alive for them.
 #pragma once
 #include "wgmma.cuh"
 
-constexpr int LINE_BYTES = 128;               // of 64 channels in 16 bits, side by side in shared memory
-constexpr int CHUNK_BYTES = 64 * LINE_BYTES;  // 64 tokens of 64 channels; the next 64 channels lie behind
+constexpr int LINE_BYTES = 128;               // of 64 channels in 16 bits, adjacent in shared memory
+constexpr int CHUNK_BYTES = 64 * LINE_BYTES;  // 64 tokens of 64 channels; the next 64 channels follow
 
-// x = A·B in INT8, 32 deep; A in registers, B of rows of CHANNELS bytes.
+// x = A·B in INT8, 32 deep; A in registers, B with rows of CHANNELS bytes.
 #define INT8_64X64(SUMS)                                                                                        \
   asm volatile(                                                                                                 \
       "{ .reg .b64 b;\n"                                                                                        \
@@ -22,7 +22,7 @@ DEVICE void multiply_int8(int (&x)[32], const uint32* a, uint32 b) {
     INT8_64X64("=&");
 }
 
-// x = A·B in INT8, both of such rows in shared memory.
+// x = A·B in INT8; both in shared memory, with such rows.
 #define SHARED_INT8_64X64(SUMS)                                                              \
   asm volatile(                                                                              \
       "{ .reg .b64 a, b;\n"                                                                  \
@@ -39,7 +39,7 @@ DEVICE void multiply_shared_int8(int (&x)[32], uint32 a, uint32 b) {
     SHARED_INT8_64X64("=&");
 }
 
-// x = A·B in 16 bits, 16 deep; both TRANSPOSED, or neither: rows are along what is summed, or across.
+// x = A·B in 16 bits, 16 deep; both TRANSPOSED, with rows across the summed axis, or neither, with rows along it.
 #define SHARED_64X64(TYPE, SUMS)                                                       \
   asm volatile(                                                                        \
       "{ .reg .b64 a, b;\n"                                                            \
@@ -92,7 +92,7 @@ DEVICE void add_to_gradient(float (&x)[CHANNELS / 2], const uint32* a, uint32 b)
     add_bfloat16_product<LINE_BYTES, true, true>(x, a, b);
 }
 
-// Registers that products read must keep their values until the products are done.
+// Keep the values of registers that products read until the products are done.
 template <int N>
 DEVICE void keep(const uint32 (&x)[N]) {
 #pragma unroll

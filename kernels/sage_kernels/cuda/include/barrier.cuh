@@ -1,4 +1,4 @@
-// Waiting for other threads, for the tensor memory accelerator (TMA) and for other kernels. Source of the formats: PTX
+// Wait for other threads, for the tensor memory accelerator (TMA) and for other kernels. Source of the formats: PTX
 // ISA, sections "mbarrier", "barrier.cluster" and "griddepcontrol".
 #pragma once
 #include "types.cuh"
@@ -10,7 +10,7 @@ DEVICE void init(uint64& barrier, int arrivals) {
 DEVICE void arrive(uint32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 DEVICE void arrive(uint64& barrier) { arrive(shared_address(&barrier)); }
 
-// How many threads of a warp `arrive_as_warp` lets arrive: one, which is elected behind what the others did. Compute
+// Threads of a warp that arrive in `arrive_as_warp`: one elected thread, after all threads' accesses. Compute
 // Sanitizer's racecheck sees no order through another thread's arrival: for it, EVERY_THREAD_ARRIVES is defined.
 #ifdef EVERY_THREAD_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
@@ -27,13 +27,13 @@ DEVICE void arrive_as_warp(uint64& barrier) {
       : "memory");
 }
 
-// Arrive, and have the phase wait for so many bytes from the TMA.
+// Arrive, and let the phase wait for `bytes` bytes from the TMA.
 DEVICE void arrive_expecting(uint64& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 
-// Wait until the phase of that parity is over, of a barrier or of that at an address in shared memory.
+// Wait until a barrier's phase of this parity is over; the barrier may be an address in shared memory.
 DEVICE void wait(uint32 barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -44,28 +44,28 @@ DEVICE void wait(uint32 barrier, int parity) {
 }
 DEVICE void wait(uint64& barrier, int parity) { wait(shared_address(&barrier), parity); }
 
-// Wait for so many threads at a barrier of the hardware, by number: 0 is that of __syncthreads().
+// Wait for `threads` threads at a numbered hardware barrier; __syncthreads() uses number 0.
 DEVICE void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Make what was written to shared memory visible to the TMA and the matrix units.
+// Make writes to shared memory visible to the TMA and the matrix units.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Wait for all threads of a cluster, and see what they wrote before.
+// Wait for all threads of a cluster, and see their writes.
 DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Let the stream's next kernel start, if its launch allows it, as soon as all blocks of this one have called or ended.
-// Before Hopper launches do not allow it.
+// Let the stream's next kernel start, if its launch allows it, as soon as all blocks of this kernel have called or
+// ended. Before Hopper launches do not allow it.
 DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Wait until the stream's previous kernel is over, and see all that it wrote.
+// Wait until the stream's previous kernel is over, and see its writes.
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

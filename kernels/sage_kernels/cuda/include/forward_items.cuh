@@ -1,37 +1,37 @@
-// The forward kernel's work, shared out as items, and its constants and shared memory. The host, `int8_forward.py`,
-// gives all compile-time constants that are not defined here.
+// The forward kernel's work, divided into items, and its constants and shared memory. The host, `int8_forward.py`,
+// provides all compile-time constants not defined here.
 #pragma once
 #include "barrier.cuh"
 #include "parameters.cuh"
 #include "rotation.cuh"
 #include "tokens.cuh"
 
-static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: registers are shared out so");
-static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must be those of WARPGROUPS, and of one that brings tiles");
-static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, those of a matrix instruction");
+static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: see CONSUMER_REGISTERS");
+static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must cover WARPGROUPS and a warpgroup that loads tiles");
+static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, as in a matrix instruction");
 static_assert(BLOCK_N == 96 || BLOCK_N == 128, "BLOCK_N keys of a tile must be 96 or 128: see INT8_PRODUCT");
 static_assert(STAGES == 2, "STAGES must be 2: steps of even and odd tiles name their stages");
 static_assert(KEY_BLOCK == 64 && KEYS_PER_SCALE == 16,
               "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: a thread has 16 of a row's scores with 64 keys");
 static_assert(LINE_BYTES == 128, "LINE_BYTES of V in float16 and of the output must be 128, the widest swizzle");
 static_assert((VALUE_WIDTH == 128 || VALUE_WIDTH == 32) && BLOCK_N % VALUE_WIDTH == 0,
-              "VALUE_WIDTH keys of V in e4m3, side by side in shared memory, must be 128 or 32, and divide a tile");
+              "VALUE_WIDTH keys of V in e4m3, adjacent in shared memory, must be 128 or 32, and divide a tile");
 static_assert(SUMMED_TILES > 0 && SUMMED_TILES % 2 == 0, "SUMMED_TILES must be even: sums move after even tiles");
-ASSERT_FLAG(PV_FLOAT16, "P and V are in float16, or in e4m3");
-ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
-ASSERT_FLAG(PADDED, "keys may not exist, or all do");
-ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
-ASSERT_FLAG(CENTRED, "keys have mean 0, or may have any");
-ASSERT_FLAG(QUANTIZES_QUERY, "Q comes in 16 bits, to be rotated, or in INT8");
-ASSERT_FLAG(HEAVY, "some keys are heavy, or none is");
-ASSERT_FLAG(LISTS, "an item attends to the tiles of a list, or to all that its rows may see");
+ASSERT_FLAG(PV_FLOAT16, "whether P and V are in float16, or in e4m3");
+ASSERT_FLAG(CAUSAL, "whether rows attend only to keys up to their own");
+ASSERT_FLAG(PADDED, "whether some keys may be missing");
+ASSERT_FLAG(LSE, "whether rows' log-sum-exp is written");
+ASSERT_FLAG(CENTRED, "whether keys have mean 0");
+ASSERT_FLAG(QUANTIZES_QUERY, "whether Q comes in 16 bits, to be rotated, or in INT8");
+ASSERT_FLAG(HEAVY, "whether some keys are heavy");
+ASSERT_FLAG(LISTS, "whether an item attends only to the tiles of a list");
 static_assert(HEAVY_KEYS == 64, "HEAVY_KEYS must be 64: see PRODUCTS_16BIT");
-static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY && CAUSAL, "LATE_KEYS must be 0, or 16 of a causal call's");
+static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY && CAUSAL, "LATE_KEYS must be 0, or 16 in a causal call");
 static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8: see SHARED_16BIT_PRODUCT");
-static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY is for heavy keys, and does not serve the LSE");
+static_assert(!QUANTIZES_QUERY || HEAVY && !LSE, "QUANTIZES_QUERY needs HEAVY, and does not serve the LSE");
 static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
 static_assert(!LISTS || WARPGROUPS == 2 && BLOCK_N == 128 && !HEAVY,
-              "LISTS are of 128 rows and tiles of 128 keys, and with them no key is heavy");
+              "LISTS need items of 128 rows, tiles of 128 keys, and no heavy keys");
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
@@ -40,48 +40,49 @@ constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
 constexpr int WEIGHTS = SCORES * PV_BYTES / 4;  // words of P
 constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
-// The weights of a tile are packed when P·V of the last one is done: after so many chunks it is.
+// A tile's weights are packed once the previous tile's P·V is done: after PRODUCTS_DONE chunks.
 constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
 constexpr int SUMS_BYTES = WARPGROUP_ROWS * CHANNELS * (PV_FLOAT16 ? 2 : 4);  // of a warpgroup: sums, or outputs
 constexpr int MEAN_ROWS = QUANTIZES_QUERY ? MEAN_PARTS : 0;                   // behind the heavy keys
 constexpr int HEAVY_BYTES = HEAVY ? HEAVY_KEYS * CHANNELS * 2 : 0;            // of the values of heavy keys
-constexpr int HEAVY_KEY_BYTES = HEAVY_BYTES + MEAN_ROWS * CHANNELS * 2;       // of them, with the rows behind
+constexpr int HEAVY_KEY_BYTES = HEAVY_BYTES + MEAN_ROWS * CHANNELS * 2;       // of heavy keys, with the rows behind
 constexpr int QUERY_STAGES = QUANTIZES_QUERY ? 1 : STAGES;                    // of Q in INT8
 constexpr int TOKENS_BYTES = QUANTIZES_QUERY ? CHANNELS * 2 * 64 : 0;         // of a warpgroup's rows of Q in 16 bits
 static_assert(SHARED_BYTES == QUERY_STAGES * Q_BYTES + STAGES * (K_BYTES + V_BYTES) +
                                   WARPGROUPS * (TOKENS_BYTES + SUMS_BYTES) + HEAVY_KEY_BYTES + HEAVY_BYTES +
                                   CONTROL_BYTES,
-              "SHARED_BYTES must be those of the stages of Q, K and V, of the sums, of the heavy keys, and of Control");
-// Channels of Q in 16 bits that a thread has a part of at once: three warpgroups have no registers for 128.
+              "SHARED_BYTES must hold the stages of Q, K and V, the sums, the heavy keys, and Control");
+// Channels of Q in 16 bits that registers hold at once: three warpgroups lack registers for 128.
 constexpr int HEAVY_CHANNELS = WARPGROUPS == 2 ? CHANNELS : 64;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
-constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;          // that are not among K and V
+constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;          // not part of K and V
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                            // in a thread's registers
 constexpr int HEAVY_KEY_LINES = (HEAVY_KEYS + MEAN_ROWS) * LINE_BYTES;  // of heavy keys: LINE_CHANNELS of each
-constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile that have a scale of K each
-// The sums of a row's weights are products of these with ones, where that is faster. They are sums of what e4m3 or
-// float16 makes of the weights: of e4m3's, the LSE asks for more.
+constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile, each with a scale of K
+// Where it is faster, products with ones sum a row's weights. They sum rounded weights; e4m3 rounds too coarsely for
+// the LSE.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
-// Rows need no mask behind the last key, whose tile holds zeros there: no row's maximum is below their score, because
-// scores of keys without their mean have mean 0; and their weights are erased before these are summed. Scores of a
-// list's tiles may have any mean.
+// Rows need no mask after the last key, where the tile holds zeros: the zeros' score exceeds no row's maximum, because
+// scores of keys without their mean have mean 0; and their weights are erased before the sum. Scores of a list's tiles
+// may have any mean.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTS;
-// An item's last tile of half as many keys, which heavy keys leave of a multiple of BLOCK_N, takes half of the softmax.
+// A last tile that is at most half full takes half of the softmax. Without the heavy keys, a multiple of BLOCK_N keys
+// ends with such a tile.
 constexpr bool HALVES = ERASES && BLOCK_N == 128;
-// Causal items differ in length: blocks take them from a queue, as they get free.
+// Causal items differ in length: a free block takes the next from a queue.
 constexpr bool QUEUE = CAUSAL && !LISTS;
-// Warpgroups whose rows see none of the item's last tiles leave them to the others.
+// Warpgroups skip the item's last tiles if their rows do not see them.
 constexpr bool SKIPS = CAUSAL && !PADDED && !LISTS;
 static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N <= STAGES,
-              "a warpgroup must leave at most STAGES of an item's tiles: the last waits for the first one to be free");
-// Warpgroups without rows of an item leave it to the others; three without heavy keys have no registers for that, and
-// must get whole items (`last_parts`).
+              "a warpgroup must skip at most STAGES of an item's tiles: the last waits until the first is free");
+// Warpgroups without rows of an item skip it; three warpgroups without heavy keys lack registers for that, and must get
+// whole items (`last_parts`).
 constexpr bool PASSES = HEAVY || WARPGROUPS == 2;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// A row's weights are relative to a reference, which its maximum may exceed by SLACK powers of two: then they are as
-// large as P's format allows.
+// A row's weights are relative to a reference. The row's maximum may exceed it by SLACK powers of two: then weights
+// reach the limit of P's format.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = LARGEST_P_LOG2 - SLACK;
 static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
               "LARGEST_P_LOG2 must be above SLACK, and within the format of P");
@@ -91,12 +92,12 @@ struct Barriers {
   uint64 ending_full, ending_empty;
 };
 
-// What comes with a tile of Q: the scales of its rows, or in 16 bits the factors of their rotation (`rotate`).
+// Loaded with a tile of Q: its rows' scales, or for Q in 16 bits the factors of its rotation (`rotate`).
 struct alignas(16) Factors {
   float line[QUANTIZES_QUERY ? CHANNELS : BLOCK_M];
 };
 
-// What comes with the heavy keys, and is needed when all others are done.
+// V's scales and mean, loaded with the heavy keys for an item's end.
 struct alignas(16) ValueScales {
   float scale[CHANNELS], mean[CHANNELS];
 };
@@ -104,16 +105,16 @@ struct alignas(16) ValueScales {
 // A block's share of the work.
 struct Item {
   int batch, head, kv_head, first_row;
-  int warpgroups;  // that have rows of it, the first ones
-  int tiles;       // of keys; at least 1, of which a row may see nothing
-  // The tile to begin with, and how many follow one another; the one before it comes last. With LISTS: the number of
-  // the item's list, and how many of its tiles need no mask, which come first.
+  int warpgroups;  // number of the first warpgroups: they have rows of it
+  int tiles;       // of keys; at least 1, even if rows see no key
+  // The first tile, and the number of consecutive tiles; tile `first` - 1 comes last. With LISTS: the number of the
+  // item's list, and the number of its tiles without a mask, which come first.
   int first, in_order;
 
   DEVICE int tile(int number) const {
     return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
   }
-  // Return where the item's list has its tiles.
+  // Return the tiles of the item's list.
   DEVICE const int* listed(const Arguments& a) const {
     return a.lists + first * static_cast<int64>(a.list_stride) + LIST_HEAD;
   }
@@ -121,21 +122,21 @@ struct Item {
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
 };
 
-// What comes with a tile of K that a list names: its number, and the scales of its keys, four of each segment.
+// A tile of K that a list names: its number, and the scales of its keys, four for each segment.
 struct alignas(16) ListedTile {
   uint16 scale[BLOCK_N / KEYS_PER_SCALE];
   int number;
 };
 
-// The place in the QUEUE that one thread takes, for two others.
+// The place in the QUEUE that one thread takes, and two more read.
 struct TakenPlace {
   uint64 full, empty;
   int place;
 };
 
-// What lies in shared memory behind the tiles.
+// Shared memory behind the tiles.
 struct alignas(256) Control {
-  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes, whose products with weights are their sums
+  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes; products with them sum weights
   Barriers barriers;
   ValueScales value_scales;
   Factors factors[QUERY_STAGES];
@@ -143,11 +144,11 @@ struct alignas(256) Control {
   ListedTile listed[STAGES];
   TakenPlace taken;
 };
-static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must be at least those of Control");
+static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES must hold Control");
 
-// Take this block's place `round` in the QUEUE of so many items, for two other threads too; that of round 0 is its
-// number. In the end each block takes a place in vain, so the counter goes up `items` times in all, and is back at 0.
-// Operands without a counter have their items dealt out; blocks then change order from round to round.
+// Take this block's place `round` in the QUEUE of `items` items, for two other threads too; in round 0 it is the
+// block's number. In the end each block takes a place in vain, so the counter goes up `items` times in all, and is back
+// at 0. Without a counter items are dealt out; blocks then change order from round to round.
 DEVICE int take_place(const Arguments& a, int round, int items, TakenPlace& taken) {
   const int grid = gridDim.x;
   int place = round * grid + (round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
@@ -168,10 +169,10 @@ DEVICE int get_place(int round, TakenPlace& taken) {
   return place;
 }
 
-// Find item `round` of this block; of the QUEUE, one of the three threads that do `takes` its place. There the longest
-// of a group of heads come first, and a group of fewer heads is the first one: in the end all blocks have short items.
-// Of other items a head's last may have fewer rows: blocks take turns with these. Items left for the last round
-// are split in parts, so that more blocks have some.
+// Find item `round` of this block; with a QUEUE, one of three threads `takes` its place. The QUEUE has the longest
+// items of a group of heads first, and starts with the group of fewer heads: in the end all blocks have short items.
+// Without it, a head's last item may have fewer rows: blocks take turns with such items. Items of the last round are
+// split in parts, so that more blocks get work.
 DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
@@ -215,7 +216,7 @@ DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& tak
   return item.warpgroups > 0;
 }
 
-// Take the next item of the queue of LISTS, which differ in length. The first ones are shared out by number.
+// Take the next item from the queue of LISTS, which differ in length. In round 0 a block's number is its place.
 DEVICE bool take_item(const Arguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M;
   const int place = round == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.queue, 1);

@@ -1,10 +1,9 @@
-// The forward kernel's producers: threads that bring items with Q, K and V, of which none waits for a free stage of the
-// others.
+// The forward kernel's producers: threads that load items with Q, K and V. No producer waits for another's free stage.
 #pragma once
 #include "forward_items.cuh"
 #include "tma.cuh"
 
-// Show the consumers an item, or that there is none, behind a wait for a free stage.
+// Show the consumers an item, or that there is none, after a wait for a free stage.
 DEVICE void show_item(bool exists, const Item& item, Item& shown, uint64& full) {
   if (exists) {
     shown = item;
@@ -14,7 +13,7 @@ DEVICE void show_item(bool exists, const Item& item, Item& shown, uint64& full) 
   }
 }
 
-// Bring items with tiles of Q in INT8, by the first thread.
+// Load items with tiles of Q in INT8, by the first thread.
 DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Factors* factors, Item* items,
                          TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
@@ -38,8 +37,7 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, F
   }
 }
 
-// Bring items with tiles of Q in 16 bits, by the first thread: none of them is what the stream's previous kernels
-// write, but the factors are.
+// Load items with tiles of Q in 16 bits, by the first thread. Only the factors come from the stream's previous kernels.
 DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Item* items,
                         TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
@@ -63,7 +61,7 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
   }
 }
 
-// Return whether there is an item `round` of this block; of LISTS, that which `load_queries` shows.
+// Return whether this block has an item `round`; with LISTS, the item that `load_queries` shows.
 DEVICE bool find_item(const Arguments& a, int round, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
                       Item& item) {
   if (!LISTS) return next_item(a, round, takes, taken, item);
@@ -77,11 +75,11 @@ DEVICE bool find_item(const Arguments& a, int round, const Item* items, bool tak
 // Return the first key of a tile that `produce_tiles` names.
 DEVICE int first_key(const Item& item, int tile) { return (LISTS ? tile : item.tile(tile)) * BLOCK_N; }
 
-// Bring tiles of K, or of V: `load` begins to bring an item's tile to a stage, `end` follows the last. Tiles have their
-// numbers in the item, or those that its list names; behind a list an empty stage completes a round.
-// It does not follow the tile that completes a round: the stage of that is free only when all warpgroups have left what
-// they do not attend to, and they wait for what `end` brings before they do.
-// The thread that brings K `takes` an item's place when it has begun to bring the last tile of the item before.
+// Load tiles of K, or of V: `load` starts to load an item's tile to a stage, `end` follows the last tile. Tiles have
+// their numbers in the item, or in its list; after a list an empty stage completes a round. `end` comes before the tile
+// that completes a round: this tile's stage gets free only when all warpgroups free the tiles that they skip, and
+// before that they wait for `end`'s data. The thread that loads K `takes` an item's place when it has started to load
+// the previous item's last tile.
 template <typename Load, typename End>
 DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
                           uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load, End end) {
@@ -93,21 +91,21 @@ DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, Tak
     int following = LISTS ? listed[0] : 0;
 #pragma unroll 1
     for (int tile = 0; tile < item.tiles + item.tiles % STAGES; tile++, uses++) {
-      const int stage = uses % STAGES, named = following;
-      if (LISTS) following = listed[tile + 1];  // ahead of the wait
+      const int stage = uses % STAGES, listed_tile = following;
+      if (LISTS) following = listed[tile + 1];  // before the wait
       wait(empty[stage], uses / STAGES & 1 ^ 1);
       if (LISTS && tile == item.tiles) {
         arrive(full[stage]);
         continue;
       }
-      load(item, LISTS ? named : tile, stage);
+      load(item, LISTS ? listed_tile : tile, stage);
       if (tile == item.tiles - 1) end(item, round);
     }
   }
 }
 
-// Bring tiles of K, those of LISTS with their scales, and what an item's outputs need in the end: the scales of V, and
-// heavy keys with their values.
+// Load tiles of K, with LISTS also their scales, and for an item's end the scales of V, and heavy keys with their
+// values.
 DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
                          const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, const Item* items,
                          ListedTile* listed, TakenPlace& taken, Barriers& b) {
@@ -116,7 +114,7 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
       [&](const Item& item, int tile, int stage) {
         if constexpr (LISTS) {
           constexpr int SCALES = BLOCK_N / KEYS_PER_SCALE;
-          const int tiles = a.kv_rows / BLOCK_N, existing = min(tile, tiles - 1);  // an empty list names one behind
+          const int tiles = a.kv_rows / BLOCK_N, existing = min(tile, tiles - 1);  // an empty list names `tiles`
           listed[stage].number = tile;
           arrive_expecting(b.k_full[stage], K_BYTES + SCALES * 2);
           load_bytes(a.key_scale + (item.kv_pair(a) * static_cast<int64>(tiles) + existing) * SCALES,

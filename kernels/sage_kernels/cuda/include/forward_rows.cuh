@@ -6,7 +6,7 @@
 #include "wgmma.cuh"
 
 // The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
-// is of the row number i / 2 % 2 of these, and of key i / 4 * 8 + quad * 2 + i % 2 of the tile.
+// belongs to row `row` + i / 2 % 2 * 8 and to key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Rows {
   const Arguments& a;
   const Tokens& query;
@@ -17,15 +17,15 @@ struct Rows {
   const Item* items;       // of the stages of Q
   uint8* shared_sums;      // of the warpgroup: its float32 sums, and its outputs on their way to memory
   const uint8* tokens;     // of the warpgroup: its rows of Q in 16 bits
-  uint8* codes;            // of the warpgroup: those in INT8, of the first stage
+  uint8* codes;            // of the warpgroup: its rows of Q in INT8, first stage
   uint32 tokens_descriptor;
-  uint32 q, k, v, ones;  // descriptors, those of Q, K and V of the first stages
+  uint32 q, k, v, ones;  // descriptors; of Q, K and V: first stages
   int warpgroup, thread, quad, row;
 
   Item item;
-  int tiles;                            // of the item that the warpgroup's rows attend to, at least 1
+  int tiles;                            // of the item: the warpgroup's rows attend to them; at least 1
   int first_key_scale, last_key_scale;  // the thread's in the item's head
-  int left[2];                          // keys of a masked tile that the rows may attend to, from quad * 2 on
+  int allowed_keys[2];                  // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
   int scores[SCORES];
   uint32 weights[WEIGHTS];
@@ -33,15 +33,15 @@ struct Rows {
   float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
   float base[2];  // P_LOG2 - the row's reference
   float decay[2], row_sum[2], sums_base[2];
-  float tile_sum[4];  // of the weights: by the matrix product, two equal ones of `row`, then of `row` + 8
-  bool grows, has_sums;
+  float tile_sum[4];  // of weights, by a matrix product: `row`'s twice, then `row` + 8's twice
+  bool reference_changed, has_sums;
   int q_stage, parity;
-  int named;                 // of LISTS: the tile at hand
+  int listed_tile;           // with LISTS: the current tile
   const ListedTile* listed;  // of the stages of K
 
   DEVICE void sync_warpgroup() { sync_threads(1 + warpgroup, 128); }
 
-  // The segment of scores[i] in an even or odd tile: its block of KEY_BLOCK keys, counted from the tile's first.
+  // Return the segment of scores[i] in an even or odd tile: its block of KEY_BLOCK keys, counted from the tile's first.
   static constexpr DEVICE int segment(int odd, int i) { return (odd * BLOCK_N % KEY_BLOCK + i / 4 * 8) / KEY_BLOCK; }
 
   DEVICE void load_key_scale(int number) {
@@ -52,19 +52,19 @@ struct Rows {
           from_bfloat16(a.key_scale[min(first_key_scale + (tile * BLOCK_N / KEY_BLOCK + i) * 4, last_key_scale)]);
   }
 
-  // Load what comes with the tile of K in a stage, behind the wait for it.
+  // Load the scales and number of a stage's listed tile, after the wait for it.
   DEVICE void load_listed(int stage) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) next_key_scale[i] = from_bfloat16(listed[stage].scale[i * 4 + quad]);
-    named = listed[stage].number;
+    listed_tile = listed[stage].number;
   }
 
   // Find the keys that a masked tile allows.
   DEVICE void load_mask(int number) {
-    const int first = (LISTS ? named : item.tile(number)) * BLOCK_N + quad * 2;
+    const int first = (LISTS ? listed_tile : item.tile(number)) * BLOCK_N + quad * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-      left[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
+      allowed_keys[r] = (CAUSAL ? min(a.kv_len, item.first_row + row + 8 * r + a.causal_offset + 1) : a.kv_len) - first;
     if (PADDED) {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
@@ -74,14 +74,14 @@ struct Rows {
       }
     }
   }
-  // Of the item's batch element: from its first key on, be it heavy or not.
+  // Return which keys of the item's batch element exist, heavy keys too.
   DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
-    return key < left[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
+    return key < allowed_keys[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
   }
 
-  // Find a tile's scales and its rows' maxima: where one has outgrown its reference by SLACK, it becomes the reference.
+  // Find a tile's scales and its rows' maxima; a maximum that exceeds its reference by SLACK becomes the reference.
   template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void find_maxima(int number) {
 #pragma unroll
@@ -114,8 +114,8 @@ struct Rows {
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
     constexpr float limit = P_LOG2 + SLACK;
-    grows = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
-    if (grows) {
+    reference_changed = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
+    if (reference_changed) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float x = largest[r];
@@ -129,12 +129,12 @@ struct Rows {
     }
   }
 
-  // The three stages of a chunk of 8 scores on their way to weights. Adding 0 · (a result of the chunk before) keeps
-  // the compiler from scaling all scores first and then waiting for one exponential after the other.
+  // The three stages that turn a chunk of 8 scores into weights. Adding 0 · (a result of the previous chunk) keeps the
+  // compiler from scaling all scores first and then waiting for one exponential after the other.
   template <int ODD, bool MASKED>
   DEVICE void begin_chunk(int chunk) {
     float shift[2] = {base[0], base[1]};
-    if (chunk > 0) {  // of the same row: what is not finite stays there
+    if (chunk > 0) {  // of the same row: non-finite values stay there
       const int* before = scores + (chunk - 1) * CHUNK;
       shift[0] = __fmaf_rn(__int_as_float(before[0]), 0.0f, base[0]);
       shift[1] = __fmaf_rn(__int_as_float(before[2]), 0.0f, base[1]);
@@ -165,7 +165,7 @@ struct Rows {
       weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
     }
   }
-  // `await_products` waits until the matrix products have read the weights of the last tile.
+  // `await_products` waits until the matrix products have read the previous tile's weights.
   template <int ODD, bool MASKED, bool HALF = false, typename Await>
   DEVICE void weigh_scores(Await await_products) {
     constexpr int LAST = (HALF ? CHUNKS / 2 : CHUNKS) - 1;
@@ -194,15 +194,15 @@ struct Rows {
     for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
-  // Erase the weights of the item's last tile that keys beyond the last one have.
+  // In the item's last tile, erase the weights after the last key.
   DEVICE void erase_weights() {
-    const int left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
+    const int keys_left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       uint32 kept = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        if (c * 16 + i / 2 * 8 + i % 2 < left) kept |= 0xFFu << 8 * i;
+        if (c * 16 + i / 2 * 8 + i % 2 < keys_left) kept |= 0xFFu << 8 * i;
       weights[2 * c] &= kept;
       weights[2 * c + 1] &= kept;
     }
@@ -238,19 +238,19 @@ struct Rows {
     commit_products();
   }
 
-  // The products that sum the last tile's weights are done.
+  // Add the previous tile's sums of weights; their products are done.
   DEVICE void add_tile_sum() {
     pin(tile_sum);
     if (SUMS_BY_PRODUCT) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[2];
   }
 
-  // The warpgroup's shared memory is free again, and all its threads have passed here.
+  // Wait until the warpgroup's shared memory is free and its threads are here.
   DEVICE void reclaim_shared_sums() {
     if (thread == 0) wait_until_read();
     sync_warpgroup();
   }
 
-  // Add the outputs to the float32 sums, and begin them anew, or with the sums if these are the last.
+  // Add the outputs to the float32 sums, then set the outputs to 0, or if LAST to the sums.
   template <bool LAST>
   DEVICE void move_sums(const float (&base)[2]) {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
@@ -273,7 +273,7 @@ struct Rows {
     has_sums = true;
   }
 
-  // P·V of the last tile runs while this tile's scores become weights.
+  // Run the previous tile's P·V while this tile's scores become weights.
   template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void step(int tile) {
     fence_products();
@@ -286,7 +286,7 @@ struct Rows {
     arrive_as_warp(barriers.k_empty[ODD]);
     find_maxima<ODD, MASKED, HALF>(tile);
     weigh_scores<ODD, MASKED, HALF>([&] {
-      // The compiler moves no wait for products above these, which are branches.
+      // These waits are branches: the compiler moves no wait for products above them.
       if (tile + 1 < tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
       wait(barriers.v_full[ODD], parity);
       wait_products<0>();
@@ -294,7 +294,7 @@ struct Rows {
       add_tile_sum();
       arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     });
-    if (grows) {
+    if (reference_changed) {
       if (SUMS_BY_PRODUCT) row_sum[0] *= decay[0], row_sum[1] *= decay[1];
 #pragma unroll
       for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];

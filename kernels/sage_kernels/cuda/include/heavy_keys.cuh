@@ -1,25 +1,24 @@
-// The forward kernel's heavy keys, which may hold much of each row's weight, and are not among K and V. The last
-// LATE_KEYS of them are late ones: for rows that see such a key, the first key that gave way to it is among K and V
-// instead, and not among the heavy ones. A warpgroup attends to them in 16 bits, with Q in 16 bits, when its rows are
-// done with all others; these are rescaled.
+// The forward kernel's heavy keys, which may hold much of each row's weight, and are not part of K and V. The last
+// LATE_KEYS are late keys: for rows that see a late key, the first key that gave way to it is part of K and V, and not
+// heavy. After all other keys, a warpgroup attends to heavy keys in 16 bits, with Q in 16 bits, and rescales the sums.
 //
-// Q in 16 bits is in shared memory where the kernel quantises it: then the weights of heavy keys are found with the
-// last P·V. Else it comes from memory, in parts that registers hold.
+// Q in 16 bits is in shared memory if the kernel quantises it; then heavy keys get their weights during the last P·V.
+// Otherwise it comes from memory, in parts that registers hold.
 #pragma once
 #include "forward_rows.cuh"
 
-// A thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits: of each SECTION it has 8, which `heavy_order` brings
-// to its places in two matrix products.
+// A thread's part of HEAVY_CHANNELS of two rows of Q in 16 bits: 8 channels of each SECTION, which `heavy_order` puts
+// at the thread's places in two matrix products.
 using HeavyWords = uint32[2][HEAVY_CHANNELS / SECTION][4];
 
-// Rows of Q in 16 bits too.
+// Rows with heavy keys.
 struct HeavyRows : Rows {
   // Load the thread's part of N sections of rows `row` and `row` + 8 of Q in 16 bits, from `first_channel` on.
   template <int N>
   DEVICE void load_query(int first_channel, uint32 (&x)[2][N][4]) {
     if constexpr (QUANTIZES_QUERY) {
       int line = row % WARPGROUP_ROWS, place = quad;
-      asm volatile("" : "+r"(line), "+r"(place));  // addresses are computed here, not kept in registers all along
+      asm volatile("" : "+r"(line), "+r"(place));  // compute addresses here, to keep no registers
       const uint8* at = tokens + line * LINE_BYTES;
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -44,14 +43,14 @@ struct HeavyRows : Rows {
     }
   }
 
-  // Rotate and quantise the warpgroup's rows of Q, into the order that the TMA would leave them in.
+  // Rotate and quantise the warpgroup's rows of Q, in the TMA's order.
   DEVICE void quantize_query() {
     TileWords x;
     load_query(0, x);
     const int line = row % WARPGROUP_ROWS;
     uint8* const into = codes + line * CHANNELS + quad % 2 * 8;
     const float scale = rotate_query(x, factors[0].line + quad * 8, [&](int r, int section, uint2 eight) {
-      // 8 rows further on, parts are exchanged likewise.
+      // The swizzle repeats after 8 rows.
       const int part = section * 2 + quad / 2 ^ line * CHANNELS / 128 % (CHANNELS / 16);
       *reinterpret_cast<uint2*>(into + 8 * r * CHANNELS + part * 16) = eight;
     });
@@ -70,15 +69,15 @@ struct HeavyRows : Rows {
       add_bfloat16_product<LINE_BYTES, TRANSPOSED, true>(x, left, right);
   }
 
-  // Return the descriptor of the heavy keys, which lie behind the tiles of K and V, and the sums; it is computed where
-  // it is used, not kept in a register all along.
+  // Return the descriptor of the heavy keys, which lie behind the tiles of K and V, and the sums; compute it here, to
+  // keep no register.
   DEVICE uint32 heavy_keys() const {
     uint32 first = k;
     asm volatile("" : "+r"(first));
     return first + (STAGES * (K_BYTES + V_BYTES) + WARPGROUPS * SUMS_BYTES) / 16;
   }
 
-  // Begin the products of the rows of Q with the heavy keys, and with the rows behind these, all in shared memory.
+  // Begin Q's products with the heavy keys, and with K's mean in the rows behind, all in shared memory.
   DEVICE void begin_heavy_scores(float (&x)[HEAVY_SCORES], float (&mean)[4]) {
     uint32 left = tokens_descriptor;
     asm volatile("" : "+r"(left));
@@ -98,7 +97,7 @@ struct HeavyRows : Rows {
     commit_products();
   }
 
-  // Add the products of the two rows with the parts of K's mean.
+  // Sum each row's products with the parts of K's mean.
   DEVICE void add_mean_parts(const float (&mean)[4], float (&mean_score)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -108,7 +107,7 @@ struct HeavyRows : Rows {
     }
   }
 
-  // Compute the products of the rows of Q and the heavy keys, less those with K's mean; `heavy_query` has the first
+  // Compute Q's products with the heavy keys minus its products with K's mean; `heavy_query` has the first
   // HEAVY_CHANNELS of Q.
   DEVICE void find_heavy_scores(HeavyWords& heavy_query, float (&x)[HEAVY_SCORES]) {
     const uint32 right = heavy_keys();
@@ -137,10 +136,10 @@ struct HeavyRows : Rows {
   // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
   static DEVICE uint32 pack_16bit(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }
 
-  // Make the heavy keys' scores x, less `mean_score`, but for Q's factor, their weights p, and add these to the rows'
-  // sums: relative to the others' weights, unless they outgrow 1. `others` is what these have of the sums, and the
-  // outputs are to be multiplied by `factor`, which also divides by the power of two near the sum, lest V times a
-  // weight be infinite.
+  // Turn the heavy keys' scores, x - `mean_score` before the softmax scale, into weights p, and add these to the rows'
+  // sums. Weights keep the other keys' reference, unless they outgrow 1. `others` becomes the other keys' part of the
+  // sums, `factor` a factor for the outputs; it also divides by the power of two near the sum, lest V times a weight be
+  // infinite.
   DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], const float (&mean_score)[2], uint32 (&p)[HEAVY_SCORES / 2],
                                float (&factor)[2], float (&others)[2]) {
     int place = quad;
@@ -150,7 +149,7 @@ struct HeavyRows : Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
     }
-    constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys, of which the thread has two
+    constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys; the thread has two of each
     [[maybe_unused]] int2 late[EIGHTS];
     if constexpr (LATE_KEYS > 0) {
 #pragma unroll
@@ -210,8 +209,8 @@ struct HeavyRows : Rows {
     }
   }
 
-  // Bring the outputs to the scale of V in 16 bits, times the factor, add V's mean for the others' weights, and P·V of
-  // the heavy keys.
+  // Multiply the outputs by V's scale and the factor, add V's mean times the other keys' weights, and P·V of the heavy
+  // keys.
   DEVICE void add_heavy_outputs(const uint32 (&p)[HEAVY_SCORES / 2], const float (&factor)[2],
                                 const float (&others)[2]) {
     int place = quad;

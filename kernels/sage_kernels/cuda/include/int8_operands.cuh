@@ -10,11 +10,11 @@ DEVICE float round_up_to_bfloat16(float x) {
   return x == x ? __uint_as_float((__float_as_uint(x) + 0xFFFF) & 0xFFFF0000) : x;
 }
 
-// float16 numbers around 48 are ERROR_STEP apart: adding it rounds an error of e4m3 to a multiple, whose number is then
-// in the low bits.
+// float16 numbers around 48 are ERROR_STEP apart: adding 48 rounds an error of e4m3 to a multiple, and leaves the
+// multiple's number in the low bits.
 constexpr int ERROR_ROUNDER = 0x5200;
 
-// Add to `sum` the errors of two numbers in e4m3, each counted with the bits of 48.
+// Add the errors of two numbers in e4m3 to `sum`; each includes the bits of 48.
 DEVICE int add_errors(float x, float y, int sum) {
   int errors;
   asm("{ .reg .b16 codes; .reg .b32 exact, nearest;\n"
@@ -39,8 +39,7 @@ DEVICE void load_floats(const float* from, float (&x)[N]) {
   }
 }
 
-// Keeps a thread's number in shared memory while its registers have more urgent ones: the compiler computes what
-// depends on it afterwards.
+// Keeps a thread's number in shared memory while registers are scarce: the compiler computes dependent values later.
 struct Kept {
   volatile int64* const at;
   DEVICE explicit Kept(int64 x) : at(slot()) { *at = x; }
@@ -53,12 +52,12 @@ struct Kept {
 
 // ---- Quantising ----
 
-constexpr int LOADS = 16 / ROWS;  // of a warp that has 16 tokens of Q or K
+constexpr int LOADS = 16 / ROWS;  // of a warp with 16 tokens of Q or K
 
-// Blocks of a multiprocessor: a thread keeps 4 · SECTIONS registers of a tile before the rotation, 16 · SECTIONS after.
+// Blocks of a multiprocessor: a thread uses 4 · SECTIONS registers of a tile before the rotation, 16 · SECTIONS after.
 constexpr int RESIDENT = !ROTATE ? 8 : CHANNELS == 128 ? 5 : 7;
 
-// Return whether a key, counted from the first behind the first keys, is heavy.
+// Return whether a key, counted after the first keys, is heavy.
 DEVICE bool is_chosen(const Statistics& s, uint32 pair, int token) {
   return s.chosen[pair * PLACES + token % PLACES] == token + FIRST_KEYS;
 }
@@ -69,8 +68,8 @@ DEVICE bool is_exchanged(const Statistics& s, uint32 pair) {
   return taken.x | taken.y;
 }
 
-// Load what is in the places of heavy keys among the thread's tokens, `number(i)` behind the `first`: the keys, or
-// values, that gave way to these.
+// Replace heavy keys, or their values, among the thread's tokens `first` + `number(i)` by the keys, or values, that
+// gave way.
 template <int N, typename Number>
 DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 pair, int first, Number number,
                            uint32 (&x)[N][4]) {
@@ -81,12 +80,12 @@ DEVICE void load_exchanged(const KeyReader& reader, const Statistics& s, uint32 
   if (!some) return;
 #pragma unroll
   for (int i = 0; i < N; i++)
-    if (chosen[i]) reader.load<true>((first + number(i)) % PLACES - PLACES - first, reader.left > 0, x[i]);
+    if (chosen[i]) reader.load<true>((first + number(i)) % PLACES - PLACES - first, reader.tokens_left > 0, x[i]);
 }
 
-// The functions that follow are WHOLE if all tokens and channels that they write exist.
+// The next functions are WHOLE if all tokens and channels that they write exist.
 
-// Quantise HALF_BLOCK tokens of Q of one (batch, q head): 16 consecutive ones a warp.
+// Quantise HALF_BLOCK tokens of Q of one (batch, q head): a warp has 16 in a row.
 template <bool WHOLE>
 DEVICE void quantize_plain_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair,
                                  uint32 block) {
@@ -114,7 +113,7 @@ DEVICE void quantize_plain_query(const Tokens& query, const Statistics& s, const
       if (lane % LANES == 0) o.mean_score[row + i * ROWS] = score;
     }
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) pin(x[i]);  // they become float32 again below: that takes fewer registers
+    for (int i = 0; i < LOADS; i++) pin(x[i]);  // they become float32 again below, which saves registers
   }
 
   quantize_tokens(
@@ -124,13 +123,13 @@ DEVICE void quantize_plain_query(const Tokens& query, const Statistics& s, const
       });
 }
 
-// Quantise HALF_BLOCK tokens of K of one pair: those of a warp share a scale, they are the keys whose scores the same
-// threads of the forward kernel get.
+// Quantise HALF_BLOCK tokens of K of one pair. A warp's tokens share a scale: the same threads of the forward kernel
+// get their scores.
 template <bool WHOLE>
 DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = lane % LANES * 8, of_load = lane / LANES;
   const int first = block * HALF_BLOCK + of_load / 2 * 8 + warp * 2 + of_load % 2;
-  constexpr int APART = ROWS / 2 * 8;  // tokens of a thread
+  constexpr int APART = ROWS / 2 * 8;  // between a thread's tokens
   const KeyReader reader(key, s, pair, first, s.kv_len, channel, s.head_dim);
   auto has = [&](int number) { return WHOLE || reader.has(number); };
   uint32 x[LOADS][4];
@@ -140,7 +139,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   if constexpr (CHOICE) load_exchanged(reader, s, pair, first, [](int i) { return i * APART; }, x);
   float mean[8];
   load_floats(line(s, pair, KEY_MEAN) + channel, mean);
-  // Rounding is monotonic: the extrema of K - mean are those of K, minus the mean.
+  // Rounding is monotonic: the extrema of K - mean are K's extrema minus the mean.
   float largest = 0.0f;
   bool some = false;
 #pragma unroll
@@ -160,7 +159,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   }
   if (!some) largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < LOADS; i++) pin(x[i]);  // the mean is subtracted again below: that takes fewer registers
+  for (int i = 0; i < LOADS; i++) pin(x[i]);  // the mean is subtracted again below, which saves registers
   largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
   const float scale = round_up_to_bfloat16(int8_scale(largest)), inverse = reciprocal(scale);
   if (lane == 0)
@@ -177,7 +176,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   }
 }
 
-// Quantise what `quantize_plain_query` does, rotated.
+// Rotate and quantise the tokens of `quantize_plain_query`.
 template <bool WHOLE>
 DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, const Operands& o, uint32 pair,
                                    uint32 block) {
@@ -185,7 +184,7 @@ DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, con
   const uint32 pair_of_key = batch * s.kv_heads + head / (o.q_heads / s.kv_heads);
   const int lane = threadIdx.x % 32, t = lane % 4, channel = t * 8;
   const int first = block * HALF_BLOCK + threadIdx.x / 32 * 16 + lane / 4;
-  constexpr int APART = 8;  // tokens of a thread
+  constexpr int APART = 8;  // between a thread's tokens
   TileWords x;
   load_tile<WHOLE>(Reader(query, batch, head, first, o.q_len, channel, s.head_dim), APART, s.head_dim, x);
   const Kept kept(static_cast<int64>(pair) * o.q_blocks * BLOCK + first);
@@ -219,18 +218,18 @@ DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, con
   if (t < TILE_ROWS) o.query_scale[row + t * APART] = scale;
 }
 
-// Quantise what `quantize_plain_key` does, rotated.
+// Rotate and quantise the tokens of `quantize_plain_key`.
 template <bool WHOLE>
 DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, channel = lane % 4 * 8;
   const int first = block * HALF_BLOCK + g / 2 * 8 + warp * 2 + g % 2;
-  constexpr int APART = 32;  // tokens of a thread
+  constexpr int APART = 32;  // between a thread's tokens
   const KeyReader reader(key, s, pair, first, s.kv_len, channel, s.head_dim);
   const Kept kept(static_cast<int64>(pair) * s.blocks * BLOCK + first);
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
   wait_for_previous_kernel();
-  // All loads are under way before the first is waited for.
+  // Issue all loads before waiting for the first.
   const float* means = line(s, pair, ROTATED_MEAN) + channel;
   const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
   float mean[SECTIONS][8];
@@ -288,7 +287,7 @@ DEVICE void quantize_key(const Tokens& key, const Statistics& s, const Operands&
     quantize_plain_key<WHOLE>(key, s, o, pair, block);
 }
 
-// Scale HALF_BLOCK tokens of V of one pair in float16, 16 consecutive ones a warp: divide them by the least power of
+// Scale HALF_BLOCK tokens of V of one pair in float16, 16 consecutive tokens a warp: divide them by the least power of
 // two, within 2^±126, that brings the largest finite magnitude within 2^HEADROOM_EXPONENT.
 template <bool WHOLE>
 DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block) {
@@ -320,20 +319,19 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   }
 }
 
-// Write K's mean as rows in 16 bits: what each leaves is in the next one, the last ones are zeros.
+// Write K's mean as rows in 16 bits: three parts, each the rounding error left by the parts before, then zeros.
 DEVICE void write_mean(const Statistics& s, uint16* into, uint32 pair) {
   if (threadIdx.x >= CHANNELS) return;
-  float left = line(s, pair, KEY_MEAN)[threadIdx.x];
+  float rest = line(s, pair, KEY_MEAN)[threadIdx.x];
 #pragma unroll
   for (int i = 0; i < MEAN_PARTS; i++) {
-    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(left, 0.0f) : to_bfloat16(left, 0.0f);
+    const uint32 part = i >= 3 ? 0 : FLOAT16 ? to_float16(rest, 0.0f) : to_bfloat16(rest, 0.0f);
     into[i * CHANNELS + threadIdx.x] = part;
-    left = __fsub_rn(left, first_of(part));
+    rest = __fsub_rn(rest, first_of(part));
   }
 }
 
-// Write the heavy keys of one pair, or their V, as they are. The first ones lie before the tokens that `tokens`
-// describes.
+// Copy the heavy keys of one pair, or their V, unchanged. The first keys lie before the tokens that `tokens` describes.
 template <bool OF_VALUE>
 DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, uint32 pair, bool with_mean = false) {
   const int lane = threadIdx.x % 32, channel = lane % LANES * 8, first = threadIdx.x / 32 * 16 + lane / LANES;
@@ -367,13 +365,13 @@ DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, 
 
 // BLOCK tokens and VALUE_CHANNELS channels of V, in the block's shared memory.
 struct ValueBlock {
-  uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; the 16-byte parts of a line are exchanged from 8 channels to 8
+  uint32 codes[VALUE_CHANNELS][BLOCK / 4];  // e4m3; a line's 16-byte parts are swizzled every 8 channels
   int errors[4][VALUE_CHANNELS];            // of the nearest e4m3, in ERROR_STEPs: sums over each warp's tokens
 };
 
-// Quantise BLOCK tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair, transposed. Among each 16, tokens
-// lie in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four that lie side by side, of 8 channels. They
-// are rounded as `round_keeping_sums` in `formats/fp8.py` says.
+// Quantise and transpose BLOCK tokens and VALUE_CHANNELS channels, one of PARTS, of V of one pair. Each 16 tokens lie
+// in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread has four adjacent tokens of 8 channels.
+// `round_keeping_sums` in `formats/fp8.py` defines the rounding.
 template <bool WHOLE>
 DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Operands& o, uint32 pair, uint32 block,
                            uint32 part, ValueBlock& shared) {
@@ -390,7 +388,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   wait_for_previous_kernel();
   const float* means = s.value_mean + pair * CHANNELS + channel;
   const float* inverses = line(s, pair, VALUE_INVERSE) + channel;
-  // Those of the first channel, which bring the others' to the cache, are under way before a flag is waited for.
+  // Load the first channel's numbers, which also caches the other channels', before waiting for a flag.
   const float first_mean = means[0], first_inverse = inverses[0];
   if constexpr (CHOICE) load_exchanged(reader, s, pair, first, number, x);
 
@@ -407,7 +405,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
     sum += __shfl_xor_sync(~0u, sum, 8);
     return sum + __shfl_xor_sync(~0u, sum, 16);
   };
-  // Store its codes, given the sum of the errors of all BLOCK tokens.
+  // Store a channel's codes, given the sum of the errors of all BLOCK tokens.
   auto store = [&](int c, int total, float (&y)[8]) {
     const float twice = __fmul_rn(__int2float_rn(abs(total)), 2 * ERROR_STEP);
     const float part = (total < 0 ? -0.5f : 0.5f) / BLOCK;
@@ -418,7 +416,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
     line[(warp * 2 + 1 ^ eight) * 4 + quad] = to_e4m3(y[4], y[5], y[6], y[7]);
   };
 #pragma unroll
-  for (int c = 0; c < 8; c += 2) {  // two channels at a time: that takes fewer registers
+  for (int c = 0; c < 8; c += 2) {  // two channels at a time, which saves registers
     float y[8], z[8];
     const int2 errors = make_int2(scale(c, y), scale(c + 1, z));
     if (quad == 0) *reinterpret_cast<int2*>(shared.errors[warp] + eight * 8 + c) = errors;
@@ -442,7 +440,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   }
 }
 
-// Return the least of all threads' numbers.
+// Return the least of all threads' x.
 DEVICE int least_of_block(int x) {
   __shared__ int of_warps[QUANTIZE_THREADS / 32];
   x = __reduce_min_sync(~0u, x);

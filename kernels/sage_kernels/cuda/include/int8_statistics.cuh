@@ -1,13 +1,13 @@
-// Statistics of K and V, and of a sample of Q: means, extrema, the equalizer, and which keys are heavy. A cluster takes
-// those of K of a pair, another one those of V; its blocks share the tokens.
+// Statistics of K and V, and of a sample of Q: means, extrema, the equalizer, and which keys are heavy. A pair has a
+// cluster for K and a cluster for V, whose blocks share the tokens.
 #pragma once
 #include "barrier.cuh"
 #include "key_value.cuh"
 #include "quiet_groups.cuh"
 #include "rotation.cuh"
 
-// The threads of a block hold 8 rows: tokens, or sums of tokens, whose index differs by multiples of 8. Rows of a warp
-// differ by WARPS.
+// The threads of a block hold 8 rows; a row takes tokens, or sums of tokens, whose indices differ by multiples of 8. A
+// warp's rows are WARPS apart.
 constexpr int WARPS = 8 / ROWS;
 
 // Sum the elements from `at` on that lie STEP apart, by a tree of halves.
@@ -26,21 +26,21 @@ DEVICE float sum_of_warp(float x) {
   return x;
 }
 
-// Lanes whose channels one row of a matrix product has: with CHOICE, K's products with a mean query are found there.
+// Quads of lanes that hold a token; with CHOICE, a quad's channels are a row of a matrix product with a mean query.
 constexpr int QUADS = LANES / 4;
 
-// What is known of 128 tokens, in the block's shared memory, by warp.
+// Statistics of 128 tokens for each warp, in shared memory.
 struct Partial {
   float sum[WARPS][CHANNELS];
   uint32 largest[WARPS][CHANNELS / 2], smallest[WARPS][CHANNELS / 2];
   uint32 rejected[WARPS][CHANNELS / 2];           // ones where an element is not finite
   float squares[EQUALIZE ? WARPS : 1][CHANNELS];  // sums of them
-  // Parts of the scores of tokens, by row, QUADS, and 8 rows: 16 of 20, lest parts of a warp lie in the same banks.
+  // Parts of tokens' scores, by row and quad: 16 of 20 places are used, to spread a warp over the banks.
   float scores[CHOICE ? 8 : 1][QUADS][20];
 };
 
-// Sum squares of rows, by channel and warp: `load` gives a row by number, of those of the thread from 0 on. A square
-// that is not finite counts as 0.
+// Sum squares of rows, by channel and warp: `load` loads the thread's row of a number from 0 on. A non-finite square
+// counts as 0.
 template <typename Load>
 DEVICE void sum_squares(int rows, Load load, float (&sums)[EQUALIZE ? WARPS : 1][CHANNELS]) {
   constexpr int LOADED = 2;  // at once
@@ -66,7 +66,7 @@ DEVICE void sum_squares(int rows, Load load, float (&sums)[EQUALIZE ? WARPS : 1]
   }
 }
 
-// Tokens of the 128 that a block reduces whose scores a thread compares with others'.
+// Tokens, of the 128 that a block reduces, whose scores a thread compares.
 constexpr int SCORED = BLOCK / STATISTICS_THREADS;
 DEVICE int scored_row(int i) { return threadIdx.x / 16 + i * (8 / SCORED); }
 DEVICE int scored_token(int i) { return threadIdx.x % 16 * 8 + scored_row(i); }
@@ -79,8 +79,8 @@ DEVICE float score_of(const Partial& partial, int i) {
   return score;
 }
 
-// Return a score, which counts by its magnitude where that exceeds the sum of the other 15 that share a scale: those of
-// a `scored_row` of 8 and the next, of 64 tokens. Inlined, it would spill nine registers of the loop around it.
+// Return a score, or its magnitude where this exceeds the sum of the other 15 that share its scale: 8 of a `scored_row`
+// and 8 of the next, of 64 tokens. Inlined, it would spill nine registers of the loop around it.
 __device__ __noinline__ float choice_score(float score) {
   const float magnitude = is_finite(score) ? fabsf(score) : 0.0f;
   float sum = magnitude;
@@ -90,9 +90,9 @@ __device__ __noinline__ float choice_score(float score) {
   return magnitude > 0.5f * sum ? magnitude : score;
 }
 
-// Find the parts of the scores of the thread's tokens, by the matrix units: a lane 4g + t has 8 channels of a row of A,
-// and of B's column g, the mean query of the channels of lane 4(g / 2) + t in 16 bits, or what this leaves. So the lane
-// 4g + t with t = g % QUADS gets the products of its row with the channels that the row has.
+// Find parts of the scores of the thread's tokens by the matrix units. Lane 4g + t has 8 channels of a row of A, and in
+// B's column g the mean query of the channels of lane 4(g / 2) + t: in 16 bits, or for odd g its rounding error. So
+// lane 4g + t with t = g % QUADS gets the products of its row with the row's own channels.
 DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4], Partial& partial) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 + lane / LANES * WARPS, quad = lane / 4 % QUADS;
 #pragma unroll
@@ -114,16 +114,16 @@ DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4],
   }
 }
 
-// Reduce 128 tokens of K, or of V. CAREFUL leaves out what is not finite or not there; otherwise there are 128 tokens.
-// With CHOICE, find K's products with a mean query, which is there when `prepare`, called while the tokens are on their
-// way, is done. Return whether a sum of the thread is not finite.
+// Reduce 128 tokens of K, or of V. CAREFUL leaves out non-finite elements and missing tokens; otherwise all 128 tokens
+// exist. With CHOICE, find K's products with a mean query, which `prepare` makes while the tokens are being loaded.
+// Return whether a sum of the thread is not finite.
 template <bool OF_VALUE, bool CAREFUL, typename Prepare>
 DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32 (&mean_query)[4], Partial& partial) {
   constexpr bool SQUARES = EQUALIZE && !OF_VALUE && !CAREFUL;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32 x[16][4];
 #pragma unroll
-  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.left > 0, x[i]);
+  for (int i = 0; i < 16; i++) reader.load<false>(i * 8, CAREFUL ? reader.has(i * 8) : reader.tokens_left > 0, x[i]);
   prepare();
   if constexpr (CHOICE && !OF_VALUE) {
 #pragma unroll
@@ -184,7 +184,7 @@ DEVICE bool reduce_tokens(const KeyReader& reader, Prepare prepare, const uint32
   return zero != 0.0f;
 }
 
-// Sum channel `threadIdx.x` of the tokens or sums that the block reduced.
+// Sum channel `threadIdx.x` over the warps.
 template <int N>
 DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
   float x[N];
@@ -193,8 +193,8 @@ DEVICE float total_of_warps(const float (&sum)[N][CHANNELS]) {
   return tree_sum(x);
 }
 
-// The keys that a block finds to be the heaviest, in a pair's lines: those with the largest score among tokens whose
-// numbers are the same modulo BLOCK. Of two keys the first is preferred.
+// A block's heaviest keys, in a pair's lines: the key with the largest score among tokens whose numbers are the same
+// modulo BLOCK. Of equal keys the first is preferred.
 struct Candidates {
   float scores[BLOCK];
   int keys[BLOCK];
@@ -210,7 +210,7 @@ DEVICE bool is_heavier(float score, int key, float than, int other) {
 }
 
 // Load the thread's part of the queries whose mean chooses heavy keys, as `transforms.heavy_places` and `late_keys`
-// say; return how many there are.
+// say; return their number.
 DEVICE float load_queries(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair,
                           uint32 (&x)[2][4]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -222,12 +222,12 @@ DEVICE float load_queries(const Tokens& query, const Statistics& s, const Equali
     const uint32 row = (i * 8 + warp + lane / LANES * WARPS) * distance, head = row / counted;
     const Reader reader(query, batch, first_head + head, earlier + row % counted, b.q_len, lane % LANES * 8,
                         s.head_dim);
-    reader.load<false>(0, row < rows && reader.left > 0, x[i]);
+    reader.load<false>(0, row < rows && reader.tokens_left > 0, x[i]);
   }
   return (rows + distance - 1) / distance;
 }
 
-// Sum queries by channel and warp. Elements that are not finite count as 0.
+// Sum queries by channel and warp. Non-finite elements count as 0.
 DEVICE void sum_queries(const uint32 (&x)[2][4], Partial& partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -241,14 +241,14 @@ DEVICE void sum_queries(const uint32 (&x)[2][4], Partial& partial) {
 // Make the thread's part of B for `find_scores`.
 DEVICE void split_query(const float* mean, uint32 (&words)[4]) {
   const int lane = threadIdx.x % 32, channel = (lane / 8 * 4 + lane % 4) * 8;
-  const bool left = lane / 4 % 2;  // what 16 bits leave
+  const bool is_error = lane / 4 % 2;  // the rounding error of 16 bits
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     const bool exists = lane / 8 < QUADS;
     float x = exists ? mean[channel + 2 * w] : 0.0f, y = exists ? mean[channel + 2 * w + 1] : 0.0f;
     const uint32 nearest = FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
     x = __fsub_rn(x, first_of(nearest)), y = __fsub_rn(y, second_of(nearest));
-    words[w] = !left ? nearest : FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
+    words[w] = !is_error ? nearest : FLOAT16 ? pack_float16(x, y) : pack_bfloat16(x, y);
   }
 }
 
@@ -280,9 +280,9 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int thread) {
   if (CHOOSERS == 32 && thread == 0) into[1] = 0;
 }
 
-// Return a channel's mean, from the sums of blocks: 128 of them by a tree, these in order. A cluster's blocks have
-// LANES channels each; all of a block's threads call, those of the first LANES get the mean. Only blocks of the sharers
-// whose bits are set count. A mean that is not finite counts as 0.
+// Return a channel's mean from the sums of blocks: a tree adds 128 block sums, and the results are added in order. A
+// cluster's blocks have LANES channels each; all of a block's threads call, the first LANES get the mean. Only blocks
+// of the sharers whose bits are set count. A non-finite mean becomes 0.
 DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens, uint32 sharers) {
   __shared__ float partial[WARPS][LANES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp + lane / LANES * WARPS;
@@ -313,7 +313,7 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
   const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
-  // Where as many queries as keys may be padding, the same are.
+  // With as many queries as keys, queries are padded like keys.
   const bool padded = PADDED && b.q_len == s.kv_len + FIRST_KEYS;
   sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
               [&](int i, uint32(&x)[4]) {
@@ -321,13 +321,13 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer
                              token = row % b.samples * b.distance;
                 const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
                 const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
-                reader.load<false>(0, exists && reader.left > 0, x);
+                reader.load<false>(0, exists && reader.tokens_left > 0, x);
               },
               partial.squares);
 }
 
-// Read what the block needs of a pair's Q: write its share of the equalizer's squares, and make the thread's part of
-// the mean query for `find_scores`.
+// Read the block's part of a pair's Q: write its share of the equalizer's squares, and make the thread's part of the
+// mean query for `find_scores`.
 DEVICE void read_queries(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair, Partial& partial,
                          uint32 (&mean_query)[4]) {
   __shared__ float mean[CHOICE ? CHANNELS : 1];
@@ -346,13 +346,13 @@ DEVICE void read_queries(const Tokens& query, const Statistics& s, const Equaliz
 
 struct ChannelStatistics {
   float largest, smallest;
-  bool finite;  // all are
+  bool finite;  // all elements are
   float squares;
-  int count;  // of tokens that exist, if some may not
+  int count;  // of tokens that exist, if PADDED
 };
 
-// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema of channel
-// `threadIdx.x`, and the sum of K's squares; with K read what is needed of Q, and with CHOICE write K's candidates
+// Reduce the block's share of the blocks of 128 tokens of K, or of V: write their sums, return V's extrema and the sum
+// of K's squares of channel `threadIdx.x`. With K also read the block's part of Q, and with CHOICE write K's candidates
 // for heavy keys.
 template <bool OF_VALUE>
 DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b,
@@ -365,7 +365,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
   bool finite = true, prepared = OF_VALUE || !(EQUALIZE || CHOICE);
   uint32 mean_query[4];
-  auto prepare = [&] {  // with the partial that is not the first block's
+  auto prepare = [&] {  // in the partial that the first block does not use
     if (!prepared) read_queries(query, s, b, pair, partials[1], mean_query);
     prepared = true;
   };
@@ -375,7 +375,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
 #pragma unroll 1
   for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
-    // Two in turn: threads write to one while others read what they wrote to the other.
+    // Two in turn: threads write one while other threads still read the other.
     Partial& partial = partials[block / SHARERS % 2];
     bool careful = (block + 1) * BLOCK > tokens;
     if (PADDED) {
@@ -388,7 +388,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
     if (!careful) careful = __syncthreads_or(reduce_tokens<OF_VALUE, false>(reader, prepare, mean_query, partial));
     if (careful) {
       reduce_tokens<OF_VALUE, true>(reader, prepare, mean_query, partial);
-      if (SQUARES)  // read again: a thread lacks registers for both
+      if (SQUARES)  // load again: a thread lacks registers for both
         sum_squares(
             16, [&](int i, uint32(&x)[4]) { reader.load<false>(i * 8, reader.has(i * 8), x); }, partial.squares);
       __syncthreads();
@@ -399,7 +399,8 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
       const float raw_score = __fmul_rn(score_of(partial, i), b.softmax_scale);
       const bool scored = is_finite(raw_score) && (!careful || token < tokens && (!PADDED || valid[token]));
       float score = choice_score(scored ? raw_score : -INFINITE);
-      // First keys stay unless others' scores exceed theirs by the margin, or they have none; only the last may go.
+      // First keys stay unless another score exceeds theirs by the margin; without a score they stay. Only the last may
+      // go.
       if (token < FIRST_KEYS) score = scored ? __fadd_rn(score, HEAVY_MARGIN) : INFINITE;
       if (token < FIRST_KEYS - PLACES) score = -INFINITE;
       if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
@@ -416,7 +417,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
       finite &= !(partial.rejected[i][channel / 2] >> channel % 2 * 16 & 1);
     }
   }
-  prepare();  // without tokens it has a share of Q
+  prepare();  // a block without tokens has a share of Q
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     Candidates& heaviest_keys = candidates(s, pair, blockIdx.x % SHARERS);
@@ -425,12 +426,12 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   return {largest, smallest, finite, squares, count};
 }
 
-// Return the number of a sharer's tokens that exist; `counts` are those of all sharers, if some tokens may not.
+// Return the number of a sharer's tokens that exist; if PADDED, `counts` has it for all sharers.
 DEVICE float tokens_of_sharer(const Statistics& s, const float* counts, int sharer) {
   return PADDED ? counts[sharer] : tokens_of_group(s.kv_len + FIRST_KEYS, sharer);
 }
 
-// Return likewise that of the sharers whose bits are set, at least 1.
+// Return the number for the sharers whose bits are set, at least 1.
 DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 sharers) {
   float total = 0.0f;
 #pragma unroll
@@ -438,8 +439,8 @@ DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 
   return fmaxf(total, 1.0f);
 }
 
-// Return the sharers of K whose tokens are not loud, a bit for each; all of a block's threads call.
-// Not inlined, for the registers of the loop before it.
+// Return the sharers of K whose tokens are not loud, a bit for each; all of a block's threads call. Not inlined, to
+// save registers in the loop before it.
 __device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
   constexpr int ALL_WARPS = STATISTICS_THREADS / 32;
   __shared__ float sums[ALL_WARPS][SHARERS];
@@ -466,9 +467,9 @@ DEVICE float sampled_queries(const Statistics& s, const Equalizer& b, uint32 pai
   return max(__reduce_add_sync(~0u, count), 1);
 }
 
-// Return the exponent of the factor of a channel, as `transforms.equalize` finds it, given K's mean, and how many keys,
-// of the sharers whose bits are set, and queries were counted. Squares are summed in another order than there: where
-// the logarithm lies between two integers it may be the other one.
+// Return the exponent of a channel's factor, as in `transforms.equalize`, given K's mean and the numbers of queries and
+// of keys of the sharers whose bits are set. Squares are summed in another order than there: a logarithm halfway
+// between two integers may round to the other integer.
 DEVICE int equalizer_exponent(const Statistics& s, uint32 pair, uint32 channel, float mean, uint32 sharers, float keys,
                               float queries) {
   float of_key = 0.0f, of_query = 0.0f;
@@ -486,11 +487,11 @@ DEVICE int equalizer_exponent(const Statistics& s, uint32 pair, uint32 channel, 
   return static_cast<int>(fminf(fmaxf(exponent, -MAX_EQUALIZER), MAX_EQUALIZER));
 }
 
-// Return the place of a channel's factor of Q, or of K, in a pair's line: both have 8 channels in turn, so that what a
-// lane wants lies as far apart as its channels of ROTATED_MEAN do.
+// Return the place of a channel's factor of Q, or of K, in a pair's line: Q and K alternate every 8 channels, so that a
+// lane's factors lie as far apart as its channels of ROTATED_MEAN.
 DEVICE int factor_number(int channel, bool of_key) { return channel / 8 * 16 + of_key * 8 + channel % 8; }
 
-// Return in 16 bits 2^exponent with the sign of a channel in the rotation.
+// Return 2^exponent in 16 bits, with the rotation's sign of a channel.
 DEVICE uint16 factor(int exponent, uint32 channel) {
   const uint32 all[4] = {SIGNS_0, SIGNS_1, SIGNS_2, SIGNS_3};
   uint32 signs = all[0];
@@ -500,9 +501,9 @@ DEVICE uint16 factor(int exponent, uint32 channel) {
   return (FLOAT16 ? exponent + 15 << 10 : exponent + 127 << 7) | (signs >> channel % 32 & 1) << 15;
 }
 
-// Write what `quantize` needs for the rotation. All threads of the cluster of K of a pair call, with K's mean and the
-// channel that they have in those of the first LANES threads, and the sharers and keys as `equalizer_exponent` has
-// them. Not inlined, for the registers of the loops before it.
+// Write the factors and the mean that `quantize` needs for the rotation. All threads of a pair's cluster for K call;
+// `mean` and `channel` count in the first LANES threads, `sharers` and `keys` are as in `equalizer_exponent`. Not
+// inlined, to save registers in the loops before it.
 __device__ __noinline__ void prepare_rotation(const Statistics& s, const Equalizer& b, uint32 pair, uint32 channel,
                                               float mean, uint32 sharers, float keys) {
   uint16* factors = reinterpret_cast<uint16*>(line(s, pair, FACTORS));

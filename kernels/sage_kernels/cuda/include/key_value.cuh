@@ -1,4 +1,4 @@
-// K and V as the kernels of quantize.cu read them, and where a pair of (batch, kv head) has its statistics.
+// K and V as the kernels of quantize.cu read them, and the places of a (batch, kv head) pair's statistics.
 #pragma once
 #include "tokens.cuh"
 
@@ -7,14 +7,14 @@ constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
 
 enum Line {
   KEY_MEAN,
-  VALUE_INVERSE,  // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
-  EXTREMA,        // of V, by sharer: largest, smallest, and 1 where all are finite
-  ROTATED_MEAN = EXTREMA + 3 * SHARERS,       // minus K's mean, equalized, and rotated in each section
+  VALUE_INVERSE,                              // factor of V minus its mean; if PV_FLOAT16, V's largest magnitudes
+  EXTREMA,                                    // of V, by sharer: largest, smallest, and 1 where all are finite
+  ROTATED_MEAN = EXTREMA + 3 * SHARERS,       // K's negated mean, equalized, rotated in each section
   FACTORS = ROTATED_MEAN + ROTATE,            // in 16 bits, with the rotation's signs: see `factor_number`
-  SQUARES = FACTORS + ROTATE,                 // of K and then of the sample of Q, by sharer: sums
+  SQUARES = FACTORS + ROTATE,                 // sums: of K, then of the sample of Q, by sharer
   COUNTS = SQUARES + 2 * SHARERS * EQUALIZE,  // of tokens that exist, by sharer: of K, then of V
   HEAVIEST = COUNTS + PADDED,                 // of the keys of each sharer: see `Candidates`
-  TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places that other keys than the first take
+  TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places whose first keys gave way
   SUMS = TAKEN + CHOICE                                        // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
@@ -23,14 +23,14 @@ DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
   return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
 }
 
-constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not
+constexpr int NO_KEY = 0x7FFFFFFF;  // in place of a late key that does not exist
 
-// Return which keys of a batch element exist, from its first one on, be it heavy or not.
+// Return which keys of a batch element exist, heavy keys too.
 DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
   return s.valid + batch * static_cast<int64>(s.valid_stride);
 }
 
-// Reads keys, or values, of which some may not exist: those behind the first keys, or all with `before` 0.
+// Reads keys, or values, that may not exist: after the first keys, or with `before` 0 all.
 struct KeyReader : Reader {
   const uint8* valid;
 
@@ -54,7 +54,7 @@ DEVICE bool all_exist(const Statistics& s, uint32 pair, uint32 first) {
   return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[FIRST_KEYS + first + threadIdx.x % N]);
 }
 
-// Return the larger halves; NaN where one is NaN.
+// Return the larger halves; NaN where either is NaN.
 DEVICE uint32 larger(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)
@@ -63,7 +63,7 @@ DEVICE uint32 larger(uint32 x, uint32 y) {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-// Return the smaller halves; NaN where one is NaN.
+// Return the smaller halves; NaN where either is NaN.
 DEVICE uint32 smaller(uint32 x, uint32 y) {
   uint32 z;
   if (FLOAT16)

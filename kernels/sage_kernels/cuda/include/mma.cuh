@@ -1,9 +1,9 @@
-// Words and matrices from shared memory to a warp's registers, and its products in 16 bits. Source of the formats: PTX
-// ISA, sections "ldmatrix" and "mma".
+// Load words and matrices from shared memory to registers, and multiply a warp's matrices in 16 bits. Source of the
+// formats: PTX ISA, sections "ldmatrix" and "mma".
 #pragma once
 #include "numbers.cuh"
 
-// Load words from an address in shared memory that is a multiple of all their bytes.
+// Load words from shared memory, at a multiple of their bytes in all.
 DEVICE void load_words(uint32 (&x)[1], uint32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x[0]) : "r"(address) : "memory");
 }
@@ -58,7 +58,7 @@ DEVICE uint32 pack_16bit(float x, float y) {
   return z;
 }
 
-// Return the sum over four threads, which have a row of a product.
+// Return the sum over the four threads of a product's row.
 DEVICE float sum_of_quad(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

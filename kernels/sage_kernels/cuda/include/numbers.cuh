@@ -1,4 +1,4 @@
-// Number formats and what converts to them.
+// Number formats and conversions.
 #pragma once
 #include "types.cuh"
 
@@ -37,8 +37,8 @@ DEVICE uint32 pack_bfloat16(float a, float b) {
   return y;
 }
 
-// Round two numbers as `transforms.round_finite` does: what is finite and beyond the dtype's range becomes its largest
-// number, all else is NaN, as x · 0 + x is. The first is in the lower half.
+// Round two numbers as `transforms.round_finite` does: finite numbers beyond the dtype's range become its largest
+// number; infinities become NaN, by x · 0 + x. The first is in the lower half.
 DEVICE uint32 to_bfloat16(float a, float b) {
   uint32 y;
   asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(__fmaf_rn(b, 0.0f, b)), "f"(__fmaf_rn(a, 0.0f, a)));
@@ -50,8 +50,8 @@ DEVICE uint32 to_float16(float a, float b) {
   return y;
 }
 
-// Look up the bytes of a table of 8 by four numbers below 8, each in 4 bits; unlike __byte_perm, without a mask of
-// these.
+// Look up the bytes of a table of 8 by four numbers below 8, each in 4 bits; unlike __byte_perm, do not mask the
+// numbers.
 DEVICE uint32 look_up(uint32 first_four, uint32 others, uint32 numbers) {
   uint32 y;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(first_four), "r"(others), "r"(numbers));

@@ -1,50 +1,50 @@
 // Quantise groups of 16 numbers to NVFP4 with the bits of `formats/nvfp4.py`: the search for a scale, codes and scales.
 //
-// The host gives MAX_STEPS; FIRST_BIN, SEARCH_BINS, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q and
-// V, the number of steps (KEY_SEARCHED, SEARCHED), these with commas between (KEY_STEPS, STEPS; 0 where there are none)
-// and the table of `nvfp4.search_table`.
+// The host provides MAX_STEPS; FIRST_BIN, SEARCH_BINS, BIN_SHIFT and SEARCH_LIMIT of `search_groups`; for K, and for Q
+// and V, the number of steps (KEY_SEARCHED, SEARCHED), the steps with commas between (KEY_STEPS, STEPS; 0 if there are
+// none) and the table of `nvfp4.search_table`.
 #pragma once
 #include "numbers.cuh"
 
 constexpr int GROUP = 16;
 constexpr uint32 LARGEST_SCALE_CODE = 0x7E, NAN_SCALE_CODE = 0x7F, LEAST_NORMAL_CODE = 8;
-static_assert(MAX_STEPS == 7, "MAX_STEPS and the factor must be a row of the table, 32 bytes");
+static_assert(MAX_STEPS == 7, "MAX_STEPS must be 7: a factor and 7 steps fill a row, 32 bytes");
 static_assert(SEARCHED >= 0 && SEARCHED <= MAX_STEPS, "SEARCHED steps must fit a row of the table");
 static_assert(KEY_SEARCHED >= 0 && KEY_SEARCHED <= MAX_STEPS, "KEY_SEARCHED steps must fit a row of the table");
-static_assert(BIN_SHIFT == 19, "a bin must be float32's leading bits, four behind the first");
+static_assert(BIN_SHIFT == 19, "BIN_SHIFT must be 19: a bin has float32's exponent and 4 more bits");
 
-// What the GPU converts by itself.
+// Conversions that the GPU has as instructions.
 #if __CUDA_ARCH__ >= 1000
 constexpr bool NATIVE_E2M1 = true;
 #else
 constexpr bool NATIVE_E2M1 = false;
 #endif
 
-// A row of the search's table, for the leading bits of a sixth of the group's amax: float16(1/s / 8) of the nearest
-// scale s in the lower half, the code of s in the upper one; then for each step the ratios s/c · 2⁻¹¹ (lower half) and
+// A row of the search table, for the leading bits of a sixth of the group's amax: float16(1/s / 8) of the nearest scale
+// s in the lower half, the code of s in the upper half; then for each step to a scale c, s/c · 2⁻¹¹ (lower half) and
 // c/s · 2¹¹ in float16, NaN where c is not tried.
 struct alignas(32) SearchRow {
   uint32 words[MAX_STEPS + 1];
 };
 constexpr uint32 SAME_RATIOS = 0x68001000;  // 2⁻¹¹ and 2¹¹
 
-// The table's rows that are read most, in shared memory: those from SHARED_BIN on, for a sixth of 32 and more. The
-// first 16 of them serve all down to LEAST_SHARED_BIN too, for 2⁻⁵: by a power of two there differ only the first
-// words. No step leads from these rows to what is no scale.
+// The table's most-read rows, in shared memory: from SHARED_BIN on, for a sixth of the amax of 32 and more. The first
+// 16 also serve rows down to LEAST_SHARED_BIN, for 2⁻⁵: rows a power of two apart differ only in the first word. From
+// these rows, all steps lead to valid scales.
 constexpr int SHARED_BIN = (127 + 5) << 4, LEAST_SHARED_BIN = (127 - 5) << 4, SHARED_ROWS = 64;
 struct SharedSearch {
-  uint4 first[SHARED_ROWS], others[SHARED_ROWS];  // halves of rows: more of them lie in different banks
+  uint4 first[SHARED_ROWS], others[SHARED_ROWS];  // halves of rows, to spread rows over the banks
 };
 struct Search {
   const SearchRow* table;
   const SharedSearch& shared;
 };
 
-// The scales that are tried next to the nearest.
+// The scales that are tried around the nearest.
 template <bool OF_KEY>
 struct Steps {
   static constexpr int COUNT = OF_KEY ? KEY_SEARCHED : SEARCHED;
-  // The steps, from 0 on, 4 bits each, above the least one.
+  // The steps, 0 first, 4 bits each, plus LEAST.
   static constexpr int LEAST = 4;
   static constexpr uint32 packed() {
     constexpr int of_key[] = {KEY_STEPS}, others[] = {STEPS};
@@ -63,7 +63,7 @@ struct Steps {
   static_assert(fit(), "steps must be -4 to 11");
 };
 
-// Copy these rows, if there are any steps; the threads of a block call, and wait for each other.
+// Copy the shared rows, if there are any steps; all threads of a block call, and synchronise.
 template <bool OF_KEY>
 DEVICE void load_search(const SearchRow* table, SharedSearch& shared) {
   constexpr int ROWS = SEARCH_BINS - (SHARED_BIN - FIRST_BIN);
@@ -89,7 +89,7 @@ DEVICE uint32 negate_halves(uint32 a) {
   asm("neg.f16x2 %0, %1;" : "=r"(y) : "r"(a));
   return y;
 }
-// Multiply both halves of a by the lower one of b.
+// Multiply both halves of a by the lower half of b.
 DEVICE uint32 multiply_by_lower(uint32 a, uint32 b) {
   uint32 y;
   asm("{ .reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {l, l}; mul.rn.f16x2 %0, %1, both; }"
@@ -97,7 +97,7 @@ DEVICE uint32 multiply_by_lower(uint32 a, uint32 b) {
       : "r"(a), "r"(b));
   return y;
 }
-// Multiply both halves of a by the upper one of b, and add c.
+// Multiply both halves of a by b's upper half, and add c.
 DEVICE uint32 fma_by_upper(uint32 a, uint32 b, uint32 c) {
   uint32 y;
   asm("{ .reg .b16 l, h; .reg .b32 both; mov.b32 {l, h}, %2; mov.b32 both, {h, h}; fma.rn.f16x2 %0, %1, both, %3; }"
@@ -105,7 +105,7 @@ DEVICE uint32 fma_by_upper(uint32 a, uint32 b, uint32 c) {
       : "r"(a), "r"(b), "r"(c));
   return y;
 }
-// Return the sum of both halves, twice.
+// Return the sum of both halves, in both halves.
 DEVICE uint32 sum_of_halves(uint32 a) {
   uint32 y;
   asm("{ .reg .b16 l, h; .reg .b32 lower, upper; mov.b32 {l, h}, %1; mov.b32 lower, {l, l}; mov.b32 upper, {h, h};\n"
@@ -139,7 +139,7 @@ DEVICE float least_power_of_two(float largest, float& inverse) {
   return __int_as_float(127 + exponent << 23);
 }
 
-// Return the larger magnitudes of both halves, NaN where one is.
+// Return the larger magnitudes of both halves, NaN where either is.
 DEVICE uint32 larger_halves(uint32 a, uint32 b) {
   uint32 y;
   asm("{ .reg .b32 x, z; abs.f16x2 x, %1; abs.f16x2 z, %2; max.NaN.f16x2 %0, x, z; }" : "=r"(y) : "r"(a), "r"(b));
@@ -161,7 +161,7 @@ DEVICE void pack_group(const float (&x)[GROUP], float factor, uint32 (&halves)[G
   }
 }
 
-// Return the largest magnitude of packed elements, NaN where one is.
+// Return the largest magnitude of packed elements, NaN if any is.
 DEVICE float largest_half(const uint32 (&halves)[GROUP / 2]) {
   uint32 y = halves[0];
 #pragma unroll
@@ -181,16 +181,16 @@ DEVICE uint32 codes_of_halves(const uint32* halves) {
   return lower & 0x0F0F0F0F | upper & 0xF0F0F0F0;
 }
 
-// Quantise a group with the scale that `nvfp4.search_groups` chooses: return its codes, and its scale's.
+// Quantise a group with the scale that `nvfp4.search_groups` chooses: return its codes, set its scale's code.
 //
-// halves: the elements in the order of `pack_group`. largest: of their magnitudes, NaN where one is.
+// halves: the elements in the order of `pack_group`. largest: their largest magnitude, or NaN.
 template <bool OF_KEY>
 DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Search& search, uint32& scale) {
   using S = Steps<OF_KEY>;
   const bool finite = largest < static_cast<float>(SEARCH_LIMIT);
   const int bits = __float_as_int(__fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f));
   const bool is_shared = bits >= LEAST_SHARED_BIN << BIN_SHIFT;
-  // Of the shared row, and how much smaller the scale is.
+  // The scale's exponent below the shared row's, and the row's number.
   const int exponent = max((SHARED_BIN >> 4) - (bits >> 23), 0),
             number = (bits >> BIN_SHIFT) + 16 * exponent - SHARED_BIN;
   const SearchRow* row = search.table + max(bits >> BIN_SHIFT, FIRST_BIN) - FIRST_BIN;
@@ -204,7 +204,7 @@ DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Sear
   const uint32 ratios[MAX_STEPS + 1] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < GROUP / 2; i++) halves[i] = multiply_by_lower(halves[i], ratios[0]);
-  // Return the error in the upper half, whose bits order as errors do, above four times the candidate's number.
+  // Return the error in the upper half, whose bits order like errors, and four times the candidate's number below.
   auto error_of = [&](uint32 ratio, uint32 number) {
     uint32 error;
 #pragma unroll
@@ -232,7 +232,7 @@ DEVICE uint2 search_group(uint32 (&halves)[GROUP / 2], float largest, const Sear
   return codes;
 }
 
-// Encode eight numbers times `factor`, which are below 7, as e2m1, the first in the lowest bits; 0 has no sign.
+// Encode eight numbers times `factor`, below 7, as e2m1, the first in the lowest bits; 0 has no sign.
 DEVICE uint32 e2m1_codes(const float* x, float factor) {
 #if __CUDA_ARCH__ >= 1000
   float y[8];
@@ -249,7 +249,7 @@ DEVICE uint32 e2m1_codes(const float* x, float factor) {
       : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(y[4]), "f"(y[5]), "f"(y[6]), "f"(y[7]));
   return codes & (((codes & 0x77777777) + 0x77777777) | 0x77777777);
 #else
-  // Times 2⁻¹⁴ e2m1's numbers are float16's with their codes in bits 9 to 11, the least one as a subnormal.
+  // Times 2⁻¹⁴, e2m1's numbers are float16's with e2m1's codes in bits 9 to 11, the least as a subnormal.
   const float to_half = __fmul_rn(factor, 1.0f / 16384);
   float y[8];
 #pragma unroll
@@ -265,16 +265,16 @@ DEVICE uint32 e2m1_codes(const float* x, float factor) {
 #endif
 }
 
-// Quantise a group without a search: return its codes, and its scale's.
+// Quantise a group without a search: return its codes, set its scale's code.
 //
-// x: changed. largest: of the magnitudes, NaN where one is.
+// x: overwritten. largest: the largest magnitude, or NaN.
 DEVICE uint2 quantize_group(float (&x)[GROUP], float largest, uint32& scale) {
   const bool finite = largest < INFINITE;
   scale = e4m3_code(__fmul_rn(finite ? largest : 0.0f, 1.0f / 6.0f));
   const float value = scale < LEAST_NORMAL_CODE ? __fmul_rn(static_cast<float>(scale), 1.0f / 512)
                                                 : __int_as_float(scale + (127 - 7 << 3) << 20);
   const float factor = scale == 0 ? 1.0f : __frcp_rn(value);
-  if (!NATIVE_E2M1 && (scale < LEAST_NORMAL_CODE || scale == LARGEST_SCALE_CODE)) {  // a coarse one, or saturated
+  if (!NATIVE_E2M1 && (scale < LEAST_NORMAL_CODE || scale == LARGEST_SCALE_CODE)) {  // coarse, or saturated
     const float most = __fdividef(6.0f, factor);
 #pragma unroll
     for (int i = 0; i < GROUP; i++) x[i] = fminf(fmaxf(x[i], -most), most);

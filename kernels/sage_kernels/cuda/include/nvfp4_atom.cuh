@@ -1,20 +1,19 @@
-// The matrix product in NVFP4 of a warp, and the rounding of its left operand: as instructions of GPUs with FP4
-// (compute capability 12.x), or emulated on any GPU from 8.9 on, with the same fragments and the same bits but for the
-// order of sums. Source of the fragments: PTX ISA,
-// "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64".
+// A warp's matrix product in NVFP4, and the rounding of its left operand: as instructions of GPUs with FP4 (compute
+// capability 12.x), or emulated on any GPU from 8.9 on, with the same fragments and the same bits except for the order
+// of sums. Source of the fragments: PTX ISA, "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64".
 //
-// Lane 4g + t has, 8 e2m1 codes a word, the first in the lowest bits:
-//   A (16 rows, 64 deep):    a[0] = row g, 8t…8t+7; a[1] = row g + 8, the same; a[2], a[3] = those rows, 32 + 8t….
+// Lane 4g + t has words of 8 e2m1 codes, the first in the lowest bits:
+//   A (16 rows, 64 deep):    a[0] = row g, 8t…8t+7; a[1] = row g + 8, the same; a[2], a[3] = these rows, 32 + 8t….
 //   B (64 deep, 8 columns):  b[0] = column g, 8t…8t+7; b[1] = column g, 32 + 8t….
 //   D (16 rows, 8 columns):  d[0], d[1] = row g, columns 2t and 2t + 1; d[2], d[3] = row g + 8, the same.
-// A word of scales has 4 bytes in e4m3, each for 16 of the depth. That of row m is lane 4(m % 8) + 2·a_thread + m /
-// 8's, that of column n lane 4n + b_thread's. Both threads are constants: a register of scales serves 2 or 4 products.
+// A word of scales has 4 bytes in e4m3, each for 16 of the depth. Lane 4(m % 8) + 2·a_thread + m / 8 has row m's word,
+// lane 4n + b_thread column n's. Both threads are constants: a register of scales serves 2 or 4 products.
 //
-// The host gives NATIVE_FP4.
+// The host provides NATIVE_FP4.
 #pragma once
 #include "numbers.cuh"
 
-ASSERT_FLAG(NATIVE_FP4, "products in NVFP4 are instructions, or emulated");
+ASSERT_FLAG(NATIVE_FP4, "whether products in NVFP4 are instructions, or emulated");
 
 #if NATIVE_FP4
 #define FP4_PRODUCT(A_THREAD, B_THREAD)                                                                       \
@@ -67,10 +66,10 @@ DEVICE uint32 scale_of(uint32 scales, int number) {
   return y;
 }
 
-// Return codes `pair` and `pair` + 4 of a word, times a scale, in float16, which holds them.
+// Return codes `pair` and `pair` + 4 of a word, times a scale, exactly, in float16.
 DEVICE uint32 decode(uint32 codes, int pair, uint32 scale) {
   const uint32 x = codes >> 4 * pair;
-  // With e2m1's exponent and fraction where float16's lowest are, numbers are 2⁻¹⁴ of what they are.
+  // With e2m1's bits as float16's lowest exponent bits and first fraction bit, numbers are 2⁻¹⁴ of their values.
   const uint32 small = (x & 0x00070007) << 9 | (x & 0x00080008) << 12;
   return multiply_halves(multiply_halves(small, 0x74007400), scale);
 }
@@ -87,7 +86,7 @@ DEVICE void add_product(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b
     const uint32 column_scale = scale_of(of_column, 2 * k + half), column = k == 0 ? b0 : b1;
 #pragma unroll
     for (int pair = 0; pair < 4; pair += 2)
-      // Which of the depth a product of 16 bits takes from a lane does not matter, so long as A and B agree.
+      // A 16-bit product may take a lane's elements in any order of the depth, if A and B agree.
       asm volatile(
           "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
           "{%0, %1, %2, %3};"
@@ -106,7 +105,7 @@ DEVICE uint32 to_e2m1(const float (&x)[8]) {
     // Around 1.5·2²² times the power of two below y, float32 has the spacing that e2m1 has at y. Products are exact.
     const float power = __int_as_float(max(__float_as_int(y) & 0x7F800000, 0x3F800000));
     const float rounded = __fmaf_rn(power, -6291456.0f, __fmaf_rn(power, 6291456.0f, y));
-    // Times 2⁻¹²⁶, e2m1's least normal number, 1, becomes float32's, and e2m1's one subnormal a float32 subnormal.
+    // Times 2⁻¹²⁶, e2m1's least normal number, 1, becomes float32's, and e2m1's only subnormal a float32 subnormal.
     codes |= __float_as_uint(__fmul_rn(rounded, 1.1754943508222875e-38f)) >> 22 << 4 * i;
   }
   return codes;

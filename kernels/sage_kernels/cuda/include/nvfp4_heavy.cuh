@@ -1,12 +1,12 @@
-// Heavy keys of the NVFP4 recipes: scores by which they are chosen, the choice, and copies of them.
+// Heavy keys of the NVFP4 recipes: their scores, choice and copies.
 #pragma once
 #include "nvfp4_statistics.cuh"
 
-constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not
+constexpr int NO_KEY = 0x7FFFFFFF;  // in place of a late key that does not exist
 using KeyBlock = Partial<REDUCE_THREADS / 32, true, false>;
 
-// Find the mean query by which a pair's heavy keys are chosen (`transforms.heavy_places`, `late_keys`), times the
-// factor of scores: each thread's 8 channels.
+// Find the mean query that chooses a pair's heavy keys (`transforms.heavy_places`, `late_keys`), times the softmax
+// scale: each thread's 8 channels.
 DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pair, float (&mean)[8]) {
   __shared__ float sums[REDUCE_THREADS / 32][CHANNELS];
   __shared__ alignas(16) float means[CHANNELS];
@@ -32,12 +32,12 @@ DEVICE void find_mean_query(const Tokens& query, const Statistics& s, uint32 pai
   for (int c = 0; c < 8; c++) mean[c] = means[eight + c];
 }
 
-// Write the scores of 128 keys, their products with the mean query. `reader` is at the thread's first one; its others
-// follow ROWS_AT_ONCE apart.
+// Write the scores of 128 keys: their products with the mean query. `reader` is at the thread's first key; its next
+// keys follow ROWS_AT_ONCE apart.
 DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], const Statistics& s, uint32 pair,
                          uint32 block) {
   constexpr int LOADS = KeyBlock::LOADS, APART = KeyBlock::ROWS_AT_ONCE;
-  static_assert(LANES == 2 * LOADS, "lanes of a token must be twice those that end with a score");
+  static_assert(LANES == 2 * LOADS, "LANES must be twice the lanes that end with a score");
   const int lane = threadIdx.x % 32;
   float scores[LOADS];
   auto multiply = [&](bool careful) {
@@ -57,7 +57,7 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
     return sum;
   };
   if (!is_finite(multiply(false))) multiply(true);
-  // Add those of the other lanes: at each step a lane sends half of its sums, and goes on with the others.
+  // Add the other lanes' sums: at each step a lane sends half of its sums, and keeps the other half.
   int sum_of_lane = 0;
 #pragma unroll
   for (int distance = 1; distance < LOADS; distance *= 2) {
@@ -78,10 +78,10 @@ DEVICE void write_scores(const PaddedReader& reader, const float (&mean)[8], con
   if (lane % LANES < LOADS) s.scores[(first_block_of(s, pair) + block) * BLOCK + token] = exists ? score : -INFINITE;
 }
 
-// Let scores count by their magnitude where that exceeds the sum of the other 15 of their `layout.thread_order`.
+// Replace scores by their magnitude where it exceeds the sum of the other 15 of their `layout.thread_order`.
 DEVICE void raise_loud_scores(float* scores, int keys) {
   for (int scale = threadIdx.x; scale < (keys + 63) / 64 * 4; scale += MEANS_THREADS) {
-    float2* pairs = reinterpret_cast<float2*>(scores + scale / 4 * 64) + scale % 4;  // the next lies 4 behind
+    float2* pairs = reinterpret_cast<float2*>(scores + scale / 4 * 64) + scale % 4;  // the next pair is 4 behind
     float sum = 0.0f, largest = 0.0f;
     auto magnitude_of = [](float score) { return is_finite(score) ? fabsf(score) : 0.0f; };
 #pragma unroll
@@ -90,7 +90,7 @@ DEVICE void raise_loud_scores(float* scores, int keys) {
       sum = __fadd_rn(sum, __fadd_rn(x, y));
       largest = fmaxf(largest, fmaxf(x, y));
     }
-    if (!(largest > 0.5f * sum)) continue;  // at most one can
+    if (!(largest > 0.5f * sum)) continue;  // at most one score can
 #pragma unroll 1
     for (int i = 0; i < 16; i++) {
       float& score = i % 2 ? pairs[i / 2 * 4].y : pairs[i / 2 * 4].x;
@@ -127,15 +127,15 @@ DEVICE void choose_heavy_keys(const Statistics& s, uint32 pair) {
   s.chosen[pair * PLACES + place] = LATE && chosen == first ? NO_KEY : chosen;
 }
 
-// Return which key has the place of a token, both counted from the first behind the first keys: where it is the token,
-// that is heavy. All tokens that lie PLACES apart have the same place.
+// Return the key that has a token's place; both are counted after the first keys. If it is the token, the token is
+// heavy. Tokens PLACES apart have the same place.
 DEVICE int chosen_at(const Statistics& s, uint32 pair, int token) {
   return CHOICE ? s.chosen[pair * PLACES + token % PLACES] - FIRST_KEYS : -1;
 }
 // Return which key gave way to a heavy token.
 DEVICE int exchanged(int token) { return token % PLACES - PLACES; }
 
-// Round two numbers to the tokens' 16 bits, beyond the largest to infinity; the first is in the lower half.
+// Round two numbers to the tokens' 16 bits, to infinity beyond the range; the first is in the lower half.
 DEVICE uint32 pack_halves(float a, float b) {
   uint32 y;
   if (FLOAT16)
@@ -145,7 +145,7 @@ DEVICE uint32 pack_halves(float a, float b) {
   return y;
 }
 
-// Write the heavy keys of one pair without the mean, and their V as it is. The first ones lie before the tokens that
+// Write the heavy keys of one pair minus the mean, and their V unchanged. The first keys lie before the tokens that
 // `Tokens` describes.
 DEVICE void copy_heavy(const Tokens& key, const Tokens& value, const Statistics& s, const Operands& o, uint32 pair) {
   for (int number = threadIdx.x; number < HEAVY_KEYS * LANES; number += QUANTIZE_THREADS) {

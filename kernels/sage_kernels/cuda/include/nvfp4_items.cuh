@@ -1,5 +1,5 @@
 // The work of the NVFP4 forward kernel: a block's items, 128 rows of one (batch, head) each, and the stages of shared
-// memory through which tiles of keys come.
+// memory for tiles of keys.
 #pragma once
 #include "barrier.cuh"
 #include "parameters.cuh"
@@ -7,22 +7,22 @@
 constexpr int K_ROW = CHANNELS / 2, V_ROW = BLOCK / 2;  // bytes
 constexpr int K_BYTES = BLOCK * K_ROW, V_BYTES = CHANNELS * V_ROW;
 constexpr int K_SCALES = CHANNELS / GROUP, V_SCALES = BLOCK / GROUP;  // of a key, or of a channel
-constexpr int FIRST_KEYS = HEAVY_KEYS - LATE_KEYS;                    // of heavy keys, that are not late ones
-constexpr bool TAIL_CAUSAL = CAUSAL && !RECENT;                       // rows of an item see different keys in 4 bits
+constexpr int FIRST_KEYS = HEAVY_KEYS - LATE_KEYS;                    // heavy keys that are not late keys
+constexpr bool TAIL_CAUSAL = CAUSAL && !RECENT;                       // rows of an item see different 4-bit keys
 constexpr int HEAVY_BYTES = HEAVY_KEYS * CHANNELS * 2;                // of heavy keys, or of their values
 
-// What comes with a tile of keys, in this order, and lies so in shared memory.
+// A tile of keys with its scales, as it lies in shared memory.
 struct alignas(1024) Stage {
   uint8 key[K_BYTES], value[V_BYTES];
-  uint8 key_scale[BLOCK * K_SCALES];       // of a key together
-  uint8 value_scale[CHANNELS * V_SCALES];  // of a channel together
-  float delta[2 * BLOCK];                  // each pair twice, as a product's accumulators have it in two rows
+  uint8 key_scale[BLOCK * K_SCALES];       // a key's are adjacent
+  uint8 value_scale[CHANNELS * V_SCALES];  // a channel's are adjacent
+  float delta[2 * BLOCK];                  // each pair twice, for two rows of accumulators
   float key_tensor_scale;
 };
-// Recent keys in 16 bits whose K and V take as much room as those of a tile.
+// Recent keys whose K and V in 16 bits fill the room of a tile's K and V.
 constexpr int RECENT_TILE = K_BYTES / (2 * CHANNELS);
 constexpr int COPIED_BYTES = K_BYTES + V_BYTES + BLOCK * K_SCALES;  // by the TMA
-// Where they lie.
+// Offsets in a stage.
 constexpr int VALUE = K_BYTES, KEY_SCALE = VALUE + V_BYTES, VALUE_SCALE = KEY_SCALE + BLOCK * K_SCALES;
 constexpr int DELTA = VALUE_SCALE + CHANNELS * V_SCALES, KEY_TENSOR_SCALE = DELTA + 2 * BLOCK * 4;
 
@@ -30,7 +30,7 @@ struct alignas(1024) Shared {
   Stage stages[STAGES];
   uint8 heavy_key[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024], heavy_value[HEAVY_KEYS > 0 ? HEAVY_BYTES : 1024];
 };
-static_assert(SHARED_BYTES == sizeof(Shared), "SHARED_BYTES must be those of the stages and of the heavy keys");
+static_assert(SHARED_BYTES == sizeof(Shared), "SHARED_BYTES must hold the stages and the heavy keys");
 
 struct Barriers {
   uint64 full[STAGES], empty[STAGES], heavy_full, heavy_empty;
@@ -38,9 +38,9 @@ struct Barriers {
 
 // A block's share of the work.
 struct Item {
-  int sequence, block;  // of those of this launch
+  int sequence, block;  // in this launch
   int batch, head, kv_head, first_row;
-  int first_tile, last_tile;  // of keys: from the first to before the last
+  int first_tile, last_tile;  // of keys; `last_tile` excluded
 
   DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
   DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
@@ -49,11 +49,11 @@ struct Item {
     const int keys = PADDED ? a.spans[batch * a.spans_stride + 2] - FIRST_KEYS : a.kv_len;
     return CAUSAL ? min(keys, first_row + BLOCK + a.causal_offset) : keys;
   }
-  // Return the first one of these that is recent.
+  // Return the first recent key.
   DEVICE int first_recent(const Arguments& a) const { return max(first_row + a.recent_start, 0); }
 };
 
-// Find item `round` of this block. Causal items differ in length: the longest of all heads come first, and blocks
+// Find item `round` of this block. Causal items differ in length: the longest items of all heads come first, and blocks
 // change order from round to round.
 DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
@@ -72,7 +72,7 @@ DEVICE bool next_item(const Arguments& a, int round, Item& item) {
   return true;
 }
 
-// A stage, and how often all have been used, modulo 2.
+// A stage, and how often all stages were used, modulo 2.
 struct Use {
   int stage = 0, parity = 0;
 

@@ -1,4 +1,4 @@
-// The producer of the NVFP4 forward kernel: a warp that brings tiles of 128 keys, with V, scales and the scores of Q's
+// The producer of the NVFP4 forward kernel: a warp that loads tiles of 128 keys, with V, scales and the scores of Q's
 // means, and recent and heavy keys.
 #pragma once
 #include "nvfp4_items.cuh"
@@ -13,25 +13,25 @@ DEVICE void copy_few(void* into, const void* from) {
                : "memory");
 }
 
-// Arrive when what this thread copies by `copy_few` is there.
+// Arrive when this thread's asynchronous copies are done.
 DEVICE void arrive_when_copied(uint64& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Copy 16 bytes to shared memory; zeros unless they exist.
+// Copy 16 bytes to shared memory, or zeros unless they exist.
 DEVICE void copy_or_clear(uint32 into, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(into), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
-// Return where K or V in 16 bits have a channel of an item's first key.
+// Return the address of a channel of an item's first key or value.
 DEVICE const uint16* first_token(const Tokens& x, const Item& item, int channel) {
   return x.first + item.batch * x.batch_stride + item.kv_head * x.head_stride + channel;
 }
 
-// Bring tiles of recent keys and their values.
+// Load tiles of recent keys and their values.
 DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const Tokens& value_tokens, const Item& item,
                            Shared& shared, Barriers& b, Use& use) {
-  static_assert(RECENT_TILE == 32, "a lane must have one key of a tile");
+  static_assert(RECENT_TILE == 32, "RECENT_TILE must be 32: a lane has one key");
   const int lane = threadIdx.x % 32, part = lane % LANES;
   const uint8* valid = a.valid + static_cast<int64>(item.batch) * a.valid_stride;
   const int* late = a.late + item.kv_pair(a) * LATE_KEYS;
@@ -43,12 +43,12 @@ DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const T
     uint64& full = b.full[use.stage];
     wait(b.empty[use.stage], use.parity ^ 1);
     if (lane == 0) arrive(full);
-    // A lane finds where one of the keys lies; below 0: nowhere.
+    // A lane finds the place of one key; below 0: none.
     const int place = FIRST_KEYS + tile + lane;
     int source = tile + lane < end ? place : -1;
     if (PADDED && source >= 0 && !valid[place]) source = -1;
     if constexpr (LATE_KEYS > 0) {
-      // In place of a late key rows attend to the first key that gave way to it.
+      // In place of a late key, rows attend to the first key that gave way to it.
       const int number = place & LATE_KEYS - 1;
       if (source >= 0 && __ldg(late + number) == place) source = FIRST_KEYS - LATE_KEYS + number;
     }
@@ -85,7 +85,7 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
       uint64& full = b.full[use.stage];
       wait(b.empty[use.stage], use.parity ^ 1);
       if (lane == 0) {
-        if (RECENT) fence_shared();  // others than the TMA wrote here
+        if (RECENT) fence_shared();  // not only the TMA writes here
         arrive_expecting(full, COPIED_BYTES);
         load_box(key, stage.key, full, static_cast<int>(row) + tile * BLOCK, 0);
         load_box(value, stage.value, full, item.kv_pair(a) * CHANNELS, tile * V_ROW);
@@ -97,7 +97,7 @@ DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& v
         for (int i = 0; i < BLOCK; i += 32)
           copy_few<8>(stage.delta + 2 * (i + lane), delta + tile * BLOCK + (i + lane) / 2 * 2);
       }
-      // Scales of V lie 8 bytes together, and the TMA copies 16.
+      // 8 bytes of V's scales are adjacent; the TMA copies 16.
 #pragma unroll
       for (int channel = 0; channel < CHANNELS; channel += 32)
         copy_few<V_SCALES>(stage.value_scale + (channel + lane) * V_SCALES,

@@ -8,14 +8,14 @@
 #include "warp_heavy_keys.cuh"
 #include "warp_recent_keys.cuh"
 
-constexpr int KEY_BLOCKS = BLOCK / 8;         // of a matrix product's columns, in a tile
-constexpr int CHANNEL_BLOCKS = CHANNELS / 8;  // likewise of V
-constexpr int QK_STEPS = CHANNELS / 64;       // products in the depth of Q·Kᵀ
-constexpr int PV_STEPS = BLOCK / 64;          // and of P·V
-constexpr int SECTIONS = BLOCK / 32;          // of 32 keys, of which a thread has 8 scores of each of its two rows
+constexpr int KEY_BLOCKS = BLOCK / 8;                  // of a matrix product's columns, in a tile
+constexpr int CHANNEL_BLOCKS = CHANNELS / 8;           // likewise of V
+constexpr int QK_STEPS = CHANNELS / 64;                // products in the depth of Q·Kᵀ
+constexpr int PV_STEPS = BLOCK / 64;                   // and of P·V
+constexpr int SECTIONS = BLOCK / 32;                   // of 32 keys; a thread has 8 scores of each, in two rows
 constexpr bool TOTAL = LSE || !QUANTIZED_DENOMINATOR;  // weights are summed before they are quantised
-// Quantised weights are summed by a product with ones, or by the lanes: where weights are summed before, too, the
-// instructions that it saves count for more than the matrix units' clocks.
+// Quantised weights are summed by a product with ones, or by the lanes. Where unquantised weights are summed too, the
+// product's saved instructions outweigh the matrix units' clocks.
 constexpr bool SUMS_BY_PRODUCT = QUANTIZED_DENOMINATOR && TOTAL, SUMS_BY_LANES = QUANTIZED_DENOMINATOR && !TOTAL;
 constexpr uint32 ONES = 0x22222222, SCALES_OF_1 = 0x38383838;  // in e2m1 and in e4m3
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -27,17 +27,17 @@ DEVICE float log2_approximate(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Return a byte as a number, by a permutation: the compiler would leave both to the special function unit.
+// Return a byte as a number, by a permutation; the compiler would use the special function unit.
 DEVICE int byte_of(uint32 x, int number) { return look_up(x, 0, 0x4440 + number); }
 DEVICE float from_neighbour(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 
-// 16 rows. Lane 4g + t has scores and outputs of rows g and g + 8: element i of a block of 8 columns is of row
-// g + i / 2 * 8 and column 2t + i % 2. K's tokens lie so that these are, of each 32 keys, the 8 from 8t on: block b of
-// these 32 has numbers 2b and 2b + 1 of the thread's 8.
+// 16 rows. Lane 4g + t has scores and outputs of rows g and g + 8: element i of a block of 8 columns belongs to row g +
+// i / 2 * 8 and column 2t + i % 2. K's tokens are ordered so that a thread has 8 consecutive keys, from 8t on, of each
+// 32: block b of the 32 holds numbers 2b and 2b + 1 of the thread's 8.
 //
-// Scales of P are of 16 keys, which two lanes have. An even lane finds those of row g, an odd one those of row g + 8,
-// which are the lane's own row: so a warp computes each scale twice only.
+// A scale of P serves 16 keys, which two lanes have. An even lane finds the scales of row g, an odd lane of row g + 8:
+// the lane's own row. So a warp computes each scale only twice.
 struct Consumer {
   const Arguments& a;
   const Tokens& query_tokens;
@@ -49,19 +49,19 @@ struct Consumer {
   uint32 q[QK_STEPS][4], q_scales;
   float q_factor;
   float row_max;      // of the own row, in base 2
-  float denominator;  // the sum of its quantised weights; SUMS_BY_LANES: twice that, in the lane's groups of 16
-  float total;        // the sum of those before they are quantised, in the lane's groups
+  float denominator;  // sum of its quantised weights; SUMS_BY_LANES: twice the sum of the lane's groups of 16
+  float total;        // sum of its unquantised weights, in the lane's groups
   float outputs[CHANNEL_BLOCKS][4];
 
   DEVICE bool is_odd() const { return lane & 1; }
   DEVICE int own_row() const { return row + 8 * (lane & 1); }
 
-  // Return what two lanes' values for the own row, one of which each lane has, add up to, given those for both rows.
+  // Return the sum of two lanes' values for the own row, given this lane's values for both rows.
   template <typename Number>
   DEVICE Number of_own_row(Number first, Number second) const {
     return (is_odd() ? second : first) + from_neighbour(is_odd() ? first : second, 1);
   }
-  // Find values for both of the thread's rows, given that for the own row.
+  // Find values for both of the thread's rows, given the own row's.
   DEVICE void share(float value, float& first, float& second) const {
     const float other = from_neighbour(value, 1);
     first = is_odd() ? other : value, second = is_odd() ? value : other;
@@ -78,7 +78,7 @@ struct Consumer {
         q[step][r + 2] = __ldg(codes + 8 * step + 4);
       }
     }
-    // Lanes 0 and 1 of four have the scales of the first step, lanes 2 and 3 those of the second.
+    // Of four lanes, 0 and 1 have the scales of the first step, 2 and 3 of the second step.
     q_scales = __ldg(reinterpret_cast<const uint32*>(a.query_scale + (first + own_row()) * K_SCALES) +
                      (QK_STEPS > 1 ? quad / 2 : 0));
     q_factor = __ldg(a.query_tensor_scale + first / BLOCK) * (a.softmax_scale * LOG2E);
@@ -86,7 +86,7 @@ struct Consumer {
 
   // Compute the scores of a tile, without their factor.
   DEVICE void find_scores(uint32 stage, float (&scores)[KEY_BLOCKS][4]) const {
-    // Rows of K in 64 bytes, whose 16-byte parts are exchanged every two rows; or in 32 bytes, every four.
+    // Rows of K have 64 bytes, with 16-byte parts swizzled every two rows, or 32 bytes, every four.
     const int part = QK_STEPS == 2 ? (lane / 8) ^ (lane % 8 / 2) : (lane / 8 % 2) ^ (lane % 8 / 4);
     const int line = QK_STEPS == 2 ? lane % 8 : lane % 8 + lane / 16 * 8;
     const uint32 keys = stage + line * K_ROW + part * 16;
@@ -125,20 +125,20 @@ struct Consumer {
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
     int place = quad;
-    asm volatile("" : "+r"(place));                        // so that addresses are computed here, in few tiles
-    const int left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first one on
+    asm volatile("" : "+r"(place));                             // compute addresses here, in few tiles
+    const int keys_left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first on
     uint32 exists = 0;
     if (PADDED) {
       const uint8* from = valid() + FIRST_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
-        if (key < left && from[key]) exists |= 1u << i;
+        if (key < keys_left && from[key]) exists |= 1u << i;
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      int room = left;
+      int room = keys_left;
       if (TAIL_CAUSAL) room = min(room, item.first_row + row + 8 * r + a.causal_offset + 1 - tile * BLOCK - 8 * place);
 #pragma unroll
       for (int i = 0; i < 32; i++) {
@@ -189,11 +189,11 @@ struct Consumer {
     for (int section = 0; section < SECTIONS; section++)
       step[section] = exp2_approximate(__fmaf_rn(largest[section], factor, -(shift + E2M1_LARGEST_LOG2)));
     const uint32 codes = to_e4m3(step[0], step[1], step[2], step[3]);
-    // As the matrix units want them: those of the first 64 keys in lanes 0 and 1 of four, of the others in 2 and 3.
+    // For the matrix units: of four lanes, 0 and 1 have scales of the first 64 keys, 2 and 3 of the last 64.
     const uint32 p_scales = __byte_perm(codes, from_neighbour(codes, 2), quad < 2 ? 0x5140 : 0x3726);
     from_e4m3(codes, step);
-    // Dividing by the scale is a subtraction of its logarithm. Where it is 0 weights may be anything, since e2m1 is
-    // finite and products are 0, unless they are summed before they are rounded.
+    // To divide by the scale, subtract its logarithm. Where the scale is 0, weights may be arbitrary, since e2m1 is
+    // finite and products are 0, unless unrounded weights are summed.
     float divisor[SECTIONS], offsets[2][SECTIONS];
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {
@@ -226,7 +226,7 @@ struct Consumer {
           total = __fmaf_rn(of_own_row(of_eight[i], of_eight[i + 1]), divisor[2 * half + i / 2], total);
       }
       if (SUMS_BY_PRODUCT) add_product(sums, p, ONES, ONES, p_scales, SCALES_OF_1, half, 0);
-      // Rows of V in 64 bytes, whose 16-byte parts are exchanged every two rows.
+      // Rows of V have 64 bytes, with 16-byte parts swizzled every two rows.
       const uint32 values = stage + VALUE + line * V_ROW + ((2 * half + part) ^ (line / 2 % 4)) * 16;
 #pragma unroll
       for (int first = 0; first < CHANNEL_BLOCKS; first += 4) {
@@ -253,7 +253,7 @@ struct Consumer {
     }
   }
 
-  // Multiply all sums of each row by a factor, given that of the own row.
+  // Multiply all sums of each row by a factor, given the own row's.
   DEVICE void scale_sums(float factor) {
     float factors[2];
     share(factor, factors[0], factors[1]);
@@ -264,7 +264,7 @@ struct Consumer {
     denominator *= factor, total *= factor;
   }
 
-  // Divide the outputs by their sums of weights, and bring them to the scale and mean of V.
+  // Divide the outputs by their sums of weights, and apply V's scale and mean.
   DEVICE void finish(const float (&divisors)[2]) {
     const float scale = __ldg(a.value_tensor_scale + item.kv_pair(a));
     const float* means = a.value_mean + static_cast<int64>(item.kv_pair(a)) * a.mean_channels;
@@ -280,7 +280,7 @@ struct Consumer {
       }
   }
 
-  // Return the number, of all keys, of the latest one that the thread's first row may attend to.
+  // Return the number, of all keys, of the latest key that the thread's first row may attend to.
   DEVICE int latest_key() const { return item.first_row + row + a.causal_offset + FIRST_KEYS; }
 
   // Return the thread's rows of Q in 16 bits.
@@ -291,11 +291,11 @@ struct Consumer {
     return {first + 8 * quad, query_tokens.token_stride, a.q_len - token, a.head_dim - 8 * quad};
   }
 
-  // Return the heavy keys, as those of the item's rows.
+  // Return the heavy keys for the thread's rows.
   DEVICE HeavyKeys heavy_keys() const {
     HeavyKeys heavy;
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
-    heavy.seen = latest_key() + 1;
+    heavy.seen_keys = latest_key() + 1;
     heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
     heavy.valid = PADDED ? valid() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
@@ -303,7 +303,7 @@ struct Consumer {
     return heavy;
   }
 
-  // Return what tiles of recent keys have in common for the thread's rows.
+  // Return the fields that all tiles of recent keys share for the thread's rows.
   DEVICE RecentKeys recent_keys() const {
     RecentKeys recent;
     recent.lane = lane;
@@ -318,7 +318,7 @@ struct Consumer {
   // stage.
   template <typename Step>
   DEVICE void end_item(int round, Step step) {
-    // What the main loop does not need is computed here, not kept in registers all along.
+    // Compute addresses here, to keep no registers in the main loop.
     asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row), "+r"(item.first_row));
     float maxima[2], totals[2], divisors[2];
     if (TOTAL) total += from_neighbour(total, 2);
@@ -333,10 +333,10 @@ struct Consumer {
 #pragma unroll 1
       for (int tile = item.first_recent(a), keys = item.seen_keys(a); tile < keys; tile += RECENT_TILE)
         step([&](uint32 stage) {
-          if (item.first_row + warp * 16 + 15 + a.causal_offset < tile) return;  // which no row of the warp sees
+          if (item.first_row + warp * 16 + 15 + a.causal_offset < tile) return;  // no row of the warp sees it
           recent.stage = stage;
-          recent.left = keys - tile;
-          recent.seen = latest_key() + 1 - FIRST_KEYS - tile;
+          recent.tile_keys = keys - tile;
+          recent.seen_keys = latest_key() + 1 - FIRST_KEYS - tile;
           recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
           attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
         });

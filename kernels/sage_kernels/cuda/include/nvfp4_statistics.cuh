@@ -1,5 +1,5 @@
-// Statistics for the NVFP4 recipes: sums of blocks of K and V, the means, equalizer and scales that follow from them,
-// and which keys are heavy.
+// Statistics for the NVFP4 recipes: sums of blocks of K and V, the means, equalizer and scales from them, and which
+// keys are heavy.
 #pragma once
 #include "nvfp4.cuh"
 #include "quiet_groups.cuh"
@@ -7,19 +7,19 @@
 
 constexpr int KEY_LINES = 2, VALUE_LINES = 4;  // of a block: sums and sums of squares; sums, largest, smallest, finite
 
-// A sequence: where it begins in the tensors, its tokens, and where it begins in the operands, a multiple of BLOCK.
+// A sequence: its first token in the tensors, its length, and its first row in the operands, a multiple of BLOCK.
 struct Sequence {
   int start, length, row;
 
   DEVICE uint32 blocks() const { return (length + BLOCK - 1) / BLOCK; }
 };
-// `ranges` are those of packed sequences; otherwise each has so many tokens and a batch element of its own.
+// Return a packed sequence from `ranges`, or a batch element's sequence, which has `tokens` tokens.
 DEVICE Sequence sequence_of(const int* ranges, uint32 batch, int tokens) {
   if (!PACKED) return {0, tokens, 0};
   return {ranges[3 * batch], ranges[3 * batch + 1], ranges[3 * batch + 2]};
 }
 DEVICE Sequence queries_of(const Statistics& s, uint32 batch) { return sequence_of(s.q_ranges, batch, s.q_len); }
-// Those behind the first keys.
+// Return the keys after the first keys.
 DEVICE Sequence tail_of(const Statistics& s, uint32 batch) { return sequence_of(s.kv_ranges, batch, s.kv_len); }
 DEVICE Sequence keys_of(const Statistics& s, uint32 batch) { return sequence_of(s.key_ranges, batch, s.keys); }
 
@@ -29,17 +29,17 @@ DEVICE Reader read(const Tokens& x, uint32 batch, uint32 head, const Sequence& o
   return Reader(x, PACKED ? 0 : batch, head, of.start + token, of.start + of.length, channel, channels);
 }
 
-// Return the number of a head's first row, or block, in operands with so many of them for each head.
+// Return a head's first row, or block, in operands with `rows` rows, or blocks, for each head.
 DEVICE int64 first_of_head(uint32 pair, uint32 heads, uint32 rows) {
   return static_cast<int64>(PACKED ? pair % heads : pair) * rows;
 }
 
-// Of K, and of V, the number of a pair's first block.
+// Return the number of a pair's first block of K and of V.
 DEVICE int64 first_block_of(const Statistics& s, uint32 pair) {
   return first_of_head(pair, s.kv_heads, s.sums) + keys_of(s, pair / s.kv_heads).row / BLOCK;
 }
 constexpr int LINES = KEY_LINES + VALUE_LINES;
-// The lines of a block of a pair, those of K before those of V; and those of one of the pair's heads of Q, like K's.
+// Return the lines of a pair's block, K's before V's; and the lines of one of the pair's heads of Q, like K's.
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 block, uint32 number = 0) {
   return s.lines + ((first_block_of(s, pair) + block) * LINES + number) * CHANNELS;
 }
@@ -47,17 +47,17 @@ DEVICE float* query_line(const Statistics& s, uint32 pair, uint32 member) {
   return s.query_lines + static_cast<int64>(pair * (s.q_heads / s.kv_heads) + member) * (KEY_LINES * CHANNELS);
 }
 
-// Rows of Q of a sequence that decide the equalizer lie so far apart.
+// Return the distance of a sequence's rows of Q that decide the equalizer.
 DEVICE int sample_distance(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
 DEVICE int samples_of(int queries) { return (queries + sample_distance(queries) - 1) / sample_distance(queries); }
 
-// Return whether a key counts; they are numbered from the first of all on.
+// Return whether a key counts; keys are numbered from the first of all.
 DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
   return !PADDED || s.valid[batch * s.valid_stride + key] != 0;
 }
 
-// Reads rows of which PADDED leaves those out that do not count, as keys or, where Q is as long as K, as queries. Of
-// the keys' flags it skips as many as of their rows.
+// Reads rows; PADDED leaves out rows that do not count, as keys or, where Q is as long as K, as queries. The keys'
+// flags lie `distance` apart, like the rows.
 struct PaddedReader : Reader {
   const uint8* valid;
   int distance;
@@ -89,8 +89,8 @@ DEVICE int keys_of_groups(const int (&numbers)[LOUD_GROUPS], uint32 groups) {
   return max(total, 1);
 }
 
-// Return the groups of K that are not loud, a bit for each, from the sums of squares of blocks, LINES from one to the
-// next. All threads of a block of MEANS_THREADS call.
+// Return the groups of K that are not loud, a bit for each, from the blocks' sums of squares, LINES apart. All threads
+// of a block of MEANS_THREADS call.
 DEVICE uint32 find_quiet_groups(const float* squares, int blocks, const int (&numbers)[LOUD_GROUPS]) {
   __shared__ float sums[LOUD_GROUPS][CHANNELS / 32];
   const int channel = threadIdx.x % CHANNELS, group = threadIdx.x / CHANNELS;
@@ -107,7 +107,7 @@ DEVICE uint32 find_quiet_groups(const float* squares, int blocks, const int (&nu
   return quiet_groups(__fdiv_rn(sum, static_cast<float>(max(numbers[threadIdx.x % LOUD_GROUPS], 1))));
 }
 
-// Return likewise the number of rows of Q that decide the equalizer.
+// Return the number of rows of Q that decide the equalizer; all threads call.
 DEVICE bool are_queries_padded(const Statistics& s) { return PADDED && s.q_len == s.keys; }
 DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
   const int queries = queries_of(s, batch).length, samples = samples_of(queries);
@@ -116,13 +116,12 @@ DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
   return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_distance(queries))), 1);
 }
 
-// What channels are multiplied by and what is added then, by pair: for Q, for K, what is added to K, and to what is not
-// there.
+// Numbers for each channel of a pair: Q's factor, K's factor, then the shift added to K, and to missing tokens.
 enum Factor { OF_QUERY, OF_KEY, SHIFT_OF_KEY, ZEROS, FACTORS };
 
-// Return a channel's mean from the sums of blocks, LINES from one to the next: 128 of them by a tree, these in order. A
-// channel has 8 threads; all of them get it. Only blocks of the groups whose bits are set count. A mean that is not
-// finite counts as 0.
+// Return a channel's mean from the sums of blocks, LINES apart: a tree adds 128 block sums, and the results are added
+// in order. All 8 threads of a channel get it. Only blocks of the groups whose bits are set count. A non-finite mean
+// becomes 0.
 DEVICE float mean_of_blocks(const float* sums, int blocks, int tokens, uint32 groups) {
   __shared__ float partial[8][CHANNELS];
   const int channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
@@ -157,7 +156,7 @@ DEVICE float sign_of_rotation(uint32 channel) {
   return ROTATION > 1 && signs >> place % 32 & 1 ? -1.0f : 1.0f;
 }
 
-// Return the variance, but no less than what sums in float32 tell from none; 0 without squares, or with too large ones.
+// Return the variance, but no less than float32 sums can tell from 0; 0 without squares, or if squares are too large.
 DEVICE float variance_of(float mean_square, float mean) {
   if (!(mean_square > 0.0f)) return 0.0f;
   const float square = __fmul_rn(mean, mean);

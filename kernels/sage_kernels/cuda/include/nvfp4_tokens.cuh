@@ -10,18 +10,18 @@ constexpr float NORM = ROTATION == 128  ? 0.08838834764831845
                        : ROTATION == 32 ? 0.17677669529663687
                        : ROTATION == 16 ? 0.25
                                         : 1.0;
-// Place of a channel's number in shared memory: threads of a token read theirs from different banks.
+// Return a channel's place in shared memory: threads of a token read from different banks.
 DEVICE int spread_out(int channel) { return channel + channel / 32 * 4; }
 
 struct SharedTokens {
   Partial<WARPS, false, false> partial;
-  // What channels are multiplied by, and what is added to tokens that are there, and zeros.
+  // Factors of channels; shifts of channels, for tokens that exist, and zeros.
   alignas(16) float factors[CHANNELS + CHANNELS / 8], shifts[2][CHANNELS + CHANNELS / 8];
-  uint32 largest[2][WARPS];  // of this block, and of the one before
+  uint32 largest[2][WARPS];  // of this block, and of the previous block
 };
 
-// Rotate a token's channels, of which its threads have 32 each, but for what `norms` becomes: factors of the thread's
-// groups. These are `first_group()` and `second_group()` then.
+// Rotate a token's channels, 32 in each of its threads, but leave the factors of the thread's groups to `norms`.
+// Afterwards these groups are `first_group()` and `second_group()`.
 DEVICE void rotate(float (&x)[2][GROUP], float (&norms)[2]) {
 #pragma unroll
   for (int distance = 1; distance < GROUP; distance *= 2)
@@ -32,8 +32,8 @@ DEVICE void rotate(float (&x)[2][GROUP], float (&norms)[2]) {
         const float difference = __fsub_rn(a, b);
         a = __fadd_rn(a, b), b = difference;
       }
-  // A butterfly of distance 16 n leaves one of its two numbers with the thread, the other goes to the thread that has
-  // its partner in that of distance 32 n. Where a thread has the second of two partners, it has minus their difference.
+  // A butterfly of distance 16 n leaves one of its two numbers with the thread, and sends the other to the thread with
+  // its partner for distance 32 n. A thread that has the second of two partners gets minus their difference.
   const int t = threadIdx.x % TOKEN_THREADS;
   const float sign = t & 1 ? -1.0f : 1.0f, next_sign = t & 2 ? -1.0f : 1.0f;
   norms[0] = norms[1] = NORM;
@@ -63,7 +63,7 @@ DEVICE int first_group() {
 }
 DEVICE int second_group() { return first_group() + (ROTATION == CHANNELS ? TOKEN_THREADS : 1); }
 
-// Return the largest finite magnitude of a group whose largest one is given.
+// Return a group's largest finite magnitude, given its largest.
 DEVICE float largest_finite(const float (&x)[GROUP], float largest) {
   if (largest < INFINITE) return largest;
   float y = 0.0f;
@@ -73,8 +73,8 @@ DEVICE float largest_finite(const float (&x)[GROUP], float largest) {
   return y;
 }
 
-// Quantise a group times `factor`: return its codes, and its scale's. largest: of the products' magnitudes, NaN where
-// one is.
+// Quantise a group times `factor`: return its codes, set its scale's code. largest: the products' largest magnitude, or
+// NaN.
 template <bool OF_KEY>
 DEVICE uint2 quantize(float (&x)[GROUP], float factor, float largest, const Search& search, uint32& scale) {
   if constexpr (Steps<OF_KEY>::COUNT > 0) {
@@ -169,7 +169,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
       float4 factor = make_float4(1.0f, 1.0f, 1.0f, 1.0f), shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (EQUALIZE || ROTATION > 1) factor = *reinterpret_cast<const float4*>(factor_of + i);
       if (SMOOTH) shift = *reinterpret_cast<const float4*>(shift_of + i);
-      // Factors are powers of two: this rounds as the difference from the mean does.
+      // Factors are powers of two: this rounds like the difference from the mean.
       float* y = x[i / GROUP] + i % GROUP;
       y[0] = __fmaf_rn(channel_of(words[i / 8], i % 8), factor.x, shift.x);
       y[1] = __fmaf_rn(channel_of(words[i / 8], i % 8 + 1), factor.y, shift.y);

@@ -5,7 +5,7 @@
 #include "raw_tokens.cuh"
 
 struct SharedValue {
-  alignas(16) uint2 codes[CHANNELS][9];  // 8, and one that spreads the rows over the banks
+  alignas(16) uint2 codes[CHANNELS][9];  // 8, and a ninth to spread rows over the banks
   alignas(8) uint8 scales[CHANNELS][8];
 };
 
@@ -32,11 +32,11 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   const int chosen = chosen_at(s, pair, part * GROUP + threadIdx.x % GROUP);
 #pragma unroll 1
   for (uint32 block = first; block < last; block++) {
-    const int first_token = block * BLOCK + part * GROUP, left = of.length - first_token;
+    const int first_token = block * BLOCK + part * GROUP, tokens_left = of.length - first_token;
     wait_for_tokens();
-    uint32 present = left >= GROUP ? 0xFFFF : (1 << max(left, 0)) - 1;  // tokens that are there, and count
+    uint32 present = tokens_left >= GROUP ? 0xFFFF : (1 << max(tokens_left, 0)) - 1;  // tokens that exist, and count
     if constexpr (CHOICE || PADDED) {
-      // A warp has the same tokens: each lane looks after one.
+      // A warp has the same tokens: each lane checks one.
       const int token = first_token + threadIdx.x % GROUP;
       const bool leaves = CHOICE && token == chosen;
       uint32 moved = CHOICE ? __ballot_sync(~0u, leaves) & present : 0;
@@ -58,7 +58,7 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
     float x[2][GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
-      // The factor is a power of two: this rounds as the difference from the mean does.
+      // The factor is a power of two: this rounds like the difference from the mean.
       x[0][i] = __fmaf_rn(first_of(words[i]), inverse, shifts[0]);
       x[1][i] = __fmaf_rn(second_of(words[i]), inverse, shifts[1]);
     }
@@ -66,7 +66,7 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
 #pragma unroll
       for (int i = 0; i < GROUP; i++)
         if (!(present >> i & 1)) x[0][i] = x[1][i] = 0.0f;
-    if (block != first) __syncthreads();  // those of the block before have been read
+    if (block != first) __syncthreads();  // until the previous block's codes have been read
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       uint32 code;

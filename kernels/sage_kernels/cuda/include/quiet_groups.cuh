@@ -2,10 +2,10 @@
 #pragma once
 #include "numbers.cuh"
 
-static_assert(LOUD_GROUPS == 8, "LOUD_GROUPS must be 8: blocks that the same threads reduce, and lanes of a warp");
+static_assert(LOUD_GROUPS == 8, "LOUD_GROUPS must be 8: the same threads reduce a group's blocks");
 static_assert(LOUD > 1.0, "LOUD must be more than 1: the median group is quiet");
 
-// Return the tokens of a group, of so many tokens in all.
+// Return the number of a group's tokens, of `tokens` in all.
 DEVICE int tokens_of_group(int tokens, int group) {
   const int blocks = tokens / BLOCK, whole = (blocks + LOUD_GROUPS - 1 - group) / LOUD_GROUPS;
   return whole * BLOCK + (blocks % LOUD_GROUPS == group ? tokens % BLOCK : 0);

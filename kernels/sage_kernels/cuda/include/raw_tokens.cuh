@@ -1,5 +1,5 @@
-// Bring 128 tokens of Q, K or V to shared memory while the block before them is quantised. Each warp brings what its
-// own threads read.
+// Load 128 tokens of Q, K or V to shared memory while the previous block is quantised. Each warp loads its own threads'
+// tokens.
 #pragma once
 #include "tokens.cuh"
 
@@ -7,16 +7,16 @@ constexpr int RAW_WARPS = 128 * CHANNELS / 32 / 32;  // 32 elements a thread
 constexpr int TOKEN_THREADS = CHANNELS / 32;         // that have a token of Q or K
 constexpr int WARP_TOKENS = 32 / TOKEN_THREADS;      // tokens of Q or K that a warp has
 
-// What a warp brings, in parts of 16 bytes: 8 channels of a token.
+// The tokens of all warps, in parts of 16 bytes: 8 channels of a token.
 struct RawTokens {
-  // Those of Q and K: each thread's four parts by number; parts of a token lie in different banks.
+  // For Q and K: each thread's four parts by number; parts of a token lie in different banks.
   uint4 parts[RAW_WARPS][4][32 + 2];
 
-  // Return where part `number` of a token of a warp is.
+  // Return the address of part `number` of a warp's token.
   DEVICE uint4* at(int warp, int token, int number) {
     return &parts[warp][number % 4][token * TOKEN_THREADS + number / 4];
   }
-  // Return where 64 channels of token `token` of the 16 of V are that a warp has: 8 parts.
+  // Return the address of 64 channels, 8 parts, of token `token` of a warp's 16 tokens of V.
   DEVICE uint4* value_at(int warp, int token) { return &parts[warp][0][0] + token * 8; }
 };
 
@@ -27,12 +27,12 @@ DEVICE void copy_part(uint4* into, const uint16* from, bool exists) {
                : "memory");
 }
 
-// Return a lane's reader of a warp's tokens of Q or K, of a block whose first one is `first`, before `end`.
+// Return a lane's reader of a warp's tokens of Q or K, in the block from `first` on, before `end`.
 DEVICE Reader token_reader(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   return Reader(x, batch, head, first + warp * WARP_TOKENS + lane / LANES, end, lane % LANES * 8, channels);
 }
-// Bring these, and let the reader go on to the next block.
+// Load the reader's tokens, and move it to the next block.
 DEVICE void bring_tokens(Reader& reader, RawTokens& raw) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -41,7 +41,7 @@ DEVICE void bring_tokens(Reader& reader, RawTokens& raw) {
   reader.skip(128);
 }
 
-// Likewise of a warp's 16 tokens of 64 channels of V.
+// Return a lane's reader of 64 channels of a warp's 16 tokens of V.
 DEVICE Reader value_reader(const Tokens& x, uint32 batch, uint32 head, int first, int end, int channels) {
   constexpr int SHARERS = CHANNELS / 64;  // warps that have the same tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -56,22 +56,22 @@ DEVICE void bring_values(Reader& reader, RawTokens& raw) {
   reader.skip(128);
 }
 
-// Wait until what the warp brought is there.
+// Wait until the warp's tokens are loaded.
 DEVICE void wait_for_tokens() {
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncwarp();
 }
 
-// Reads eight channels of tokens that have been brought, of all warps.
+// Reads eight channels of loaded tokens, of all warps.
 struct RawReader {
   const uint4* from;
-  int left;  // tokens
+  int tokens_left;
 
-  // At token `token` of the block, of whose tokens there are `tokens`; further ones lie whole warps' tokens apart.
+  // Start at token `token` of the block, which has `tokens`; the next tokens lie multiples of WARP_TOKENS apart.
   DEVICE RawReader(RawTokens& raw, int token, int tokens)
-      : from(raw.at(token / WARP_TOKENS, token % WARP_TOKENS, threadIdx.x % 32 % LANES)), left(tokens - token) {}
+      : from(raw.at(token / WARP_TOKENS, token % WARP_TOKENS, threadIdx.x % 32 % LANES)), tokens_left(tokens - token) {}
 
-  DEVICE bool has(int number) const { return number < left; }
+  DEVICE bool has(int number) const { return number < tokens_left; }
 
   template <bool LAST>
   DEVICE void load(int number, bool, uint32 (&x)[4]) const {

@@ -1,12 +1,11 @@
-// Rotate tokens of Q and K, as `transforms.rotate` does but for its factor NORM: the transform over the low five bits
-// of a channel's number by the matrix units, whose products of 16-bit numbers with powers of two are exact, and over
-// the others by additions.
+// Rotate tokens of Q and K, as `transforms.rotate` does, without its factor NORM. The matrix units transform over the
+// low five bits of a channel's number: their products of 16-bit numbers with powers of two are exact. Additions
+// transform over the other bits.
 //
-// A warp has a tile of 16 tokens. Lane 4g + t has those of rows g and g + 8, of each SECTION channels those from 8t on:
-// 16 bytes before the rotation, and after it. PTX ISA, section "Matrix fragments for mma.m16n8k16": its row g or g + 8
-// of A, columns 2t, 2t + 1, 2t + 8 and 2t + 9, are two words of ours, and the tokens' channels may come in any order,
-// if B has the same one. Its columns 2t and 2t + 1 of C are our channels 8t + 2j and 8t + 2j + 1, by the number j of
-// the product.
+// A warp has a tile of 16 tokens. Lane 4g + t has, of rows g and g + 8, channels 8t to 8t + 7 of each SECTION: 16 bytes
+// before the rotation, and after it. In PTX ISA, section "Matrix fragments for mma.m16n8k16", columns 2t, 2t + 1, 2t +
+// 8 and 2t + 9 of A's row g or g + 8 are two of our words; channels may come in any order, if B has the same order.
+// Columns 2t and 2t + 1 of C are our channels 8t + 2j and 8t + 2j + 1, for product number j.
 #pragma once
 #include "tokens.cuh"
 
@@ -17,7 +16,7 @@ constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845 : 0.125;  // 1/√C
 using TileWords = uint32[TILE_ROWS][SECTIONS][4];
 using TileFloats = float[TILE_ROWS][SECTIONS][8];
 
-// A lane's tokens of a tile: `reader` is at channel 8t of row g, and row g + 8 lies `apart` tokens behind.
+// Load a lane's part of a tile: `reader` is at channel 8t of row g, and row g + 8 lies `apart` tokens behind.
 template <bool WHOLE, typename AnyReader>
 DEVICE void load_tile(AnyReader reader, int apart, int channels, TileWords& x) {
   const int channel = threadIdx.x % 4 * 8;
@@ -44,11 +43,10 @@ DEVICE void multiply(const uint32 (&a)[4], uint32 low, uint32 high, const float 
 #undef MULTIPLY
 }
 
-// Rotate a tile: x times the factors, plus what `start` gives for (section, y of row g, y of row g + 8), which is
-// rotated in each section already.
+// Rotate a tile: x times the factors, plus numbers already rotated in each section, which `start` sets for (section, y
+// of row g, y of row g + 8).
 //
-// `factors` gives the lane's for a section, in 16 bits, those of its 8 channels: powers of two with the rotation's
-// signs.
+// `factors` returns a section's factors of the lane's 8 channels, in 16 bits: powers of two with the rotation's signs.
 template <typename Factors, typename Start>
 DEVICE void rotate(const TileWords& x, Factors factors, TileFloats& y, Start start) {
   const int t = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
@@ -87,7 +85,7 @@ DEVICE void rotate(const TileWords& x, Factors factors, TileFloats& y, Start sta
         }
 }
 
-// Return the largest magnitude of a row that a lane has; NaN where one is NaN.
+// Return the largest magnitude of a lane's part of a row, or NaN.
 DEVICE float largest_of(const float (&y)[SECTIONS][8]) {
   float largest[4] = {};
 #pragma unroll
@@ -95,8 +93,8 @@ DEVICE float largest_of(const float (&y)[SECTIONS][8]) {
   return larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
 }
 
-// Round a lane's part of a row to INT8, times `inverse`, zeros where that is NaN: `put` gets a section's 8 codes, from
-// its channel 8t on.
+// Round a lane's part of a row to INT8, times `inverse`, to zeros if `inverse` is NaN: `put` gets a section's 8 codes,
+// from its channel 8t on.
 template <typename Put>
 DEVICE void put_codes(const float (&y)[SECTIONS][8], float inverse, Put put) {
   const float factor = __fmul_rn(inverse, NORM);
@@ -114,9 +112,9 @@ DEVICE void put_codes(const float (&y)[SECTIONS][8], float inverse, Put put) {
   }
 }
 
-// Rotate a lane's part of a tile of Q and round it to INT8; `factors` are those of the lane's 8 channels of a section
-// every SECTION floats. `put` gets the number of its row, g or g + 8, a section,
-// and 8 codes of it. Return the scale of row g, or in lanes whose t is odd that of row g + 8.
+// Rotate a lane's part of a tile of Q and round it to INT8; every SECTION floats, `factors` has a section's factors of
+// the lane's 8 channels. `put` gets the number of a row, g or g + 8, a section, and its 8 codes. Return the scale of
+// row g, or if t is odd of row g + 8.
 template <typename Put>
 DEVICE float rotate_query(const TileWords& x, const float* factors, Put put) {
   const int lane = threadIdx.x % 32, t = lane % 4;
@@ -134,7 +132,7 @@ DEVICE float rotate_query(const TileWords& x, const float* factors, Put put) {
     for (int distance = 1; distance < 4; distance *= 2)
       largest[i] = larger_magnitude(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
   }
-  // A lane makes one token's scale, and lends it to the token's others.
+  // A lane computes one token's scale for all the token's lanes.
   const float scale = int8_scale(__fmul_rn(t % 2 ? largest[1] : largest[0], NORM)), inverse = reciprocal(scale);
 #pragma unroll
   for (int i = 0; i < TILE_ROWS; i++)

@@ -7,15 +7,15 @@ struct alignas(64) TensorMap {
   uint64 opaque[16];
 };
 
-// Where boxes are brought: to the block's own shared memory, which PTX 8.6 can say. Consumer Blackwell, whose clusters
-// share none, would check for others by a call.
+// Boxes go to the block's own shared memory, which PTX 8.6 can say. Consumer Blackwell, whose clusters share no memory,
+// would otherwise check the target by a call.
 #if __CUDA_ARCH__ >= 1000
 #define INTO_SHARED "shared::cta"
 #else
 #define INTO_SHARED "shared::cluster"
 #endif
 
-// Load the map's box at (row, column) to shared memory; `barrier` is told of its bytes.
+// Load the map's box at (row, column) to shared memory; `barrier` counts its bytes.
 DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int row, int column) {
   asm volatile("cp.async.bulk.tensor.2d." INTO_SHARED
                ".global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(into)),
@@ -40,7 +40,7 @@ DEVICE void load_box(const TensorMap& map, void* into, uint64& barrier, int batc
                : "memory");
 }
 
-// Load bytes, a multiple of 16, to shared memory; `barrier` is told of them.
+// Load bytes, a multiple of 16, to shared memory; `barrier` counts them.
 DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes) {
   asm volatile("cp.async.bulk." INTO_SHARED
                ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(into)),
@@ -48,7 +48,7 @@ DEVICE void load_bytes(const void* from, void* into, uint64& barrier, int bytes)
                : "memory");
 }
 
-// Store a box from shared memory to the map's (batch, head, row, column), which is not waited for.
+// Store a box from shared memory to the map's (batch, head, row, column), without waiting.
 DEVICE void store_box(const TensorMap& map, const void* from, int batch, int head, int row, int column) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
@@ -57,5 +57,5 @@ DEVICE void store_box(const TensorMap& map, const void* from, int batch, int hea
       : "memory");
 }
 
-// Wait until the boxes that this thread stores have been read.
+// Wait until the TMA has read the boxes that this thread stores.
 DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

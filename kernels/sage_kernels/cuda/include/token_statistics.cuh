@@ -1,5 +1,5 @@
-// Sums over tokens in the order of `transforms.sum_of_tokens`, their squares and extrema. The threads of a block reduce
-// 128 tokens at once: a thread has 8 channels of a few, 16 bytes each.
+// Sums over tokens and their squares, in the order of `transforms.sum_of_tokens`, and extrema. The threads of a block
+// reduce 128 tokens at once: a thread has 8 channels, 16 bytes, of a few tokens.
 #pragma once
 #include "tokens.cuh"
 
@@ -40,7 +40,7 @@ DEVICE float sum_of_warp_tokens(float x) {
   return x;
 }
 
-// What is known of 128 tokens, in the shared memory of a block of so many warps, by warp.
+// Statistics of 128 tokens for each warp of a block, in shared memory.
 template <int WARPS, bool SQUARES, bool EXTREMA>
 struct Partial {
   static constexpr int ROWS_AT_ONCE = WARPS * ROWS;  // tokens that the block loads at once
@@ -49,19 +49,19 @@ struct Partial {
   uint32 largest[EXTREMA ? WARPS : 1][CHANNELS / 2], smallest[EXTREMA ? WARPS : 1][CHANNELS / 2];
   uint32 rejected[EXTREMA ? WARPS : 1][CHANNELS / 2];  // ones where an element is not finite
 
-  // Return the first token that the thread reduces; the others follow ROWS_AT_ONCE apart.
+  // Return the first token that the thread reduces; its next tokens follow ROWS_AT_ONCE apart.
   static DEVICE int first_token() { return threadIdx.x % 32 / LANES * WARPS + threadIdx.x / 32; }
 };
 
-// What is known of channel `threadIdx.x` of 128 tokens.
+// Statistics of channel `threadIdx.x` of 128 tokens.
 struct Reduced {
   float sum, squares, largest, smallest;
   bool finite;
 };
 
-// Reduce WORDS of the four that a thread has of each of its tokens, from number `first_word` on; `has` tells which
-// tokens are there, by number. CAREFUL leaves out what is not there or not finite; otherwise there are 128 tokens:
-// return whether all that the warp has is finite, or false if the sums are too large to tell.
+// Reduce WORDS of the four words that a thread has of each token, from number `first_word` on; `has` tells which tokens
+// exist, by number. CAREFUL leaves out missing tokens and non-finite elements; otherwise all 128 tokens exist: return
+// whether all elements of the warp are finite, or false if the sums are too large to tell.
 template <bool CAREFUL, int WORDS, typename Has, int LOADS, int WARPS, bool SQUARES, bool EXTREMA>
 DEVICE bool reduce_words(const uint32 (&x)[LOADS][WORDS], int first_word, Has has,
                          Partial<WARPS, SQUARES, EXTREMA>& partial) {
@@ -127,7 +127,7 @@ DEVICE float sum_of_warps(const float (&x)[WARPS][CHANNELS]) {
   return sum_of_halves(y);
 }
 
-// Reduce 128 tokens, of which the reader is at the thread's first; all threads call, those of channels get the result.
+// Reduce 128 tokens; the reader is at the thread's first. All threads call, the first CHANNELS get the result.
 template <typename AnyReader, int WARPS, bool SQUARES, bool EXTREMA>
 DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS, SQUARES, EXTREMA>& partial) {
   using Shape = Partial<WARPS, SQUARES, EXTREMA>;
@@ -136,7 +136,7 @@ DEVICE Reduced reduce_block(const AnyReader& reader, bool careful, Partial<WARPS
   if (!careful) {
     uint32 x[LOADS][4];
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, reader.left > 0, x[i]);
+    for (int i = 0; i < LOADS; i++) reader.load<false>(i * APART, reader.tokens_left > 0, x[i]);
     careful = __syncthreads_or(!reduce_words<false>(x, 0, has, partial));
   }
   if (careful) {

@@ -1,22 +1,22 @@
-// Read tokens of Q, K and V in 16 bits, and quantise those of Q to INT8. A thread has 8 channels of a token, 16 bytes.
+// Read tokens of Q, K and V in 16 bits, and quantise tokens of Q to INT8. A thread has 8 channels of a token, 16 bytes.
 //
-// The host gives `Tokens`, which is Q, K or V: channels are contiguous, strides count elements.
+// The host provides `Tokens`, which is Q, K or V: channels are contiguous, strides count elements.
 #pragma once
 #include "numbers.cuh"
 #include "parameters.cuh"
 
 static_assert(CHANNELS == 64 || CHANNELS == 128, "CHANNELS of an operand's row must be 64 or 128");
-ASSERT_FLAG(FLOAT16, "Q, K, V and the output are in float16, or in bfloat16");
-static_assert(LARGEST_INT8 == 127.0, "LARGEST_INT8 must be 127, which `to_int8` does not saturate at");
+ASSERT_FLAG(FLOAT16, "whether Q, K, V and the output are in float16, or in bfloat16");
+static_assert(LARGEST_INT8 == 127.0, "LARGEST_INT8 must be 127: `to_int8` does not saturate");
 
 constexpr int LANES = CHANNELS / 8;  // that hold a token
 constexpr int ROWS = 32 / LANES;     // tokens that a warp loads at once
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f, ONE_127TH = 1.0 / LARGEST_INT8;
-// float32 numbers around 1.5·2²³ are integers: adding it rounds to nearest even, and leaves the integer in the low
+// float32 numbers around 1.5·2²³ are integers: adding ROUNDER rounds to nearest even, and leaves the integer in the low
 // bits.
 constexpr float ROUNDER = 12582912.0f;
 
-// ---- 16-bit numbers, of which a word has two ----
+// ---- 16-bit numbers, two in a word ----
 
 DEVICE float float_of(uint32 x) {
   float y;
@@ -33,25 +33,25 @@ DEVICE float channel_of(const uint32 (&x)[4], int i) { return i % 2 ? second_of(
 
 // ---- Reading ----
 
-// Reads eight channels of tokens from a first one on; zeros where there are none.
+// Reads eight channels of tokens from a first token on; zeros where none exist.
 struct Reader {
   const uint16* from;
   int64 stride;
-  int left;  // tokens
+  int tokens_left;
 
   DEVICE Reader(const Tokens& x, uint32 batch, uint32 head, int token, int tokens, int channel, int channels)
       : from(x.first + batch * x.batch_stride + head * x.head_stride + token * x.token_stride + channel),
         stride(x.token_stride),
-        left(channel < channels ? tokens - token : 0) {}
+        tokens_left(channel < channels ? tokens - token : 0) {}
 
-  DEVICE bool has(int number) const { return number < left; }
+  DEVICE bool has(int number) const { return number < tokens_left; }
 
   DEVICE void skip(int tokens) {
     from += tokens * stride;
-    left -= tokens;
+    tokens_left -= tokens;
   }
 
-  // Load token `number`, from some channels behind the reader's, which nobody reads again if it is the LAST time.
+  // Load token `number`, from `channels` behind the reader's channel on; if LAST, nobody reads it again.
   template <bool LAST>
   DEVICE void load(int number, bool exists, uint32 (&x)[4], int channels = 0) const {
     const uint4* at = reinterpret_cast<const uint4*>(from + number * stride + channels);
@@ -59,7 +59,7 @@ struct Reader {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 
-  // Return word `word` of the four of token `number`, which exists.
+  // Return one of the four words of token `number`, which exists.
   DEVICE uint32 load_word(int number, int word) const {
     return reinterpret_cast<const uint32*>(from + number * stride)[word];
   }
@@ -79,14 +79,14 @@ DEVICE uint32 not_finite(uint32 x) { return (((x & EXPONENTS) + LOWEST_EXPONENT_
 
 DEVICE float reciprocal(float scale) { return scale < SMALLEST_NORMAL ? 0.0f : __frcp_rn(scale); }
 
-// Return the larger magnitude; NaN when one is NaN.
+// Return the larger magnitude; NaN if either is NaN.
 DEVICE float larger_magnitude(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(fabsf(y)));
   return z;
 }
 
-// Return the scale of tokens with that largest magnitude; NaN unless it is finite.
+// Return the scale of tokens with this largest magnitude; NaN unless it is finite.
 DEVICE float int8_scale(float largest) {
   return largest < INFINITE ? __fmul_rn(largest, ONE_127TH) : __int_as_float(0x7FC00000);
 }
@@ -110,11 +110,12 @@ DEVICE uint2 codes_of(const float (&x)[8], float inverse, bool keep) {
   return keep ? make_uint2(to_int8(y[0], y[1], y[2], y[3]), to_int8(y[4], y[5], y[6], y[7])) : make_uint2(0, 0);
 }
 
-// Quantise the tokens of a warp's N loads: one thread puts the scale of each, by the load's number, all put the codes.
+// Quantise the tokens of a warp's N loads: for each load's number, one thread puts the scale, all threads put the
+// codes.
 template <int N, typename PutScale, typename PutCodes>
 DEVICE void quantize_tokens(const uint32 (&x)[N][4], PutScale put_scale, PutCodes put_codes) {
   const int lane = threadIdx.x % 32;
-  // Magnitudes of 16 bits order as integers do; a word has those of two tokens.
+  // 16-bit magnitudes order like integers; a word has two tokens' magnitudes.
   uint32 largest[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; i++) {
@@ -128,7 +129,7 @@ DEVICE void quantize_tokens(const uint32 (&x)[N][4], PutScale put_scale, PutCode
     for (int distance = 1; distance < LANES; distance *= 2)
       largest[i] = __vmaxu2(largest[i], __shfl_xor_sync(~0u, largest[i], distance));
   }
-  // A lane makes one token's scale, and lends it to the token's others.
+  // A lane computes one token's scale for all the token's lanes.
   const int number = lane % N;
   uint32 magnitudes = largest[0];
 #pragma unroll

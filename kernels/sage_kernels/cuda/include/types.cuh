@@ -1,4 +1,4 @@
-// Types, and what every other header uses.
+// Types and helpers that every header uses.
 #pragma once
 
 using uint8 = unsigned char;
@@ -9,7 +9,7 @@ using int64 = long long;
 
 #define DEVICE __device__ __forceinline__
 
-// A compile-time constant that the host gives, which is a truth value.
+// Check a compile-time flag from the host.
 #define ASSERT_FLAG(NAME, MEANING) static_assert(NAME == 0 || NAME == 1, #NAME " must be 0 or 1: " MEANING)
 
 DEVICE uint32 shared_address(const void* p) { return static_cast<uint32>(__cvta_generic_to_shared(p)); }

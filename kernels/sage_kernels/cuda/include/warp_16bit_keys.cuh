@@ -1,14 +1,14 @@
-// Keys in 16 bits, heavy or recent: a warp finds their scores, and merges them with what it has of other keys, as two
-// parts of a row are merged by their maxima and sums. It does what `language/heavy.py` does.
+// Keys in 16 bits, heavy or recent: a warp finds their scores, and merges them with its results of other keys, by the
+// maxima and sums of both parts of a row. It does the same as `language/heavy.py`.
 //
-// Lane 4g + t has rows g and g + 8. Keys lie in shared memory, and their values, in lines of 64 channels, 128 bytes.
+// Lane 4g + t has rows g and g + 8. Keys and values lie in shared memory, in lines of 64 channels, 128 bytes.
 #pragma once
 #include "mma.cuh"
 #include "tokens.cuh"
 
 constexpr int LINE_CHANNELS = 64;
 
-// A thread's two rows of Q, of which it has the 8 channels from 8t on of each 32.
+// A thread's two rows of Q: 8 channels, from 8t on, of each 32.
 struct QueryRows {
   const uint16* first;  // channels of the first row
   int64 stride;         // from row to row
@@ -21,8 +21,8 @@ DEVICE float larger_or_nan(float x, float y) {
   return z;
 }
 
-// Compute Q·Kᵀ of KEYS keys. `load_key(k, section, block)` loads, of key g of a block of 8, the thread's 8 channels of
-// a section of 32.
+// Compute Q·Kᵀ of KEYS keys. `load_key(k, section, block)` loads the thread's 8 channels of a section of 32, of key g
+// of a block of 8.
 template <int KEYS, typename LoadKey>
 DEVICE void find_16bit_scores(const QueryRows& query, LoadKey load_key, float (&x)[KEYS / 8][4]) {
 #pragma unroll
@@ -48,12 +48,12 @@ DEVICE void find_16bit_scores(const QueryRows& query, LoadKey load_key, float (&
   }
 }
 
-// Merge KEYS keys with others.
+// Merge KEYS keys with other keys.
 //
-// x: their scores, to base 2, -INFINITE where hidden; overwritten. values: address of V in shared memory, 16-byte parts
-// of whose lines are exchanged from key to key. weight_log2: of the largest weight, to base 2. outputs: of the others,
-// divided by `divisors`, 0 where that is. maxima, totals: of both rows, to base 2 and sums of weights. All become those
-// of all keys.
+// x: the KEYS keys' scores, to base 2, -INFINITE where hidden; overwritten. values: address of V in shared memory, in
+// lines whose 16-byte parts are swizzled by key. weight_log2: of the largest weight, to base 2. outputs: of the other
+// keys, divided by `divisors`, 0 where `divisors` is. maxima, totals: both rows' maxima, to base 2, and sums of
+// weights. All four are updated to cover all keys.
 template <int KEYS, int BLOCKS>
 DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float weight_log2, int lane, float (&outputs)[BLOCKS][4],
                        float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {

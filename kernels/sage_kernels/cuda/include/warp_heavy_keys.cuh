@@ -1,13 +1,13 @@
-// Heavy keys of a warp's rows. They lie in shared memory with the 16-byte parts of their lines exchanged from key to
-// key; K's channels are in the order of `layout.heavy_order`.
+// Heavy keys of a warp's rows. They lie in shared memory, with the 16-byte parts of their lines swizzled by key; K's
+// channels are in the order of `layout.heavy_order`.
 #pragma once
 #include "warp_16bit_keys.cuh"
 
-// What a warp needs of them.
+// Heavy keys, and limits of a warp's rows.
 struct HeavyKeys {
   uint32 keys, values;  // addresses in shared memory
-  int seen;             // keys that the thread's first row may attend to, if it may not attend to all
-  const int* late;      // numbers of the late ones, if there are any
+  int seen_keys;        // if IS_CAUSAL: keys that the thread's first row may attend to
+  const int* late;      // numbers of the late keys, if any
   const uint8* valid;   // of each key, 0 where it does not exist; null: all exist
   float scale;          // of scores, to base 2
   float weight_log2;    // of the largest weight, to base 2
@@ -15,23 +15,24 @@ struct HeavyKeys {
 
 // Attend to KEYS heavy keys.
 //
-// outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen` and `valid` count. The last LATE of
-// the heavy keys are late ones: rows that see such a key do not attend here to the first key that gave way to it.
+// outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen_keys` and `valid` count. The last
+// LATE of the heavy keys are late keys: rows that see a late key do not attend here to the first key that gave way to
+// it.
 template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
 DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query, float (&outputs)[BLOCKS][4],
                                  float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
   constexpr int LINE = 2 * LINE_CHANNELS * KEYS;
   int lane = threadIdx.x % 32;
-  asm volatile("" : "+r"(lane));  // so that addresses are computed here, not kept in registers from item to item
+  asm volatile("" : "+r"(lane));  // compute addresses here, to keep no registers from item to item
   const int quad = lane % 4;
-  [[maybe_unused]] uint32 sees_late = 0;  // bits of the thread's late keys, a quarter of them, for each row
+  [[maybe_unused]] uint32 sees_late = 0;  // bits of the thread's late keys, a quarter of all, for each row
   if constexpr (LATE > 0) {
 #pragma unroll
     for (int i = 0; i < LATE / 2; i++) {
       const int key = i % (LATE / 4) / 2 * 8 + i % 2, row = i / (LATE / 4) * 8;
-      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen + row) sees_late |= 1u << i;
+      if (__ldg(heavy.late + key + 2 * quad) < heavy.seen_keys + row) sees_late |= 1u << i;
     }
-    asm volatile("" : "+r"(sees_late));  // one register, not the numbers of the keys
+    asm volatile("" : "+r"(sees_late));  // keep one register, not the keys' numbers
   }
   float x[KEYS / 8][4] = {};
   auto load_key = [&](uint32(&k)[4], int section, int block) {
@@ -46,7 +47,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int seen = heavy.seen + 8 * r;
+    const int seen = heavy.seen_keys + 8 * r;
     auto is_hidden = [&](int key) {
       if constexpr (LATE > 0) {
         const bool sees = sees_late >> (r * (LATE / 4) + key % LATE / 8 * 2 + key % 2) & 1;

@@ -1,26 +1,26 @@
-// Recent keys, in tiles that the producer copies to a stage: K and V in 16 bits take the place of those of a tile of
-// 128 keys in 4 bits. It does what `language/recent.py` does.
+// Recent keys, in tiles that the producer copies to a stage: K and V in 16 bits take the place of 128 keys' K and V in
+// 4 bits. It does the same as `language/recent.py`.
 #pragma once
 #include "nvfp4_items.cuh"
 #include "warp_16bit_keys.cuh"
 
-// Return where 8 channels of a key lie among those of a tile: a lane of eight that load K reads banks of its own.
+// Return the place of 8 channels of a key in a tile: each of eight lanes that load K reads banks of its own.
 DEVICE int place_of_key(int key, int part) {
   return part / 8 * 2 * LINE_CHANNELS * RECENT_TILE + key * 128 + (part % 8 ^ key % 2 * 4) * 16;
 }
-// Return where 8 channels of its value lie (`merge_keys`).
+// Return the place of 8 channels of a key's value (`merge_keys`).
 DEVICE int place_of_value(int key, int part) {
   return part / 8 * 2 * LINE_CHANNELS * RECENT_TILE + key * 128 + (part % 8 ^ key % 8) * 16;
 }
 
-// What a warp needs of a tile, and of its rows.
+// A tile of recent keys, and facts of a warp's rows.
 struct RecentKeys {
   int lane;              // of the thread
   uint32 stage;          // address in shared memory
-  int seen;              // keys of the tile that the thread's first row may attend to, and later ones more
-  int left;              // keys of the tile that are the sequence's
+  int seen_keys;         // keys of the tile that the thread's first row may attend to; 8 more for the second
+  int tile_keys;         // keys of the tile that the sequence has
   const uint8* valid;    // of each key of the tile, 0 where it does not exist; null: all exist
-  float mean_scores[2];  // of both rows: their products with K's mean, which the other scores are without
+  float mean_scores[2];  // both rows' products with K's mean, which other scores lack
   float scale;           // of scores, to base 2
   float weight_log2;     // of the largest weight, to base 2
 };
@@ -36,10 +36,10 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
   };
   find_16bit_scores<RECENT_TILE>(query, load_key, x);
   uint32 exists = ~0u;
-  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.left && recent.valid[lane]) >> 2 * quad;
+  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.valid[lane]) >> 2 * quad;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int room = min(recent.left, recent.seen + 8 * r) - 2 * quad;
+    const int room = min(recent.tile_keys, recent.seen_keys + 8 * r) - 2 * quad;
 #pragma unroll
     for (int i = 0; i < RECENT_TILE / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];

@@ -20,7 +20,7 @@ DEVICE void wait_products() {
 }
 
 // Return the lower half of the descriptor of an operand in shared memory whose rows along K are WIDTH bytes, swizzled
-// over WIDTH bytes. 16 bytes further along K add 1. A transposed operand's rows lie along N, and what lies beyond their
+// over WIDTH bytes. A step of 16 bytes along K adds 1. A transposed operand's rows lie along N; the part beyond their
 // first WIDTH bytes begins `apart` bytes behind.
 DEVICE uint32 descriptor(const void* tile, int apart = 16) {
   return static_cast<uint32>(apart / 16) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
@@ -54,8 +54,8 @@ constexpr uint32 LAYOUT = SWIZZLE<WIDTH> << 30 | 8 * WIDTH / 16;
 #define OPERANDS_48(kind, x) OPERANDS_32(kind, x), OPERANDS_8(kind, x, 32), OPERANDS_8(kind, x, 40)
 #define OPERANDS_64(kind, x) OPERANDS_48(kind, x), OPERANDS_8(kind, x, 48), OPERANDS_8(kind, x, 56)
 
-// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if ADD; A and B in INT8, 32 deep, their rows WIDTH
-// bytes.
+// x (64 rows × 2·N columns of a warpgroup's registers) = A·Bᵀ, or += if ADD; A and B in INT8, 32 deep, with rows of
+// WIDTH bytes.
 #define INT8_PRODUCT(N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                       \
   template <int WIDTH, bool ADD>                                                                                \
   DEVICE void add_product(int (&x)[N], uint32 a, uint32 b) {                                                    \
@@ -109,7 +109,7 @@ E4M3_PRODUCT(64, "128", "%64, %65, %66, %67", "%68", "%69", "%70")
 PRODUCTS_16BIT(add_float16_product, "f16")
 PRODUCTS_16BIT(add_bfloat16_product, "bf16")
 
-// x = A·Bᵀ in 16 bits, or += if ADD, 16 deep; A and B in shared memory, their rows WIDTH bytes.
+// x = A·Bᵀ in 16 bits, or += if ADD, 16 deep; A and B in shared memory, with rows of WIDTH bytes.
 #define SHARED_PRODUCT(TYPE, N, COLUMNS, A, B, LAYOUT_AT, ADD_AT)                                                   \
   asm volatile(                                                                                                     \
       "{ .reg .b64 a, b;\n"                                                                                         \

@@ -1,9 +1,9 @@
-// What the backward kernel reads and leaves, in memory-bound passes: `prepare_keys` and `prepare_queries` write its
-// operands and the zeros that dQ is summed onto, `finish_query_gradient` rounds those sums, and `finish_key_gradients`
-// the partial sums of dK and dV.
+// Memory-bound passes before and after the backward kernel: `prepare_keys` and `prepare_queries` write its operands and
+// zero the sums of dQ, `finish_query_gradient` rounds these sums, and `finish_key_gradients` adds and rounds partial
+// sums of dK and dV.
 //
-// A thread has 8 channels of a token, LANES threads have a token. The host, `int8_backward.py`, gives the parameters'
-// structs and all compile-time constants that are not defined here.
+// A thread holds 8 channels of a token, LANES threads hold a token. The host, `int8_backward.py`, provides the
+// parameter structs and all compile-time constants not defined here.
 #include "backward_rows.cuh"
 #include "numbers.cuh"
 #include "parameters.cuh"
@@ -17,7 +17,7 @@ constexpr float NORM = CHANNELS == 128 ? 0.08838834764831845f : 0.125f;  // 1/âˆ
 constexpr float SUMS_RANGE = SUMS == FLOAT16_SUMS ? 32768.0f : 1073741824.0f;
 constexpr float SMALLEST_BOUND = SUMS_RANGE * 7.52316384526264e-37f;
 
-// Undo the rotation of a token's codes, whose sums are exact; the signs are those of the thread's channels, bit by bit.
+// Undo the rotation of a token's codes; their sums are exact. `signs` has a bit for each of the thread's channels.
 DEVICE void unrotate(float (&x)[8], uint32 signs) {
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2)
@@ -47,7 +47,7 @@ DEVICE uint32 signs_of(const Restoring& restoring, int channel) {
   return word >> channel % 32;
 }
 
-// Return the values of a token's codes in 16 bits, as they were before the rotation and the equalizer.
+// Return a token's values in 16 bits: decode its codes, and undo rotation and equalizer.
 template <bool OF_QUERY>
 DEVICE uint4 restored(uint2 codes, float scale, const Restoring& restoring, int64 kv_pair, int channel) {
   float x[8];
@@ -72,7 +72,7 @@ DEVICE uint4 words_of(const uint32 (&x)[4]) { return make_uint4(x[0], x[1], x[2]
 
 DEVICE float finite_magnitude(float x) { return is_finite(x) ? fabsf(x) : 0.0f; }
 
-// Return the largest of a block's pairs of numbers, of each of the two.
+// Return the block's maxima of x.x and of x.y.
 DEVICE float2 largest_of_block(float2 x) {
   constexpr int WARPS = THREADS / 32;
   __shared__ float2 of_warp[WARPS];
@@ -91,7 +91,8 @@ DEVICE float2 largest_of_block(float2 x) {
   return x;
 }
 
-// K in 16 bits, a copy of V with 0 for keys that do not exist, and their largest magnitudes. A block has 64 keys.
+// Write K in 16 bits, a copy of V with 0 for keys that do not exist, and the largest magnitudes of both. A block has 64
+// keys.
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_PARAMETERS) {
   const int tiles = 2 * blocks_of(a.keys.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.kv_heads, head = pair % a.kv_heads, channel = threadIdx.x % LANES * 8;
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
   }
 }
 
-// Q in 16 bits, statistics, a copy of dO with 0 in rows without a key, and dQ = 0. A block has a tile.
+// Write Q in 16 bits, statistics, a copy of dO with 0 in rows that see no key, and dQ = 0. A block has a tile.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE_QUERIES_PARAMETERS) {
   const int tiles = tiles_of(a.queries.tokens), tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
   const int sequence = pair / a.q_heads, head = pair % a.q_heads, channel = threadIdx.x % LANES * 8;
@@ -204,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) prepare_queries(PREPARE
     }
     const float scale = a.query_scale[row];
     *reinterpret_cast<uint4*>(a.query + at) = restored<true>(codes[i], scale, a.restoring, kv_pair, channel);
-    if (channel == 0)  // with an LSE of infinity P is 0
+    if (channel == 0)  // an LSE of infinity makes P 0
       reinterpret_cast<float2*>(statistics)[number] =
           make_float2(scale * a.softmax_scale * LOG2E, has_key ? lse[i] * LOG2E : INFINITE);
   }
 }
 
-// Sum the partial dK and dV of the last blocks of keys, in the order of their parts. A thread has 8 channels of a key
-// of one of the two gradients.
+// Sum the partial dK and dV of the last blocks of keys, in the order of their parts. A thread sums 8 channels of a
+// key's dK or dV.
 extern "C" __global__ void __launch_bounds__(THREADS) finish_key_gradients(FINISH_KEY_GRADIENTS_PARAMETERS) {
   constexpr int OF_BLOCK = 2 * BLOCK / TOKENS_AT_ONCE;
   const int split = blockIdx.x / OF_BLOCK, row = blockIdx.x % OF_BLOCK * TOKENS_AT_ONCE + threadIdx.x / LANES;
@@ -235,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_key_gradients(FINIS
       make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
-// Return a sum whose bits are in a word, as one of two if they are float16: the second if its number is odd.
+// Return a sum from its word, which holds two sums in float16: the second if `number` is odd.
 DEVICE float sum_of(uint32 word, int number) {
   if (SUMS == INT32_SUMS) return static_cast<int>(word);
   if (SUMS == FLOAT32_SUMS) return __uint_as_float(word);
@@ -244,8 +245,8 @@ DEVICE float sum_of(uint32 word, int number) {
   return x;
 }
 
-// Round dQ, whose sums lie as the registers of `int8_backward` do: 64 rows of queries and 64 channels, or with 64
-// channels transposed. A block of 128 threads has a part of a tile.
+// Round dQ. Its sums lie in the register order of `int8_backward`: 64 queries Ã— 64 channels, transposed if CHANNELS is
+// 64. A block of 128 threads has a part of a tile.
 extern "C" __global__ void __launch_bounds__(128) finish_query_gradient(FINISH_QUERY_GRADIENT_PARAMETERS) {
   __shared__ __align__(16) uint16 rounded[TILE][64 + 8];
   const int tiles = tiles_of(a.queries.tokens), part = blockIdx.x % PARTS, number = blockIdx.x / PARTS;

@@ -1,7 +1,7 @@
-// Find the spans of keys that exist (`operands.KeyPadding`): a block of the grid has a batch element.
+// Find the spans of keys that exist (`operands.KeyPadding`): a block handles a batch element.
 #include "parameters.cuh"
 
-static_assert(THREADS == 1024, "THREADS must be those of a whole block, which has a batch element");
+static_assert(THREADS == 1024, "THREADS must be 1024: a block handles a batch element");
 
 extern "C" __global__ void __launch_bounds__(THREADS) find_spans(FIND_SPANS_PARAMETERS) {
   __shared__ int first, hole, end;

@@ -1,18 +1,17 @@
-// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): S, dP,
-// dV, dK and dQ are five products a tile.
+// Gradients of attention with Q·Kᵀ in INT8, and P and dS in 16 bits, in one pass (SageBwd, arXiv 2505.11594): a tile
+// takes five products, for S, dP, dV, dK and dQ.
 //
-// A block of the grid has BLOCK keys of a head of K, 64 for each of two warpgroups, and walks over the queries of the
-// heads that share them, a tile at a time. The warpgroups compute transposed scores: Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ; P and dS
-// are then operands in registers of dV += Pᵀ·dO and dK += dSᵀ·Q. They leave dSᵀ in shared memory for dQ = dS·K, which
-// the TMA adds to memory. With 64 channels a third warpgroup, which also brings the tiles, multiplies for dQ,
-// transposed and with Kᵀ in registers. With 128 channels there are no registers for that: each of the two has 64
-// channels of dQ.
+// A block of the grid holds BLOCK keys of a head of K, 64 in each of two warpgroups, and walks tile by tile over the
+// queries of the heads that share these keys. The warpgroups compute transposed scores, Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so
+// that P and dS are register operands of dV += Pᵀ·dO and dK += dSᵀ·Q. They store dSᵀ in shared memory for dQ = dS·K,
+// which the TMA adds to memory. With 64 channels a third warpgroup, which also loads the tiles, computes dQ transposed,
+// with Kᵀ in registers. With 128 channels registers do not suffice: each of the first two computes 64 channels of dQ.
 //
-// Shared memory is what all this waits for, so with 64 channels K in INT8 and V stay in registers too.
+// Shared memory is the bottleneck, so with 64 channels K in INT8 and V stay in registers too.
 //
-// Tiles in shared memory have 64 rows; those in 16 bits have 64 channels a row, and the next 64 channels lie behind.
-// All are swizzled as the TMA brings them. The host, `int8_backward.py`, gives the parameters, with their structs, and
-// all compile-time constants that are not defined here.
+// Tiles in shared memory have 64 rows; 16-bit tiles have 64 channels a row, and the next 64 channels follow. The TMA
+// swizzles all tiles. The host, `int8_backward.py`, provides the parameters, their structs, and all compile-time
+// constants not defined here.
 #include "backward_memory.cuh"
 #include "backward_products.cuh"
 #include "backward_rows.cuh"
@@ -20,21 +19,23 @@
 #include "numbers.cuh"
 #include "parameters.cuh"
 
-static_assert(STAGES == (CHANNELS == 64 ? 4 : 2), "STAGES of queries: as many as shared memory holds");
-static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that brings tiles");
+static_assert(STAGES == (CHANNELS == 64 ? 4 : 2),
+              "STAGES of queries must be 4 with 64 channels, else 2: they fill shared memory");
+static_assert(THREADS == 384, "THREADS must be 384: two warpgroups for the keys, one that loads tiles");
 
-constexpr bool APART = CHANNELS == 64;  // dQ is multiplied by a warpgroup of its own
-constexpr int KEY_REGISTERS = APART ? 200 : 240, OTHER_REGISTERS = APART ? 104 : 24;
-constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens in INT8, in 16 bits
+constexpr bool SEPARATE_DQ = CHANNELS == 64;  // a third warpgroup computes dQ
+constexpr int KEY_REGISTERS = SEPARATE_DQ ? 200 : 240, OTHER_REGISTERS = SEPARATE_DQ ? 104 : 24;
+constexpr int CODE_BYTES = TILE * CHANNELS, TILE_BYTES = 2 * CODE_BYTES;  // of 64 tokens: in INT8, in 16 bits
 constexpr int STAGE_BYTES = CODE_BYTES + 2 * TILE_BYTES;                  // codes, dO, Q
 constexpr int DS_BYTES = BLOCK * LINE_BYTES;
 constexpr int BUFFERS = 2;  // of dS
-// Tiles whose parts of dQ are on their way at the same time: as many as shared memory holds.
-constexpr int TILES_ON_WAY = APART || SUMS == FLOAT16_SUMS ? 2 : 1, PARTS_ON_WAY = APART ? 2 : 2 * TILES_ON_WAY;
-constexpr int EVERY_TILE = 1 << 30;  // more than there are tiles, or tokens
+// Tiles of dQ that the TMA adds at the same time: as many as shared memory holds.
+constexpr int TILES_ON_WAY = SEPARATE_DQ || SUMS == FLOAT16_SUMS ? 2 : 1,
+              PARTS_ON_WAY = SEPARATE_DQ ? 2 : 2 * TILES_ON_WAY;
+constexpr int EVERY_TILE = 1 << 30;  // exceeds all numbers of tiles or tokens
 
 struct Barriers {
-  uint64 held, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
+  uint64 keys_full, full[STAGES], empty[STAGES], ds_full[BUFFERS], ds_empty[BUFFERS];
   uint64 sums_full[PARTS_ON_WAY], sums_empty[PARTS_ON_WAY];
 };
 struct Shared {
@@ -42,15 +43,15 @@ struct Shared {
   uint8 ds[BUFFERS][DS_BYTES], sums[PARTS_ON_WAY][PART_BYTES], statistics[STAGES][STATISTICS_BYTES];
   Barriers barriers;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES are too few");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "SHARED_BYTES must hold Shared");
 
-// What a block does: `steps` tiles of queries, of `count` for each head of the group, from `begin` on. Blocks of keys
-// of one head begin at different ones, `begin` + `start`, so that they add to different sums. Steps of the last blocks
-// of keys are shared out among `parts` blocks of the grid, which leave partial sums of dK and dV.
+// A block's work: `steps` tiles of queries; each head of the group has `count` tiles, from `begin` on. Blocks of keys
+// of one head start at different tiles, `begin` + `start`, so that they add to different sums. `parts` blocks of the
+// grid share the steps of each of the last blocks of keys, and write partial sums of dK and dV.
 struct Item {
   Range queries, keys;
   int sequence, head, first_key, begin, start, count, first_step, steps;
-  int partial;  // the number of the partial sums, or -1
+  int partial;  // index of the partial sums, or -1
 
   DEVICE Item(const Arguments& a, int number) {
     const int split = number - a.order.whole, part = split < 0 ? 0 : split % a.parts, parts = split < 0 ? 1 : a.parts;
@@ -79,7 +80,7 @@ struct Item {
   }
 };
 
-// The tiles of an item in the order of its steps: head after head.
+// An item's tiles in the order of its steps: head by head.
 struct Walk {
   int member, tile;
 
@@ -92,14 +93,14 @@ struct Walk {
     if (++tile == item.begin + item.count) tile = item.begin;
     if (tile == item.begin + item.start) member++;
   }
-  // Return the tile's first row in operands of all heads of Q.
+  // Return the tile's first row in the operands of all heads of Q.
   DEVICE int64 row(const Arguments& a, const Item& item) const {
     const int q_heads = a.order.kv_heads * a.group;
     return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
   }
 };
 
-// ---- Bringing tiles ----
+// ---- Loading tiles ----
 
 // Load 64 rows of a head in 16 bits.
 DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int batch, int head, int row) {
@@ -109,7 +110,7 @@ DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int ba
 }
 
 DEVICE void load_keys(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
-  uint64& barrier = shared.barriers.held;
+  uint64& barrier = shared.barriers.keys_full;
   const int batch = a.keys.ranges ? 0 : item.sequence, row = item.keys.operand_start + item.first_key;
   arrive_expecting(barrier, 2 * (CODE_BYTES + 2 * TILE_BYTES));
 #pragma unroll
@@ -139,8 +140,8 @@ DEVICE uint8* sums_of(const Arguments& a, const Item& item, const Walk& walk, in
   return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_BYTES;
 }
 
-// Put a thread's products in shared memory as SUMS, in the order in which `finish_query_gradient` reads them. Their
-// factors, if SCALED, are `factor(i)`.
+// Store a thread's products to shared memory as SUMS, in the order in which `finish_query_gradient` reads them. If
+// SCALED, product i is multiplied by `factor(i)`.
 template <typename Factor>
 DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
   const uint32 at = shared_address(into) + threadIdx.x % 128 * 16;
@@ -163,8 +164,8 @@ DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
 
 // ---- The warpgroups of the keys ----
 
-// Rows of P, dS and the gradients are 64 keys; a thread has those of `row` and `row` + 8, columns 8j + 2·quad and
-// 8j + 2·quad + 1 of each.
+// Rows of P, dS and the gradients are 64 keys; a thread holds rows `row` and `row` + 8, columns 8j + 2·quad and 8j +
+// 2·quad + 1.
 struct Keys {
   const Arguments& a;
   Shared& shared;
@@ -183,7 +184,7 @@ struct Keys {
     const int64 scales =
         operand_row(a.keys, item.keys, item.sequence, item.head, a.order.kv_heads) / 64 + first_key / 64;
     const float key_scale = from_bfloat16(a.key_scale[scales * 4 + lane / 4 / 2]);
-    // P counts for queries from key - offset on, of keys that exist. Tiles from `masked_end` on need no mask.
+    // A key that exists has weights P for queries from key - offset on. Tiles from `masked_end` on need no mask.
     int hidden_below[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -199,11 +200,11 @@ struct Keys {
         shared_address(shared.ds) + warpgroup * CHUNK_BYTES + line * LINE_BYTES + ((matrix / 2) ^ of_matrix) * 16;
     const uint32 statistics_at = shared_address(shared.statistics) + quad * 16;
     int tile = Walk(item).tile;
-    wait(barriers.held, 0);
+    wait(barriers.keys_full, 0);
     [[maybe_unused]] const uint32 key_codes = descriptor(shared.key_codes[warpgroup]);
     [[maybe_unused]] const uint32 value = descriptor(shared.value[warpgroup], CHUNK_BYTES);
     [[maybe_unused]] uint32 k[CHANNELS / 32][4], v[CHANNELS / 16][4];
-    if (APART) {
+    if (SEPARATE_DQ) {
 #pragma unroll
       for (int i = 0; i < CHANNELS / 32; i++)
         load_matrices(k[i], shared_address(shared.key_codes[warpgroup]) + line * CHANNELS +
@@ -220,7 +221,7 @@ struct Keys {
                    query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
       wait(barriers.full[stage], step / STAGES & 1);
       fence_products();
-      if constexpr (APART) {
+      if constexpr (SEPARATE_DQ) {
         multiply_int8<false>(s, k[0], codes);
         multiply_int8<true>(s, k[1], codes + 2);
         commit_products();
@@ -278,17 +279,17 @@ struct Keys {
       hide(dp);
 #pragma unroll
       for (int i = 0; i < 16; i++) ds[i] = pack(dp[2 * i], dp[2 * i + 1]);
-      if (APART) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
+      if (SEPARATE_DQ) wait(barriers.ds_empty[buffer], step / BUFFERS & 1 ^ 1);
 #pragma unroll
       for (int i = 0; i < 4; i++) store_matrices((ds_at + buffer * DS_BYTES) ^ (i * 32), ds + 4 * i);
       fence_shared();
       __syncwarp();
-      if (APART) arrive_as_warp(barriers.ds_full[buffer]);
+      if (SEPARATE_DQ) arrive_as_warp(barriers.ds_full[buffer]);
 
       fence_products();
       [[maybe_unused]] float dq[32];
-      if (!APART) {
-        sync_threads(1, 256);  // dS of both warpgroups is there, and both have read that of two steps ago
+      if (!SEPARATE_DQ) {
+        sync_threads(1, 256);  // both warpgroups wrote dS, and read dS of two steps ago
         const uint32 left = descriptor(shared.ds[buffer], CHUNK_BYTES),
                      right = descriptor(shared.key, CHUNK_BYTES) + warpgroup * (CHUNK_BYTES / 16);
         multiply_shared<true, false>(dq, left, right);
@@ -300,7 +301,7 @@ struct Keys {
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
       commit_products();
-      if (!APART) {
+      if (!SEPARATE_DQ) {
         float factors[2] = {};  // of the thread's two queries in dQ
         if (SCALED) {
           const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
@@ -328,7 +329,7 @@ struct Keys {
   }
 
   DEVICE void store(const float (&dk)[CHANNELS / 2], const float (&dv)[CHANNELS / 2]) const {
-    // Read again, so that the loop keeps no registers for what only the end needs.
+    // Reread these indices, so that the loop keeps no registers for them.
     int block, number;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
@@ -342,7 +343,7 @@ struct Keys {
     for (int half = 0; half < 2; half++) {
       const int key = item.first_key + number / 32 * 16 + number % 32 / 4 + half * 8;
       if (key >= item.keys.length) continue;
-      // A dO that is not finite, times weights of 0, must not count.
+      // A non-finite dO, times weights of 0, must not count.
       const bool counts = item.exists(a, key) && !(a.is_causal && key >= item.queries.length + a.causal_offset);
       if (item.partial >= 0) {
         float* row = a.partials + (static_cast<int64>(item.partial) * 2 * BLOCK + key - item.first_key) * CHANNELS;
@@ -372,16 +373,16 @@ struct Keys {
 
 // ---- The third warpgroup ----
 
-constexpr int LOADER = 96;  // the thread that brings tiles
+constexpr int LOADER = 96;  // the thread that loads tiles
 
-// Bring the keys, and the first tiles.
+// Load the keys and the first tiles.
 DEVICE void begin_loads(const Maps& maps, const Arguments& a, const Item& item, Walk& ahead, Shared& shared) {
   load_keys(maps, a, item, shared);
   for (int step = 0; step < STAGES && step < item.steps; step++, ahead.next(item))
     load_queries(maps, a, item, ahead, shared, step);
 }
 
-// With 128 channels: bring tiles, and have the products of dQ added that the others put in shared memory.
+// With 128 channels: load tiles, and let the TMA add dQ, which the other warpgroups store to shared memory.
 DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128;
@@ -410,7 +411,7 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
         wait_additions_read<0>();
         arrive(barriers.sums_empty[1]);
       } else {
-        wait_additions_read<2>();  // the tile before has been read, whose parts have the other two places
+        wait_additions_read<2>();  // the TMA has read the previous tile, in the other two places
         if (step) arrive(barriers.sums_empty[2 - place]), arrive(barriers.sums_empty[3 - place]);
       }
     }
@@ -418,14 +419,15 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
   }
 }
 
-// With 64 channels: bring tiles, multiply dQᵀ = Kᵀ·dSᵀ, and have it added. A thread has channels `row` and `row` + 8.
+// With 64 channels: load tiles, compute dQᵀ = Kᵀ·dSᵀ, and let the TMA add it. A thread has channels `row` and `row` +
+// 8.
 DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   Walk ahead(item), walk(item);
   if (thread == LOADER) begin_loads(maps, a, item, ahead, shared);
   __syncwarp();
-  wait(barriers.held, 0);
+  wait(barriers.keys_full, 0);
   uint32 k[8][4];  // Kᵀ: 64 channels × 128 keys
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -474,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Barriers& barriers = shared.barriers;
   if (threadIdx.x == 0) {
-    init(barriers.held, 1);
+    init(barriers.keys_full, 1);
     for (int i = 0; i < STAGES; i++) init(barriers.full[i], 1), init(barriers.empty[i], 8 * WARP_ARRIVALS);
     for (int i = 0; i < BUFFERS; i++)
       init(barriers.ds_full[i], 8 * WARP_ARRIVALS), init(barriers.ds_empty[i], 4 * WARP_ARRIVALS);
@@ -491,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
     Keys(arguments, shared, warpgroup).run(item);
   } else {
     give_registers<OTHER_REGISTERS>();
-    if (APART)
+    if (SEPARATE_DQ)
       load_and_multiply(maps, arguments, item, shared);
     else
       load_and_add(maps, arguments, item, shared);

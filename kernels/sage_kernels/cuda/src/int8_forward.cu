@@ -1,33 +1,32 @@
 // The forward kernel of the INT8 recipes for Hopper: Q·Kᵀ in INT8, softmax, P·V in e4m3 (`sage2`) or float16 (`sage1`,
-// `sage_bwd`), of the operands that `quantize.cu` writes, or the Triton quantisers; Q may also come in 16 bits.
+// `sage_bwd`), of operands from `quantize.cu` or the Triton quantisers; Q may also come in 16 bits.
 //
-// A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One warpgroup of it has the TMA
-// bring tiles of Q, K and V; each of the others holds 64 rows: their scores, weights and outputs are in its registers.
-// If Q comes in 16 bits it rotates and quantises its rows. Its matrix products of a tile's scores and of the last
-// tile's P·V are begun together; while P·V runs, the scores become the next P.
+// A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One of its warpgroups lets the
+// TMA load tiles of Q, K and V. Each other warpgroup holds 64 rows, with scores, weights and outputs in registers. If Q
+// comes in 16 bits, it rotates and quantises its rows. It starts a tile's scores and the previous tile's P·V together;
+// while P·V runs, the scores become the next P.
 //
-// Over LISTS, an item's rows attend to the tiles of keys that `sort_lists.cu` leaves of theirs, those without a mask
+// With LISTS, an item's rows attend to the tiles of the list that `sort_lists.cu` wrote; tiles without a mask come
 // first.
 //
-// Heavy keys, which may hold much of each row's weight, are not among K and V: a warpgroup attends to them
-// in 16 bits when it is done with all others, with Q in 16 bits as it is in memory, and rescales the sums.
+// Heavy keys, which may hold much of each row's weight, are not part of K and V: after all other keys, a warpgroup
+// attends to them in 16 bits, with unrotated Q in 16 bits, and rescales the sums.
 //
-// e4m3 products are summed with few bits: each loses what lies below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
-// move to float32 sums in shared memory. Products in float16 are summed in float32 all along.
+// Sums of e4m3 products have few bits: a product loses its bits below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
+// move to float32 sums in shared memory. Products in float16 are always summed in float32.
 //
-// The host, `int8_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that are
-// not defined here.
+// The host, `int8_forward.py`, provides the parameters, with `Arguments`, and all compile-time constants not defined
+// here.
 #include "forward_producers.cuh"
 #include "heavy_keys.cuh"
 
 // Works through items.
 struct Consumer : HeavyRows {
-  // Write the outputs, by way of shared memory in the TMA's order: a row's channels lie in lines of LINE_BYTES, whose
-  // 16-byte parts are exchanged from row to row.
+  // Write the outputs through shared memory, in the TMA's order: a row's channels lie in lines of LINE_BYTES, with
+  // 16-byte parts swizzled by row.
   DEVICE void store() {
     int first_line = row % WARPGROUP_ROWS;
-    // Addresses are computed here, not kept in registers all along; where the main loop is full they are spilled
-    // anyway.
+    // Compute addresses here, to keep no registers in the main loop; if it has none to spare, they are spilled anyway.
     if (PV_FLOAT16 || SUMS_BY_PRODUCT) asm volatile("" : "+r"(first_line));
     float inverse[2];
 #pragma unroll
@@ -115,7 +114,7 @@ struct Consumer : HeavyRows {
     return whole;
   }
 
-  // Let go of the item's tiles that the rows do not attend to; the producers bring whole rounds.
+  // Free the item's tiles that the rows do not attend to; the producers load whole rounds.
   DEVICE void leave_tiles() {
 #pragma unroll 1
     for (int tile = tiles; tile < item.tiles + item.tiles % STAGES; tile++) {
@@ -128,7 +127,7 @@ struct Consumer : HeavyRows {
     }
   }
 
-  // The last P·V of an item is done: complete its outputs.
+  // Complete an item's outputs after its last P·V.
   DEVICE void end_outputs(const float (&base)[2]) {
     pin(outputs);
     arrive_as_warp(barriers.v_empty[(tiles - 1) % STAGES]);
@@ -136,7 +135,7 @@ struct Consumer : HeavyRows {
     if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
   }
 
-  // Add up the sums that each thread of a row has of its own weights.
+  // Add the sums of weights of a row's threads.
   DEVICE void gather_sums() {
     if constexpr (!SUMS_BY_PRODUCT) {
 #pragma unroll
@@ -196,7 +195,7 @@ struct Consumer : HeavyRows {
     arrive_as_warp(barriers.ending_empty);
   }
 
-  // Leave an item to the other warpgroups, which have rows of it.
+  // Skip an item whose rows all belong to other warpgroups.
   DEVICE void pass_item(int round) {
     item.tiles = items[q_stage].tiles;
     arrive_as_warp(barriers.q_empty[q_stage]);
@@ -214,14 +213,14 @@ struct Consumer : HeavyRows {
     for (int round = 0;; round++) {
       q_stage = round % QUERY_STAGES;
       wait(barriers.q_full[q_stage], round / QUERY_STAGES & 1);
-      // With P in float16 three warpgroups have registers for the item only behind this.
+      // Copy the item after this test: with P in float16 three warpgroups lack the registers before it.
       if (items[q_stage].tiles == 0) break;
       if (PASSES && warpgroup >= items[q_stage].warpgroups) {
         pass_item(round);
         continue;
       }
       item = items[q_stage];
-      // Else the main loop computes them anew for each product; masks of keys need the registers.
+      // Else the main loop recomputes the descriptors for each product; key-padding masks need the registers.
       if (!PADDED) asm volatile("" : "+r"(q), "+r"(k), "+r"(v));
       tiles = item.tiles;
       if (SKIPS) {
@@ -289,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   if (threadIdx.x < sizeof(control.ones) / 4) control.ones[threadIdx.x] = PV_FLOAT16 ? 0x3C003C00 : 0x38383838;
   fence_shared();
   __syncthreads();
-  // The thread that brings Q in 16 bits begins before, unless its items depend on the spans of keys that exist.
+  // The thread that loads Q in 16 bits does not wait, unless its items depend on the spans of existing keys.
   if (!QUANTIZES_QUERY || PADDED || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
   if (warpgroup == WARPGROUPS) {
     give_registers<PRODUCER_REGISTERS>();
@@ -312,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
     consumer.q = descriptor(q + warpgroup * WARPGROUP_ROWS * CHANNELS);
     consumer.k = descriptor(k);
     consumer.v = PV_FLOAT16 ? descriptor(v, BLOCK_N * LINE_BYTES) : descriptor(v);
-    // From where K is: as an address of its own it would be computed anew for each P·V, which waits for it.
+    // Relative to K: an address of its own would be recomputed for each P·V, which waits for it.
     consumer.ones = consumer.k + (SHARED_BYTES - CONTROL_BYTES - QUERY_STAGES * Q_BYTES) / 16;
     consumer.warpgroup = warpgroup;
     consumer.thread = thread;

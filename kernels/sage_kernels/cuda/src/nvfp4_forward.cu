@@ -1,35 +1,35 @@
-// The forward kernel of the NVFP4 recipes for consumer Blackwell: Q·Kᵀ and P·V in NVFP4, of the operands that
-// `quantize_nvfp4.cu` writes, or the Triton quantisers. With emulated products it runs on other GPUs, to be tested.
+// The forward kernel of the NVFP4 recipes for consumer Blackwell: Q·Kᵀ and P·V in NVFP4, of operands from
+// `quantize_nvfp4.cu` or the Triton quantisers. With emulated products it runs on other GPUs, for tests.
 //
-// A block of the grid works through items: 128 rows of one (batch, head). One warp of it brings tiles of 128 keys: K,
-// V, their scales and the scores of Q's means. Each of the other eight holds 16 rows: their scores, weights and outputs
-// are in its registers, and weights become the left operand of P·V where they are.
+// A block of the grid works through items: 128 rows of one (batch, head). One of its warps loads tiles of 128 keys: K,
+// V, their scales and the scores of Q's means. Eight other warps hold 16 rows each, with scores, weights and outputs in
+// registers; weights become the left operand of P·V in place.
 //
-// The call's first keys, which may hold much of each row's weight, are not among K and V: a warp attends to them in 16
-// bits when it is done with all others (`warp_heavy_keys.cuh`). Before that it attends so to the latest keys of causal
-// rows (`warp_recent_keys.cuh`): tiles of 32, which come through the same stages, behind those in 4 bits.
+// Heavy keys, which may hold much of each row's weight, are not part of K and V: after all other keys, a warp attends
+// to them in 16 bits (`warp_heavy_keys.cuh`). Just before, it attends in 16 bits to the latest keys of causal rows
+// (`warp_recent_keys.cuh`): tiles of 32, which follow the 4-bit tiles through the same stages.
 //
-// The host, `nvfp4_forward.py`, gives the kernel's parameters, with `Arguments`, and all compile-time constants that
-// are not defined here.
+// The host, `nvfp4_forward.py`, provides the parameters, with `Arguments`, and all compile-time constants not defined
+// here.
 #include "nvfp4_items.cuh"
 #include "nvfp4_producer.cuh"
 #include "nvfp4_rows.cuh"
 #include "wgmma.cuh"
 
 static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
-              "THREADS must be those of 8 WARPS that attend, and of a warpgroup that gives them its registers");
-static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, and a tensor scale 128 tokens");
-static_assert(GROUP == 16, "GROUP of elements with a scale must be 16, as the matrix units have it");
+              "THREADS must cover 8 WARPS that attend, and a warpgroup that gives them its registers");
+static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, a tensor scale 128 tokens");
+static_assert(GROUP == 16, "GROUP must be 16: the matrix units take a scale for 16 elements");
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
 static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY_KEYS > 0 && CAUSAL,
-              "LATE_KEYS must be 0, or 16 of a causal call's");
-ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
-ASSERT_FLAG(RECENT, "the latest keys of a causal call's rows are in 16 bits, or as the others");
-static_assert(CAUSAL || !RECENT, "RECENT keys are those of a causal call");
-ASSERT_FLAG(PADDED, "keys may not exist, or all do");
-ASSERT_FLAG(LSE, "the log-sum-exp of rows is written, or not");
-ASSERT_FLAG(SMOOTH_Q, "scores of Q's means are added, or there are none");
-ASSERT_FLAG(QUANTIZED_DENOMINATOR, "rows are divided by sums of quantised weights, or of weights before that");
+              "LATE_KEYS must be 0, or 16 in a causal call");
+ASSERT_FLAG(CAUSAL, "whether rows attend only to keys up to their own");
+ASSERT_FLAG(RECENT, "whether a causal row's latest keys are in 16 bits");
+static_assert(CAUSAL || !RECENT, "RECENT needs CAUSAL");
+ASSERT_FLAG(PADDED, "whether some keys may be missing");
+ASSERT_FLAG(LSE, "whether rows' log-sum-exp is written");
+ASSERT_FLAG(SMOOTH_Q, "whether scores of Q's means are added");
+ASSERT_FLAG(QUANTIZED_DENOMINATOR, "whether rows are divided by sums of quantised weights");
 
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 

@@ -1,42 +1,41 @@
-// The operands of `sage2`, `sage1` and `sage_bwd` for Hopper, bit for bit as the Triton quantisers write them
+// Write the operands of `sage2`, `sage1` and `sage_bwd` for Hopper, bit for bit as the Triton quantisers
 // (`triton/quantize/int8.py`, `triton/quantize/value.py`), in two launches: `statistics` reads K and V for their means
-// and V's scales, `quantize` reads Q, K and V. A thread's loads are 16 bytes, 8 channels of a token, and all are under
-// way before it uses the first.
+// and V's scales, `quantize` reads Q, K and V. A thread loads 16 bytes, 8 channels of a token, at a time, and issues
+// all loads before it uses the first.
 //
-// What is rotated differs from theirs, and from the reference's, where a sum in another order rounds to another code.
+// Rotated operands differ from Triton's and the reference's where a sum in another order rounds to another code.
 //
-// The host, `quantize.py`, gives the kernels' parameters, with their structs, and all compile-time constants that are
-// not defined here.
+// The host, `quantize.py`, provides the kernels' parameters, their structs, and all compile-time constants not defined
+// here.
 //
-// K and V have pairs of (batch, kv head). A pair's lines of CHANNELS: see `Line`.
+// A pair is a (batch, kv head) of K and V. `Line` names a pair's lines of CHANNELS.
 #include "barrier.cuh"
 #include "int8_operands.cuh"
 #include "int8_statistics.cuh"
 #include "parameters.cuh"
 
-static_assert(BLOCK == 128, "BLOCK must be 128 tokens, whose sum is a tree, and to whose multiple operands are padded");
+static_assert(BLOCK == 128, "BLOCK must be 128 tokens: a tree sums them, and operands are padded to a multiple");
 static_assert(HALF_BLOCK == 64,
               "HALF_BLOCK must be 64 tokens of Q, K, or V in float16: 16 for each of a block's warps");
-static_assert(SHARERS == 8,
-              "SHARERS of K, or V, of a pair must be 8: a cluster, whose blocks have LANES channels each");
+static_assert(SHARERS == 8, "SHARERS of a pair's K, or V, must be 8: blocks of a cluster, each with LANES channels");
 static_assert(SHARERS == LOUD_GROUPS, "SHARERS must be LOUD_GROUPS: a sharer's blocks of K are a group");
 static_assert(VALUE_CHANNELS == 64, "VALUE_CHANNELS of V in e4m3 must be 64: 8 for each of the 8 threads of a row");
-static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: one for each");
+static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: a thread for each");
 static_assert(QUANTIZE_THREADS == 128, "QUANTIZE_THREADS must be 128: 4 warps");
 static_assert(HEADROOM_EXPONENT > 0 && HEADROOM_EXPONENT <= 15, "HEADROOM_EXPONENT of V in float16 must be 1 to 15");
 static_assert(LARGEST_E4M3 == 448.0, "LARGEST_E4M3 must be 448");
 static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
-static_assert(ERROR_STEP == 1.0 / 32.0, "ERROR_STEP must be 1/32, the distance of float16 numbers around 48");
-static_assert(LARGEST_MOVE == 0.5 / BLOCK, "LARGEST_MOVE of an element must be half of what it has of a block's sum");
+static_assert(ERROR_STEP == 1.0 / 32.0, "ERROR_STEP must be 1/32, the spacing of float16 numbers around 48");
+static_assert(LARGEST_MOVE == 0.5 / BLOCK, "LARGEST_MOVE must be half of an element's share of a block's sum");
 static_assert(KEY_BLOCK == HALF_BLOCK && KEYS_PER_SCALE == 16,
               "KEY_BLOCK and KEYS_PER_SCALE must be 64 and 16: each of a block's warps finds one scale of K");
-ASSERT_FLAG(PV_FLOAT16, "V is in float16, with its mean and one scale for all channels, or in e4m3");
-ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written, or not");
-ASSERT_FLAG(ROTATE, "Q and K are rotated, or not");
-ASSERT_FLAG(PADDED, "keys may not exist, or all do");
-ASSERT_FLAG(EQUALIZE, "Q and K are equalized before they are rotated, or not");
-ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
-ASSERT_FLAG(QUEUE, "the forward kernel takes items from a queue, or has none");
+ASSERT_FLAG(PV_FLOAT16, "whether V is in float16, with its mean and one scale for all channels, or in e4m3");
+ASSERT_FLAG(MEAN_SCORE, "whether Q's products with K's mean are written");
+ASSERT_FLAG(ROTATE, "whether Q and K are rotated");
+ASSERT_FLAG(PADDED, "whether some keys may be missing");
+ASSERT_FLAG(EQUALIZE, "whether Q and K are equalized before they are rotated");
+ASSERT_FLAG(CHOICE, "whether heavy keys are chosen, or the first keys");
+ASSERT_FLAG(QUEUE, "whether the forward kernel takes items from a queue");
 static_assert(ROTATE || !EQUALIZE, "EQUALIZE needs ROTATE: factors are applied by the rotation");
 static_assert(MAX_EQUALIZER > 0 && MAX_EQUALIZER < 15, "MAX_EQUALIZER must be 1 to 14: factors are normal in float16");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
@@ -47,22 +46,21 @@ ASSERT_SIGNS(SIGNS_1);
 ASSERT_SIGNS(SIGNS_2);
 ASSERT_SIGNS(SIGNS_3);
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == HALF_BLOCK,
-              "HEAVY_KEYS must be 0 or 64: a block of the grid writes those of a pair, 16 for each of its warps");
-static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows, of three parts of K's mean and zeros, for a matrix product");
-static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
-ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
-static_assert(!LATE || CHOICE, "LATE keys are chosen");
+              "HEAVY_KEYS must be 0 or 64: a block writes a pair's heavy keys, 16 for each of its warps");
+static_assert(MEAN_PARTS == 8, "MEAN_PARTS must be 8 rows of a matrix product: three parts of K's mean, then zeros");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE needs HEAVY_KEYS");
+ASSERT_FLAG(LATE, "whether chosen keys are late keys, or take first keys' places");
+static_assert(!LATE || CHOICE, "LATE needs CHOICE");
 static_assert(PLACES == 64 || PLACES == 16,
               "PLACES of chosen keys must be 64 or 16, which divide a block's candidates");
-static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be the heavy ones but for the LATE ones");
+static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be HEAVY_KEYS without the late keys");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
-static_assert(HEAVY_QUERIES == 16,
-              "HEAVY_QUERIES must be 16 rows of Q: two for each of those that a block loads at once");
+static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q: a block loads eight rows at once, twice");
 
-// Threads of a multiprocessor, at least: a thread has 64 registers of tokens; with more threads, more than two spill.
+// Least number of a multiprocessor's threads: a thread has 64 registers of tokens; with more threads, over two spill.
 constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !EQUALIZE ? 384 : 512;
 
-// Find the means of K and V, V's scales, and K's and Q's equalizer: a cluster for K of each pair, and one for V.
+// Find the means of K and V, V's scales, and K's and Q's equalizer: each pair has a cluster for K and a cluster for V.
 extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
     __launch_bounds__(STATISTICS_THREADS, RESIDENT_CHANNELS / CHANNELS) statistics(STATISTICS_PARAMETERS) {
   let_next_kernel_start();
@@ -108,7 +106,7 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
     smallest = fminf(smallest, extrema[CHANNELS]);
     finite = fminf(finite, extrema[2 * CHANNELS]);
   }
-  // Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+  // Rounding is monotonic: the extrema of V - mean are V's extrema minus the mean.
   auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
   if (PV_FLOAT16 || !(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
   s.value_mean[pair * CHANNELS + channel] = mean;
@@ -123,9 +121,9 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   s.value_scale[pair * CHANNELS + channel] = scale;
 }
 
-// Quantise Q, K and V, and copy heavy keys. The grid's blocks take some of Q, for which the statistics need not be
-// complete; K and V, from the last pair to the first, while the L2 cache holds what `statistics` read last; the others
-// of Q.
+// Quantise Q, K and V, and copy heavy keys. The grid's blocks take a part of Q, before the statistics need be complete;
+// then K and V, from the last pair to the first, while the L2 cache holds the pairs that `statistics` read last; then
+// the rest of Q.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();

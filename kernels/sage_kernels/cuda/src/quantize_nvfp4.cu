@@ -1,9 +1,8 @@
-// The operands of `sage3` and `sage3_paper`, bit for bit as `triton/quantize/nvfp4.py` writes them, in three launches:
-// `reduce` reads K, V and a sample of Q for the sums of their blocks, `means` adds these up, `quantize` reads Q, K and
-// V.
+// Write the operands of `sage3` and `sage3_paper`, bit for bit as `triton/quantize/nvfp4.py`, in three launches:
+// `reduce` sums blocks of K, V and a sample of Q, `means` adds these sums, `quantize` reads Q, K and V.
 //
-// The host, `quantize_nvfp4.py`, gives the kernels' parameters, with their structs, and all compile-time constants that
-// are not defined here.
+// The host, `quantize_nvfp4.py`, provides the kernels' parameters, their structs, and all compile-time constants not
+// defined here.
 #include "barrier.cuh"
 #include "nvfp4_heavy.cuh"
 #include "nvfp4_statistics.cuh"
@@ -11,37 +10,39 @@
 #include "nvfp4_values.cuh"
 #include "parameters.cuh"
 
-static_assert(BLOCK == 128, "BLOCK must be 128 tokens, whose sum is a tree, and to whose multiple operands are padded");
+static_assert(BLOCK == 128, "BLOCK must be 128 tokens: a tree sums them, and operands are padded to a multiple");
 static_assert(REDUCE_THREADS == 256, "REDUCE_THREADS must be 256: 8 warps");
 static_assert(MEANS_THREADS == 8 * CHANNELS, "MEANS_THREADS must be 8 for each channel");
-static_assert(QUANTIZE_THREADS == BLOCK * CHANNELS / 32, "QUANTIZE_THREADS must be one for 32 elements of a block");
+static_assert(QUANTIZE_THREADS == BLOCK * CHANNELS / 32,
+              "QUANTIZE_THREADS must be one for each 32 elements of a block");
 static_assert(RESIDENT_THREADS % QUANTIZE_THREADS == 0, "RESIDENT_THREADS of a multiprocessor must be whole blocks");
 static_assert(ROTATION == 1 || ROTATION == 16 || ROTATION == 32 || ROTATION == CHANNELS,
-              "ROTATION must be 1 for none, CHANNELS, or 16 or 32, which a thread has");
-static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64: a block of the grid writes a pair's");
+              "ROTATION must be 1 (none), CHANNELS, or a thread's 16 or 32 channels");
+static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64: a block writes a pair's heavy keys");
 static_assert(MIN_MEAN > 0.0 && MIN_MEAN < 1.0, "MIN_MEAN must be a fraction of the largest distance from the mean");
 static_assert(MIN_VARIANCE > 0.0 && MIN_VARIANCE < 1.0, "MIN_VARIANCE must be a fraction of the squared mean");
 static_assert(MAX_EQUALIZER > 0 && MAX_EQUALIZER < 16,
               "MAX_EQUALIZER must be 1 to 15: its fourth power is a float32 number");
-ASSERT_FLAG(SMOOTH_Q, "Q's means are subtracted, and written");
-ASSERT_FLAG(SMOOTH_K, "K's mean is subtracted");
-ASSERT_FLAG(SMOOTH_V, "V's mean is subtracted where it is large");
-ASSERT_FLAG(EQUALIZE, "Q and K are equalized");
-ASSERT_FLAG(TENSOR_SCALE, "blocks of Q and K, and heads of V, have a power of two as their scale");
-ASSERT_FLAG(MEAN_SCORE, "Q's products with K's mean are written");
-ASSERT_FLAG(PADDED, "keys may be left out");
-ASSERT_FLAG(PACKED, "sequences lie one after the other");
-static_assert(EQUALIZER_QUERIES == BLOCK, "EQUALIZER_QUERIES must be BLOCK rows of Q, which are reduced like one of K");
-ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
-static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE is of heavy keys");
-ASSERT_FLAG(LATE, "chosen keys are late ones, or take the places of first ones");
-static_assert(!LATE || CHOICE, "LATE keys are chosen");
+ASSERT_FLAG(SMOOTH_Q, "whether Q's means are subtracted and written");
+ASSERT_FLAG(SMOOTH_K, "whether K's mean is subtracted");
+ASSERT_FLAG(SMOOTH_V, "whether V's mean is subtracted where it is large");
+ASSERT_FLAG(EQUALIZE, "whether Q and K are equalized");
+ASSERT_FLAG(TENSOR_SCALE, "whether blocks of Q and K, and heads of V, have a power of two as scale");
+ASSERT_FLAG(MEAN_SCORE, "whether Q's products with K's mean are written");
+ASSERT_FLAG(PADDED, "whether keys may be left out");
+ASSERT_FLAG(PACKED, "whether sequences lie one after the other");
+static_assert(EQUALIZER_QUERIES == BLOCK,
+              "EQUALIZER_QUERIES must be BLOCK: these rows of Q are reduced like a block of K");
+ASSERT_FLAG(CHOICE, "whether heavy keys are chosen, or the first keys");
+static_assert(!CHOICE || HEAVY_KEYS > 0, "CHOICE needs HEAVY_KEYS");
+ASSERT_FLAG(LATE, "whether chosen keys are late keys, or take first keys' places");
+static_assert(!LATE || CHOICE, "LATE needs CHOICE");
 static_assert(!CHOICE || PLACES == 64 || PLACES == 16, "PLACES of chosen keys must be 64 or 16");
-static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be the heavy ones but for the LATE ones");
+static_assert(FIRST_KEYS == HEAVY_KEYS - LATE * PLACES, "FIRST_KEYS must be HEAVY_KEYS without the late keys");
 static_assert(HEAVY_MARGIN > 0.0, "HEAVY_MARGIN must be more than 0: equal keys keep their places");
 static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a block loads at once");
 
-// Reduce blocks of K or V of a pair, up to `sum_run` of them; or a head's sample of Q.
+// Reduce up to `sum_run` blocks of a pair's K or V, or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / REDUCE_THREADS)
     reduce(REDUCE_PARAMETERS) {
   let_next_kernel_start();
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     const int distance = sample_distance(of.length);
     Reader reader = read(query, batch, number % s.q_heads, of, first * distance, eight, s.head_dim);
     reader.stride *= distance;
-    reader.left = eight < s.head_dim ? samples_of(of.length) - first : 0;
+    reader.tokens_left = eight < s.head_dim ? samples_of(of.length) - first : 0;
     auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
     const Reduced reduced = are_queries_padded(s)
                                 ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
   }
 }
 
-// Find the mean of K, or of V, of a pair, and what follows from it.
+// Find the mean of a pair's K or V, and the factors and scales that follow.
 extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETERS) {
   const uint32 pair = blockIdx.x / 2, channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
@@ -165,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
       smallest = fminf(smallest, extrema[1][i][channel]);
       finite = fminf(finite, extrema[2][i][channel]);
     }
-    // Rounding is monotonic: the extrema of V - mean are those of V, minus the mean.
+    // Rounding is monotonic: the extrema of V - mean are V's extrema minus the mean.
     auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
     if (!(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
     const float amax = largest < smallest ? 0.0f : spread();
@@ -189,10 +190,10 @@ struct Shared {
     SharedValue value;
   };
 };
-static_assert(RAW_WARPS == WARPS, "a warp must bring what its threads quantise");
+static_assert(RAW_WARPS == WARPS, "a warp must load the tokens that its threads quantise");
 
-// Quantise K and V, from the last pair to the first, while the L2 cache holds what `reduce` read last; then Q. A block
-// of the grid has up to `run` blocks of tokens.
+// Quantise K and V, from the last pair to the first, while the L2 cache holds the pairs that `reduce` read last; then
+// Q. A block of the grid has up to `run` blocks of tokens.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS / QUANTIZE_THREADS)
     quantize(QUANTIZE_PARAMETERS) {
   __shared__ Shared shared;

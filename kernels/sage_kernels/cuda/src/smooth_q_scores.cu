@@ -1,16 +1,16 @@
-// Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward.cu` adds back.
+// Scores of Q's means: each block's mean of Q times K. Smoothing Q removes them, `nvfp4_forward.cu` adds them back.
 //
-// The matrix units multiply K as it is, in 16 bits, by each mean in two parts of 16 bits, whose sum is the mean to 2⁻¹⁷
-// of it in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. A warp has the keys of 32
-// places of a tile in registers, and multiplies them by all means, 16 at a time.
+// The matrix units multiply the caller's K, in 16 bits, by each mean in two 16-bit parts, whose sum has an error of
+// 2⁻¹⁷ of the mean in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. A warp holds
+// the keys of 32 places of a tile in registers, and multiplies them by all means, 16 at a time.
 #include "mma.cuh"
 #include "parameters.cuh"
 #include "tokens.cuh"
 
-ASSERT_FLAG(CHOICE, "heavy keys are chosen, or the first ones");
-static_assert(BLOCK == 128 && THREADS == 128, "THREADS must be 4 warps, for the 32 keys of a BLOCK each");
+ASSERT_FLAG(CHOICE, "whether heavy keys are chosen, or the first keys");
+static_assert(BLOCK == 128 && THREADS == 128, "THREADS must be 4 warps, each with 32 keys of a BLOCK");
 
-constexpr int SECTIONS = CHANNELS / 32;  // of which a thread has 8 channels
+constexpr int SECTIONS = CHANNELS / 32;  // a thread has 8 channels of each
 constexpr int MEANS = 16, KEY_BLOCKS = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS) smooth_q_scores(SMOOTH_Q_SCORES_PARAMETERS) {
@@ -20,14 +20,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) smooth_q_scores(SMOOTH_Q_S
   const int kv_head = head / (a.q_heads / a.kv_heads), warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             quad = lane % 4;
   const int64 kv_pair = static_cast<int64>(batch) * a.kv_heads + kv_head;
-  // Place p of 32 holds this key.
+  // The first of the warp's 32 keys; `token` is the key that a place holds.
   const int first_key = tile * BLOCK + warp * 32;
   const uint16* keys = key.first + batch * key.batch_stride + kv_head * key.head_stride + 8 * quad;
   uint32 k[KEY_BLOCKS][SECTIONS][4];
 #pragma unroll
   for (int block = 0; block < KEY_BLOCKS; block++) {
     const int place = lane / 4, token = first_key + block * 2 + place / 2 * 8 + place % 2;
-    int source = token;  // or the key that gave way to this one, which is heavy
+    int source = token;  // or, if this key is heavy, the key that gave way to it
     if (CHOICE && a.chosen[kv_pair * a.places + token % a.places] == token + a.first_keys)
       source = token % a.places - a.places;
 #pragma unroll

@@ -1,29 +1,28 @@
-// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that rows see nothing of, put those
-// that need no mask first, and put the items that attend to them into a queue.
+// Sort block lists for the forward kernel (`forward_items.cuh`): leave out tiles that no row sees, put tiles that need
+// no mask first, and queue the items that attend to them.
 //
-// The first block of the grid makes the queue. A warp of the others has a list. Unless spans are needed, all this is
-// done while the stream's previous kernel, a quantiser, ends; the first block waits for that, so that who waits for
-// this kernel has waited for both.
+// The first block of the grid makes the queue; each warp of the other blocks sorts a list. Unless spans are needed, all
+// blocks run while the stream's previous kernel, a quantiser, ends; only the first block waits for that kernel, so that
+// a kernel that waits for this kernel has waited for both.
 #include "barrier.cuh"
 #include "parameters.cuh"
 
-static_assert(THREADS == 1024, "THREADS must be those of a whole block");
-static_assert(BLOCK_M == 128 && BLOCK_N == 128, "BLOCK_M and BLOCK_N must be 128, those of the forward kernel's lists");
+static_assert(THREADS == 1024, "THREADS must be 1024, a whole block");
+static_assert(BLOCK_M == 128 && BLOCK_N == 128, "BLOCK_M and BLOCK_N must be 128, as in the forward kernel's lists");
 static_assert(LIST_HEAD == 2, "LIST_HEAD must be 2: a list begins with two counts");
-ASSERT_FLAG(CAUSAL, "a row attends to keys up to its own, or to all");
-ASSERT_FLAG(PADDED, "keys may not exist, or all do");
+ASSERT_FLAG(CAUSAL, "whether rows attend only to keys up to their own");
+ASSERT_FLAG(PADDED, "whether some keys may be missing");
 
 constexpr int WARPS = THREADS / 32;
 
-// Return how many tiles a list has, as it is given.
+// Return the number of tiles in the caller's list.
 DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
   return min(
       max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
       a.places);
 }
 
-// An item at its place in order: the blocks of rows of one head after another; causal ones as the dense kernel has
-// them.
+// An item by its place in order: head by head, all blocks of rows; causal items in the dense kernel's order.
 struct Place {
   int pair, block;
 
@@ -44,7 +43,7 @@ struct Place {
   }
 };
 
-// Return the sum of x over the threads before this one, and add all of them to `sum`; `sums` is shared memory.
+// Return the sum of x over lower threads, and add the sum over all threads to `sum`; `sums` is shared memory.
 DEVICE int64 add_threads(int64 x, int64* sums, int64& sum) {
   const int lane = threadIdx.x % 32;
   int64 before = x;
@@ -65,8 +64,8 @@ DEVICE int64 add_threads(int64 x, int64* sums, int64& sum) {
   return before;
 }
 
-// Queue the items in order, in which heads' keys stay in the L2 cache, but first of all those that would end alone:
-// much longer than most, with less work behind them than keeps all blocks busy twice as long.
+// Queue the items in order, which keeps heads' keys in the L2 cache, but first the items that would end alone: longer
+// than twice the mean, with less work behind them than keeps all blocks busy twice as long.
 DEVICE void make_queue(const Arguments& a) {
   __shared__ int64 sums[WARPS];
   const int items = a.blocks * a.batch * a.q_heads, run = (items + THREADS - 1) / THREADS;
@@ -75,12 +74,12 @@ DEVICE void make_queue(const Arguments& a) {
   for (int index = first; index < end; index++) thread_tiles += Place(a, index).tiles(a);
   const int64 before = add_threads(thread_tiles, sums, all);
   const auto visit = [&](auto queue_item) {
-    int64 left = all - before;
+    int64 tiles_left = all - before;
     for (int index = first; index < end; index++) {
       const Place place(a, index);
       const int64 tiles = place.tiles(a);
-      queue_item(place, tiles * items > 2 * all && left < 2 * tiles * a.blocks_at_once);
-      left -= tiles;
+      queue_item(place, tiles * items > 2 * all && tiles_left < 2 * tiles * a.blocks_at_once);
+      tiles_left -= tiles;
     }
   };
   int64 thread_alone = 0, all_alone = 0;
@@ -93,10 +92,10 @@ DEVICE void make_queue(const Arguments& a) {
   if (threadIdx.x == 0) a.queue[0] = 0;
 }
 
-// The tiles of a list that are at hand, one for each lane.
+// A tile of a list; each lane has its own.
 struct Tile {
   int number;
-  bool seen, whole;  // some of its scores count, or all
+  bool seen, whole;  // some scores count; all count
 
   DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row,
               const int* spans) {
@@ -143,7 +142,7 @@ DEVICE void sort_list(const Arguments& a, int list) {
   }
   if (lane == 0) {
     into[0] = whole, into[1] = next;
-    if (next == 0) into[LIST_HEAD] = (a.kv_len + BLOCK_N - 1) / BLOCK_N;  // behind the last tile: no row sees it
+    if (next == 0) into[LIST_HEAD] = (a.kv_len + BLOCK_N - 1) / BLOCK_N;  // past the last tile: no row sees it
   }
 }
 
