@@ -153,7 +153,7 @@ class QuantizeParameters:
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms in addition to each recipe's, with fields as in `Recipe`.
+    """Transforms and kinds of calls for which the kernels are compiled; the first three fields as in `Recipe`.
 
     Attributes:
         padded: some keys may not exist.

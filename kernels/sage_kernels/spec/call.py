@@ -75,12 +75,12 @@ class Mask:
             )
         return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
 
-    def without_keys(self, keys: int) -> Mask:
-        """Return the mask of the keys from number `keys` on."""
+    def without_first_keys(self, count: int) -> Mask:
+        """Return the mask without its first `count` keys."""
         if self.tensor is None:
             return self
-        tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., keys:]
-        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, keys:])
+        tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., count:]
+        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, count:])
 
 
 NO_MASK = Mask()
@@ -172,7 +172,7 @@ class Call:
 
     @property
     def choice_places(self) -> int:
-        """Return how many of the first keys, the last of them, may give their places to other keys."""
+        """Return how many of the first keys, counted from their end, other keys may replace."""
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
@@ -185,7 +185,7 @@ class Call:
 
     @property
     def recent_start(self) -> int:
-        """Return `recent_start` of the call, which has recent keys: where these begin, counted from `first_keys` on."""
+        """Return the first recent key of a call with recent keys, counted after the first keys (`recent_start`)."""
         return recent_start(self.causal_offset - self.first_keys, self.recipe.recent_keys)
 
     @property
@@ -215,7 +215,7 @@ class Call:
             self,
             key=self.key[:, :, heavy:],
             value=self.value[:, :, heavy:],
-            mask=self.mask.without_keys(heavy),
+            mask=self.mask.without_first_keys(heavy),
             causal_offset=self.causal_offset - heavy,
             lengths=lengths,
         )

@@ -129,8 +129,8 @@ def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Te
 def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Smooth V in the channels whose mean exceeds MIN_MEAN times the largest finite |x - mean|; leave the others.
 
-    V's elements lie on a 16-bit grid. Subtracting less than that grid resolves changes no rounded element: the mean
-    itself becomes their error, all of one sign, which averaging over many keys does not reduce.
+    V's elements lie on a 16-bit grid. A mean below the grid's step changes no rounded element, so adding it back shifts
+    all of them: an error of one sign, which averaging over many keys does not reduce.
     """
     mean = mean_of_tokens(x, valid)
     counts = x.isfinite() if valid is None else x.isfinite() & valid
