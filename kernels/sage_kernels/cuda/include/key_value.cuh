@@ -9,18 +9,19 @@ enum Line {
   KEY_MEAN,
   VALUE_INVERSE,  // what V without its mean is multiplied by; if PV_FLOAT16, its largest magnitudes
   EXTREMA,        // of V, by sharer: largest, smallest, and 1 where all are finite
-  ROTATED_MEAN = EXTREMA + 3 * SHARERS,       // minus K's mean, equalized, and rotated in each section
-  FACTORS = ROTATED_MEAN + ROTATE,            // in 16 bits, with the rotation's signs: see `factor_number`
-  SQUARES = FACTORS + ROTATE,                 // of K and then of the sample of Q, by sharer: sums
-  COUNTS = SQUARES + 2 * SHARERS * EQUALIZE,  // of tokens that exist, by sharer: of K, then of V
-  HEAVIEST = COUNTS + PADDED,                 // of the keys of each sharer: see `Candidates`
-  TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places that other keys than the first take
-  SUMS = TAKEN + CHOICE                                        // of K's blocks of 128 tokens, then of V's
+  ROTATED_MEAN = EXTREMA + 3 * CLUSTER_BLOCKS,       // minus K's mean, equalized, and rotated in each section
+  FACTORS = ROTATED_MEAN + ROTATE,                   // in 16 bits, with the rotation's signs: see `factor_number`
+  SQUARES = FACTORS + ROTATE,                        // of K and then of the sample of Q, by sharer: sums
+  COUNTS = SQUARES + 2 * CLUSTER_BLOCKS * EQUALIZE,  // of tokens that exist, by sharer: of K, then of V
+  HEAVIEST = COUNTS + PADDED,                        // of the keys of each sharer: see `Candidates`
+  TAKEN = HEAVIEST +
+      CHOICE * CLUSTER_BLOCKS * 2 * BLOCK / CHANNELS,  // bits of places that other keys than the first take
+  SUMS = TAKEN + CHOICE                                // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
-  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
+  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sum_blocks) + number) * CHANNELS;
 }
 
 constexpr int NO_KEY = 0x7FFFFFFF;  // the number of a late key that there is not

@@ -36,7 +36,7 @@ DEVICE int64 first_of_head(uint32 pair, uint32 heads, uint32 rows) {
 
 // Of K, and of V, the number of a pair's first block.
 DEVICE int64 first_block_of(const Statistics& s, uint32 pair) {
-  return first_of_head(pair, s.kv_heads, s.sums) + keys_of(s, pair / s.kv_heads).row / BLOCK;
+  return first_of_head(pair, s.kv_heads, s.sum_blocks) + keys_of(s, pair / s.kv_heads).row / BLOCK;
 }
 constexpr int LINES = KEY_LINES + VALUE_LINES;
 // The lines of a block of a pair, those of K before those of V; and those of one of the pair's heads of Q, like K's.
@@ -48,8 +48,8 @@ DEVICE float* query_line(const Statistics& s, uint32 pair, uint32 member) {
 }
 
 // Rows of Q of a sequence that decide the equalizer lie so far apart.
-DEVICE int sample_distance(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
-DEVICE int samples_of(int queries) { return (queries + sample_distance(queries) - 1) / sample_distance(queries); }
+DEVICE int sample_step(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
+DEVICE int samples_of(int queries) { return (queries + sample_step(queries) - 1) / sample_step(queries); }
 
 // Return whether a key counts; they are numbered from the first of all on.
 DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
@@ -113,7 +113,7 @@ DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
   const int queries = queries_of(s, batch).length, samples = samples_of(queries);
   if (!are_queries_padded(s)) return max(samples, 1);
   const int sample = threadIdx.x;
-  return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_distance(queries))), 1);
+  return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_step(queries))), 1);
 }
 
 // What channels are multiplied by and what is added then, by pair: for Q, for K, what is added to K, and to what is not
