@@ -371,13 +371,13 @@ def fastest_exact(request: Request, exact_kernels: Sequence[str]) -> str:
         request: the facts of the call.
         exact_kernels: the names of the exact kernels, except PyTorch's, that serve the call.
     """
-    sizes, grows = sizes_of(request), is_growing_step(request)
+    sizes, is_growing = sizes_of(request), is_growing_step(request)
     us = {curve.provider: curve.us(sizes) for curve in _curves(request, exact_kernels)}
     if SPLIT_KV in exact_kernels and SPLIT_KV not in us and MIN_KEYS_PER_QUERY * sizes.q_len <= sizes.kv_len:
         key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-        if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
+        if not is_growing or key_value_bytes >= GROWING_CACHE_BYTES:
             return SPLIT_KV
-    least_us = EXACT_HOST_US + NEW_LENGTH_US if grows else 0.0
+    least_us = EXACT_HOST_US + NEW_LENGTH_US if is_growing else 0.0
     us = {name: max(time, FA3_HOST_US if name == FA3 else least_us) for name, time in us.items()}
     pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
     fastest = min(us, key=us.__getitem__, default="")

@@ -67,13 +67,13 @@ class Mask:
         Raises:
             ValueError: the mask says more than which keys exist.
         """
-        keys = cls.of(mask, kv_len)
-        if keys.kind not in ("none", "keys"):
+        padding = cls.of(mask, kv_len)
+        if padding.kind not in ("none", "keys"):
             raise ValueError(
                 "with a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
-                f"got a mask of kind {keys.kind!r}"
+                f"got a mask of kind {padding.kind!r}"
             )
-        return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
+        return replace(padding, kind="blocks" if padding.kind == "none" else "block_keys", blocks=blocks)
 
     def without_first_keys(self, count: int) -> Mask:
         """Return the mask without its first `count` keys."""
