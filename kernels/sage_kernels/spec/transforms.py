@@ -114,8 +114,8 @@ def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Te
     square = torch.where(square.isfinite() & counts, square, 0.0).sum(-1, keepdim=True)
     group = torch.arange(tokens, device=key.device) // BLOCK % LOUD_GROUPS
     sums = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, square)
-    number = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, counts.float())
-    mean = sums / number.clamp_min(1)
+    token_counts = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, counts.float())
+    mean = sums / token_counts.clamp_min(1)
     median = torch.where(mean > 0, mean, torch.nan).nanmedian(2, keepdim=True).values
     return counts & ~(mean > median * LOUD)[:, :, group]
 
@@ -289,10 +289,10 @@ def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
     scores = F.pad(scores, (0, -keys % places), value=-torch.inf).unflatten(-1, (-1, places))
     # Of equal maxima take the first: torch.max promises no order.
     is_largest = scores == scores.amax(-2, keepdim=True)
-    number = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
-    number = number + torch.arange(places, device=scores.device)
-    chosen = torch.where(is_largest, number, keys + places).amin(-2)
-    return torch.where(stays, number[0], chosen)
+    index = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
+    index = index + torch.arange(places, device=scores.device)
+    chosen = torch.where(is_largest, index, keys + places).amin(-2)
+    return torch.where(stays, index[0], chosen)
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def block_scores(
         q_parts=q_parts,
         k_parts=k_parts,
         row_blocks=row_blocks,
-        number=tiles,
+        tile_count=tiles,
         group=q_heads // kv_heads,
         channels=channels,
         scale=scale,
@@ -160,11 +160,11 @@ def _select(
     rows: torch.Tensor | None,
     columns: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, row_blocks, number = scores.shape
-    places = number if numbers is None or rows is not None or columns is not None else max(numbers)
+    batch, heads, row_blocks, tile_count = scores.shape
+    places = tile_count if numbers is None or rows is not None or columns is not None else max(numbers)
     counts = scores.new_empty((batch, heads, row_blocks), dtype=torch.int32)
     tiles = scores.new_empty((batch, heads, row_blocks, places), dtype=torch.int32)
-    width = power_of_two(number)
+    width = power_of_two(tile_count)
     launch(
         select_tiles,
         (row_blocks, heads, batch),
@@ -176,7 +176,7 @@ def _select(
         tiles=tiles,
         most=0 if numbers is None else numbers[0],
         share=share,
-        number=number,
+        tile_count=tile_count,
         places=places,
         **strides("rows", _flag_strides(rows), MASK_AXES),
         **strides("columns", _flag_strides(columns), MASK_AXES),
@@ -208,7 +208,7 @@ SIZES = [
     "q_parts",
     "k_parts",
     "row_blocks",
-    "number",
+    "tile_count",
     "places",
     "group",
     "most",
@@ -245,8 +245,8 @@ def write_means(
         rounded = mean.to(tl.bfloat16)
         into = means + row * channels + channel
         tl.store(into, rounded, mask=channel < channels)
-        left = (mean - rounded.to(tl.float32)).to(tl.bfloat16)
-        tl.store(into + tl.num_programs(2) * heads * blocks * channels, left, mask=channel < channels)
+        remainder = (mean - rounded.to(tl.float32)).to(tl.bfloat16)
+        tl.store(into + tl.num_programs(2) * heads * blocks * channels, remainder, mask=channel < channels)
         if similarity is not None:
             length = tl.maximum(tl.sqrt(tl.sum(values * values, 1)), 1e-12)
             mean = tl.sum(values / length[:, None], 0) / count
@@ -300,7 +300,7 @@ def score_pairs(
     q_parts,
     k_parts,
     row_blocks,
-    number,
+    tile_count,
     group,
     channels,
     scale,
@@ -341,8 +341,8 @@ def score_pairs(
         x = finite + tl.log(tl.sum(tl.sum(tl.exp(parts - finite[:, None, :, None]), 3), 1))
     block = tl.program_id(0) // along * BLOCKS + tl.arange(0, BLOCKS)
     tile = tl.program_id(0) % along * TILES + tl.arange(0, TILES)
-    at = scores + ((batch * q_heads + head) * row_blocks + block.to(tl.int64)[:, None]) * number + tile[None, :]
-    tl.store(at, x, mask=(block < row_blocks)[:, None] & (tile < number)[None, :])
+    at = scores + ((batch * q_heads + head) * row_blocks + block.to(tl.int64)[:, None]) * tile_count + tile[None, :]
+    tl.store(at, x, mask=(block < row_blocks)[:, None] & (tile < tile_count)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -355,7 +355,7 @@ def select_tiles(
     tiles,
     most,
     share,
-    number,
+    tile_count,
     places,
     rows_stride_batch,
     rows_stride_head,
@@ -371,8 +371,8 @@ def select_tiles(
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + block
     tile = tl.arange(0, WIDTH)
-    inside = tile < number
-    x = tl.load(scores + pair * number + tile, mask=inside, other=float("-inf")) + 0.0  # -0 is 0
+    inside = tile < tile_count
+    x = tl.load(scores + pair * tile_count + tile, mask=inside, other=float("-inf")) + 0.0  # -0 is 0
     x = tl.where(x == x, x, float("nan"))  # as in PyTorch, the largest
     # Unsigned integers in the order of the scores; 0 for places beyond the tiles.
     bits = x.to(tl.uint32, bitcast=True)
