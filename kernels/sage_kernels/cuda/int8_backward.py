@@ -391,12 +391,12 @@ def heads_at_once(call: BackwardCall, blocks_at_once: int) -> int:
     kv_heads = call.value.shape[1]
     group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
     summed_in = sums_dtype(call.channels, call.value.dtype, call.kv_len)
-    most = SUMS_BYTES // (summed_in.itemsize * group * call.channels * call.q_len)
+    max_heads = SUMS_BYTES // (summed_in.itemsize * group * call.channels * call.q_len)
     if call.token_axes[1].blocks * heads > FEW_ROUNDS * blocks_at_once:
-        return max(1, min(HEADS_AT_ONCE // group, most))
-    most = max(1, min(heads, most))
-    equal = next(count for count in range(most, 0, -1) if heads % count == 0)
-    return equal if 2 * equal >= most else most
+        return max(1, min(HEADS_AT_ONCE // group, max_heads))
+    max_heads = max(1, min(heads, max_heads))
+    divisor = next(count for count in range(max_heads, 0, -1) if heads % count == 0)
+    return divisor if 2 * divisor >= max_heads else max_heads
 
 
 def parts_of_last(call: BackwardCall, blocks_at_once: int) -> int:

@@ -167,7 +167,7 @@ def kernels(
     dtype: torch.dtype,
     recipe: Recipe,
     heavy_keys: int,
-    places: int,
+    choice_places: int,
     late: bool,
     padded: bool,
     packed: bool,
@@ -181,7 +181,7 @@ def kernels(
         dtype: the dtype of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: the call's number of heavy keys.
-        places: `Call.choice_places`.
+        choice_places: as in `Call`.
         late: whether chosen keys are late keys.
         padded: whether keys may be left out.
         packed: whether sequences lie one after the other.
@@ -198,10 +198,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
-        "CHOICE": places > 0,
+        "CHOICE": choice_places > 0,
         "LATE": late,
-        "PLACES": places or 1,
-        "FIRST_KEYS": heavy_keys - late * places,
+        "PLACES": choice_places or 1,
+        "FIRST_KEYS": heavy_keys - late * choice_places,
         "PADDED": padded,
         "PACKED": packed,
         "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
@@ -257,12 +257,14 @@ def unsupported(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
+    choice_places = late_keys or heavy_keys * chooses_heavy_keys(
+        recipe, request.kv_len, request.mask, request.is_causal
+    )
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
     reduce, _, _ = kernels(
-        *(channels, rotation, request.dtype, recipe, heavy_keys, places, late_keys > 0, padded, request.packed),
+        *(channels, rotation, request.dtype, recipe, heavy_keys, choice_places, late_keys > 0, padded, request.packed),
         mean_score,
     )
     assert request.capability is not None  # a GPU has one
