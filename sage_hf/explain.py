@@ -185,7 +185,7 @@ def _costs(targets: Sequence[Target]) -> tuple[str, ...]:
     layers = (layer for target in targets for layer in target.layers.values())
     requests = [plan.request for layer in layers for plan in record.last_plans(layer)]
     capabilities = dict.fromkeys(request.capability for request in requests if request.device_type == "cuda")
-    return tuple(map(cost_model.description, capabilities)) if routing() else ()
+    return tuple(map(cost_model.describe_costs, capabilities)) if routing() else ()
 
 
 def _target_rows(target: Target) -> Iterator[LayerRow]:

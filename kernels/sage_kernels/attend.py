@@ -67,22 +67,22 @@ def attend(
         return attend(*common[:3], mask, blocks, common[3])
     checks.check_tensors(query, key, value, mask, options.enable_gqa)
     grad = grad or has_tangent(query, key, value, mask)
-    keys = NO_MASK
+    call_mask = NO_MASK
     if blocks is not None:
         if options.dropout_p:
             raise ValueError(
                 f"dropout_p={options.dropout_p} is not supported with blocks: set the attention dropout to 0"
             )
-        keys = Mask.of_blocks(blocks, mask, key.shape[2])
+        call_mask = Mask.of_blocks(blocks, mask, key.shape[2])
     elif grad and options.recipe != "exact":
-        keys = Mask.of(mask, key.shape[2])
-    plan, reason = exact_choice.decide(query, key, value, keys, options, grad)
+        call_mask = Mask.of(mask, key.shape[2])
+    plan, reason = exact_choice.decide(query, key, value, call_mask, options, grad)
     if reason or options.recipe == "exact":
         return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
     if grad:
         if plan is None or entry is None or blocks is not None or options.return_lse:
-            return training.call_operator(query, key, value, keys.valid, blocks, None, options)
-        return training.forward(query, key, value, keys, plan, options, entry), None
+            return training.call_operator(query, key, value, call_mask.valid, blocks, None, options)
+        return training.forward(query, key, value, call_mask, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)
     # A cache entry implies that no active mode wants to see the operator.

@@ -118,10 +118,10 @@ def flash_attn_varlen_func(
     if tuple(window_size) == EVERYWHERE and aligned:
         output, lse = attend_packed(q, k, v, lengths, options)
         return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(0, 1), s_aux)
-    named = (dropout_p, softmax_scale, causal, window_size, s_aux)
+    arguments = (dropout_p, softmax_scale, causal, window_size, s_aux)
     outputs, end = [], 0
     for queries, keys in sequence_slices(check_packed(q, k, v, lengths, options)):
-        outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *named)[0])
+        outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *arguments)[0])
         end = queries.stop
     outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences
     return torch.cat(outputs)

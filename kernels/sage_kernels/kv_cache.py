@@ -87,9 +87,9 @@ def kernel_name(kernel: KVKernel) -> str:
     return kernel.name if kernel.native else f"{kernel.name} (emulated)"
 
 
-def whole(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+def read_all(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V, dequantised, (batch, kv_heads, length, head_dim) in the dtype of the caller's K."""
-    key, value = import_module(".reference.kv_cache", __package__).whole(cache)
+    key, value = import_module(".reference.kv_cache", __package__).read_all(cache)
     return key, value
 
 

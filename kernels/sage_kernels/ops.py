@@ -185,13 +185,13 @@ def new_call(
     if mask is not None and mask.dtype == torch.float64 and query.dtype != torch.float64:
         bias = mask_in_dtype(mask, torch.float32, sdpa.LARGEST_BIAS)  # kernels add masks in float32
     if blocks is None:
-        keys = Mask.of(bias, key.shape[2])
+        call_mask = Mask.of(bias, key.shape[2])
     else:
         check_blocks(blocks, query, key, lengths)
-        keys = Mask.of_blocks(blocks, bias, key.shape[2])
-    scale = softmax_scale(options.scale, query.shape[3])
+        call_mask = Mask.of_blocks(blocks, bias, key.shape[2])
+    recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
     causality = bool(options.is_causal), options.causal_offset
-    return Call(query, key, value, get_recipe(options.recipe), keys, *causality, scale, lengths, options.return_lse)
+    return Call(query, key, value, recipe, call_mask, *causality, scale, lengths, options.return_lse)
 
 
 def _attention(

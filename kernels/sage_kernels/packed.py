@@ -41,12 +41,12 @@ def attend_packed(
     q, k, v = map(ops.as_one_sequence, (query, key, value))
     if not _is_served(q, k, v, options):
         return _attend_one_by_one(q, k, v, lengths, options)
-    named: dict[str, Any] = lengths._asdict()
+    keywords: dict[str, Any] = lengths._asdict()
     for name in ("is_causal", "causal_offset", "scale", "recipe", "fallback"):
-        named[name] = getattr(options, name)
+        keywords[name] = getattr(options, name)
     if wants_gradient(query, key, value):
-        return training.packed_attention(query, key, value, **named), None
-    return ops.packed_attention(query, key, value, **named, return_lse=options.return_lse)
+        return training.packed_attention(query, key, value, **keywords), None
+    return ops.packed_attention(query, key, value, **keywords, return_lse=options.return_lse)
 
 
 def check_packed(

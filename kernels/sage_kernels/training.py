@@ -185,8 +185,10 @@ def forward(
 
 def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
     """Return which keys exist, and the block list; None for each that the call lacks."""
-    keys = Mask.of_keys(valid)
-    return keys if blocks is None else replace(keys, kind="blocks" if valid is None else "block_keys", blocks=blocks)
+    call_mask = Mask.of_keys(valid)
+    if blocks is None:
+        return call_mask
+    return replace(call_mask, kind="blocks" if valid is None else "block_keys", blocks=blocks)
 
 
 def _call(

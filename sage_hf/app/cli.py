@@ -301,7 +301,7 @@ def _costs_note(device: torch.device) -> str:
 
     if not routing():
         return "costs: not used (SAGE_KERNELS_ROUTING=0): low bits run wherever a kernel takes calls of that size"
-    return cost_model.description(torch.cuda.get_device_capability(device))
+    return cost_model.describe_costs(torch.cuda.get_device_capability(device))
 
 
 def _gpu(name: str) -> torch.device:

@@ -93,7 +93,7 @@ def call_us(request: Request) -> float | None:
         return cost_model.measured_us(request, (*exact_kernels(request), *cost_model.BACKENDS))
     if plan.recipe != request.recipe or plan.numerics != "native":
         return None
-    return cost_model.measured_us(request, (cost_model.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer),))
+    return cost_model.measured_us(request, (cost_model.low_bit_provider(plan.recipe, plan.kernel, plan.quantizer),))
 
 
 def relative_square(exact: Tensor, other: Tensor) -> float:

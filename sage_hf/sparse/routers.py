@@ -101,9 +101,9 @@ class SubBlockRouter:
             return _keep_most(self.scores(query, key, scale), self.keep, query, key, dense, self.block_m, self.block_n)
         means = kernels.block_means(query, key, self.block_m // self.parts_m, self.block_n // self.parts_n)
         scores = kernels.block_scores(means.query, means.key, _scale(scale, query), self.parts_m, self.parts_n)
-        numbers = _numbers(self.keep, *scores.shape[1::2])
+        kept_counts = _kept_counts(self.keep, *scores.shape[1::2])
         rows, columns = _flags(dense, query, self.block_m), _flags(dense, key, self.block_n)
-        counts, tiles = kernels.list_most(scores, numbers, rows, columns)
+        counts, tiles = kernels.list_most(scores, kept_counts, rows, columns)
         return BlockList(counts, tiles, self.block_m, self.block_n)
 
 
@@ -293,7 +293,7 @@ def _kernels(query: torch.Tensor, key: torch.Tensor, block_m: int, block_n: int,
     return routing_kernels(query, key) if taken else None
 
 
-def _numbers(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:
+def _kept_counts(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:
     """Return the number of tiles that each block of rows keeps, for each head."""
     shares = keep if isinstance(keep, tuple) else (keep,) * heads
     if len(shares) != heads:
@@ -324,12 +324,12 @@ def _keep_most(
 ) -> BlockList:
     """Keep the tiles with the largest scores; among equal scores, the first tiles."""
     tiles = scores.shape[3]
-    numbers = _numbers(keep, scores.shape[1], tiles)
+    kept_counts = _kept_counts(keep, scores.shape[1], tiles)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    if len(set(numbers)) == 1 and all(rows.stop is not None and rows.start == rows.stop for rows in dense):
-        best = order[..., : numbers[0]].sort(-1).values.int()
-        return BlockList(best.new_full(best.shape[:3], numbers[0]), best, block_m, block_n)
-    of_head = torch.tensor(numbers, device=scores.device)[:, None, None]
+    if len(set(kept_counts)) == 1 and all(rows.stop is not None and rows.start == rows.stop for rows in dense):
+        best = order[..., : kept_counts[0]].sort(-1).values.int()
+        return BlockList(best.new_full(best.shape[:3], kept_counts[0]), best, block_m, block_n)
+    of_head = torch.tensor(kept_counts, device=scores.device)[:, None, None]
     most = (torch.arange(tiles, device=scores.device) < of_head).expand_as(order)
     kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, most)
     return _with_dense(kept, query, key, dense, block_m, block_n)

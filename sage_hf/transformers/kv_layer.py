@@ -272,7 +272,7 @@ class QuantizedLayer(DynamicLayer):
         assert self.cache is not None
         if not self.cache.length:
             return key, value
-        past_key, past_value = kv_cache.whole(self.cache)
+        past_key, past_value = kv_cache.read_all(self.cache)
         return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
 
     def _store(

@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Schedule, Sizes, Weights, work
+from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Regime, Schedule, Sizes, Weights, work
 
 ROWS = (64, 128, 192, 256)
 KEYS = (64, 128, 176, 192)
@@ -36,21 +36,22 @@ LAST_SWEEPS = 400
 class Measured:
     """Time of one call in microseconds, with the fields of `Curve` that name the call's kind."""
 
-    runner: str
+    provider: str
     mask: str
     causal: bool
     sizes: Sizes
     us: float
+    regime: Regime = ""
 
 
 def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
-    """Fit a curve to each runner (recipe or exact kernel), kind of mask and causality with at least FEWEST calls.
+    """Fit a curve to each provider, kind of mask, causality and regime with at least FEWEST calls.
 
     The curve is for all head_dims; padded head_dims with FEWEST_OF_A_WIDTH calls also have a separate curve.
     """
-    kinds: dict[tuple[str, str, bool], list[Measured]] = {}
+    kinds: dict[tuple[str, str, bool, Regime], list[Measured]] = {}
     for point in measured:
-        kinds.setdefault((point.runner, point.mask, point.causal), []).append(point)
+        kinds.setdefault((point.provider, point.mask, point.causal, point.regime), []).append(point)
     curves = []
     for calls in kinds.values():
         if len(calls) < FEWEST:
@@ -61,7 +62,9 @@ def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]
             calls_of_width = [call for call in calls if low <= call.sizes.head_dim <= high]
             if FEWEST_OF_A_WIDTH <= len(calls_of_width) < len(calls):
                 curves.append(replace(_fit_one(calls_of_width, multiprocessors), head_dims=(low, high)))
-    return tuple(sorted(curves, key=lambda curve: (curve.runner, curve.mask, curve.causal, curve.head_dims)))
+    return tuple(
+        sorted(curves, key=lambda curve: (curve.provider, curve.mask, curve.regime, curve.causal, curve.head_dims))
+    )
 
 
 def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
@@ -87,7 +90,7 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     factors = [[_padded_alike(padded, call.sizes.head_dim)[1] / NOMINAL_WIDTH for call in calls] for padded in widths]
     columns = torch.tensor(works, dtype=torch.float64).expand(len(widths), -1, -1, -1).clone()
     columns[..., PER_WIDTH] *= torch.tensor(factors, dtype=torch.float64)[:, None, :, None]
-    if kind.mask.split(",")[0] in ("none", "keys"):
+    if kind.mask in ("none", "keys"):
         columns[..., -1] = 0.0  # there is no attention bias to read
     relative = columns.flatten(0, 1) / us[:, None]
     best = _nonnegative(relative, SWEEPS)[1].topk(BEST_SCHEDULES, largest=False).indices
@@ -95,7 +98,7 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     least = int(errors.argmin())
     schedule, fitted = schedules[int(best[least])], Weights(*weights[least].tolist())
     served = _padded_alike(schedule.widths, min(head_dims))[0], _padded_alike(schedule.widths, max(head_dims))[1]
-    curve = Curve(kind.runner, kind.mask, kind.causal, served, schedule, fitted)
+    curve = Curve(kind.provider, kind.mask, kind.causal, served, schedule, fitted, regime=kind.regime)
     squares = [math.log(call.us / curve.us(call.sizes)) ** 2 for call in calls]
     return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
 

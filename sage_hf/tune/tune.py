@@ -23,7 +23,7 @@ from sage_hf.tune.fit import Measured, fit
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
-from sage_kernels.dispatch.curves import Curve
+from sage_kernels.dispatch.curves import Curve, Regime
 from sage_kernels.dispatch.registry import exacts
 from sage_kernels.dispatch.select import MIN_KV_LEN, MIN_QUERY_LEN, select
 from sage_kernels.runtime.toolchain import triton_version
@@ -59,8 +59,8 @@ COMPILING = 0.45
 FITTING = 0.15
 """Share of the seconds for fitting the curves, after measuring."""
 
-# A runner (recipe or exact kernel) is timed for about REPLAYS times this long at each point, by replaying one graph of
-# several calls.
+# A provider (recipe or exact kernel) is timed for about REPLAYS times this long at each point, by replaying one graph
+# of several calls.
 TIMED_MS = 1.0
 TRAINING_MS = 30.0
 """The same for calls with gradients: training holds a GPU at its power limit, where kernels differ by their energy."""
@@ -100,9 +100,9 @@ def points() -> list[Case]:
     for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINING_MASKS[:2]):
         train(batch, 20, 20, n, head_dim, mask)
     cases += _drawn_training()
-    kinds: dict[tuple[str, bool, bool], list[Case]] = {}
+    kinds: dict[tuple[str, Regime, bool, bool], list[Case]] = {}
     for case in dict.fromkeys(cases):
-        kinds.setdefault((_mask(case), case.is_causal, case.training), []).append(case)
+        kinds.setdefault((case.kind, _regime(case), case.is_causal, case.training), []).append(case)
     for index, calls in enumerate(kinds.values()):
         random.Random(index).shuffle(calls)
     turns = itertools.zip_longest(*kinds.values())
@@ -127,9 +127,9 @@ def _measured(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def _mask(case: Case) -> str:
-    """Return the kind of mask in the curves of such calls."""
-    return cost_model.kind_of(case.kind, case.is_causal, case.sizes)
+def _regime(case: Case) -> Regime:
+    """Return the regime of the curves of such calls."""
+    return cost_model.regime_of(case.is_causal, case.sizes)
 
 
 def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
@@ -173,9 +173,9 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
     return Table(properties.name, capability, versions(), curves)
 
 
-def _kind(curve: Curve) -> tuple[str, bool, bool]:
+def _kind(curve: Curve) -> tuple[str, Regime, bool, bool]:
     """Return the kind of a curve's calls: curves of one kind are compared, so all must be of the same GPU."""
-    return curve.mask, curve.causal, curve.runner.endswith(cost_model.TRAINING)
+    return curve.mask, curve.regime, curve.causal, curve.provider.endswith(cost_model.TRAINING)
 
 
 def unseen_points(count: int, seed: int) -> list[Case]:
@@ -247,12 +247,12 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
             for name, context, of, backward in calls:
                 try:
                     with context:
-                        runner = runner_of(device, case, name, backward)
+                        provider = provider_of(device, case, name, backward)
                         us = stream.gpu_us(of(name), TRAINING_MS if case.training else TIMED_MS, REPLAYS)
                 except (RuntimeError, ValueError):  # the call is not supported, or there is no memory
                     torch.cuda.synchronize(device)
                     continue
-                yield Measured(runner, _mask(case), case.is_causal, case.sizes, us)
+                yield Measured(provider, case.kind, case.is_causal, case.sizes, us, _regime(case))
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> str:
+def provider_of(device: torch.device, case: Case, name: str, backward: bool) -> str:
     """Return the name, in a table of costs, of a recipe's kernels for a call or of an exact kernel.
 
     Args:
@@ -283,8 +283,8 @@ def runner_of(device: torch.device, case: Case, name: str, backward: bool) -> st
     plan = select(nominal_request(name, device, **facts), "error")
     phases = plan.kernel, plan.quantizer
     if backward:
-        return cost_model.training_runner(name, *phases, plan.backward)
-    return cost_model.low_bit_runner(name, *phases)
+        return cost_model.training_provider(name, *phases, plan.backward)
+    return cost_model.low_bit_provider(name, *phases)
 
 
 def _heat(device: torch.device) -> None:

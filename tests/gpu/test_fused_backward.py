@@ -50,7 +50,7 @@ def deterministic():
 
 def summed_in(sums: torch.dtype):
     """Let dQ be summed in a dtype, also where the kernel would choose another."""
-    return mock.patch.object(int8_backward, "sums_of", lambda *_: sums)
+    return mock.patch.object(int8_backward, "sums_dtype", lambda *_: sums)
 
 
 def gradients(call: TrainingCall, sums: torch.dtype = torch.int32, kept=None) -> tuple[torch.Tensor, ...]:
@@ -200,7 +200,7 @@ def test_sums_in_float16_serve_rows_of_any_size_next_to_each_other(loud, kv_len,
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sums_in_float16_are_as_near_to_exact_attention_as_the_reference(is_causal, device):
     call = Draw(device).call("sage_bwd", 1, 2, 1, 2048, 20000, 128, is_causal=is_causal, causal_offset=17952)
-    assert int8_backward.sums_of(128, torch.bfloat16, 20000) == torch.float16
+    assert int8_backward.sums_dtype(128, torch.bfloat16, 20000) == torch.float16
     judge(call).assert_as_small_as_the_references()
 
 
@@ -242,7 +242,7 @@ def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(m
     kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, kept=kept)
     for heads in (1, 4, 5, 100):
-        monkeypatch.setattr(int8_backward, "heads_together", lambda *_, heads=heads: heads)
+        monkeypatch.setattr(int8_backward, "heads_at_once", lambda *_, heads=heads: heads)
         assert_equal(gradients(call, kept=kept), expected)
 
 

@@ -145,9 +145,9 @@ def test_the_table_of_costs_by_which_calls_on_a_gpu_were_routed_is_named(monkeyp
     plan = exact_plan(Request(*REQUEST))
     monkeypatch.setattr(record, "last_plans", lambda module: (plan,) * (module is layer))
     monkeypatch.setattr("sage_kernels.dispatch.select._routing", True)
-    assert str(sage_hf.explain(model)).endswith(cost_model.description((9, 0)))
-    assert "9.0.json (NVIDIA H200, " in cost_model.description((9, 0))
-    assert "sage-hf tune" in cost_model.description((8, 6))
+    assert str(sage_hf.explain(model)).endswith(cost_model.describe_costs((9, 0)))
+    assert "9.0.json (NVIDIA H200, " in cost_model.describe_costs((9, 0))
+    assert "sage-hf tune" in cost_model.describe_costs((8, 6))
     monkeypatch.setattr("sage_kernels.dispatch.select._routing", False)
     assert "costs:" not in str(sage_hf.explain(model))
 

@@ -41,7 +41,7 @@ def measured_by(curve, count, noise=0.0, **options):
     draw = random.Random(1)
     for sizes in sizes_of_calls(count, **options):
         us = curve.us(sizes) * draw.uniform(1 - noise, 1 + noise)
-        yield Measured(curve.runner, curve.mask, curve.causal, sizes, us)
+        yield Measured(curve.provider, curve.mask, curve.causal, sizes, us)
 
 
 @pytest.mark.parametrize("order", ["waves", "queue", "split"])
@@ -61,7 +61,7 @@ def test_head_dims_share_a_curve_which_is_for_none_beyond_those_measured():
         assert found.us(sizes) == pytest.approx(TRUE.us(sizes), rel=0.08)
 
 
-def test_few_points_of_an_unknown_runner_give_no_curve():
+def test_few_points_of_an_unknown_provider_give_no_curve():
     assert fit(measured_by(TRUE, 3), multiprocessors=132) == ()
 
 
@@ -69,12 +69,12 @@ PROVIDERS = {"sdpa_fa2": "flash", "cudnn": "cudnn", "fa3": "fa3"}
 
 
 def measured_without_masks(name):
-    """Return (kind, sizes, {runner: µs}) of the calls of a result without masks."""
+    """Return (kind, sizes, {provider: µs}) of the calls of a result without masks."""
     calls = []
     for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
         if row["direction"] == "forward" and row["mask"] in ("none", "causal") and row["q_len"] >= 16:
             sizes = Sizes(*(row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")))
-            us = {runner: row["others_ms"].get(name, math.inf) * 1e3 for name, runner in PROVIDERS.items()}
+            us = {provider: row["others_ms"].get(name, math.inf) * 1e3 for name, provider in PROVIDERS.items()}
             calls.append((row["mask"] == "causal", sizes, us))
     return calls
 
@@ -86,9 +86,9 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
     """
     calls, elsewhere = map(measured_without_masks, ("nvidia-h200-grid", "nvidia-h100-80gb-hbm3-unseen"))
     known = [
-        Measured(runner, "none", causal, sizes, one)
+        Measured(provider, "none", causal, sizes, one)
         for causal, sizes, us in calls[::2]
-        for runner, one in us.items()
+        for provider, one in us.items()
         if one < math.inf
     ]
     table = Table("", (9, 0), {}, fit(known, multiprocessors=132))
@@ -97,8 +97,10 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
         for causal, sizes, us in others:
             if min(us.values()) < cost_model.FA3_HOST_US:
                 continue
-            curves = {runner: table.curve(runner, "none", causal, sizes.head_dim) for runner in us}
-            expected = {runner: curve.us(sizes) for runner, curve in curves.items() if curve and us[runner] < math.inf}
+            curves = {provider: table.curve(provider, "none", causal, sizes.head_dim) for provider in us}
+            expected = {
+                provider: curve.us(sizes) for provider, curve in curves.items() if curve and us[provider] < math.inf
+            }
             shares.append(min(us.values()) / us[min(expected, key=expected.get)])
         assert sum(share >= 0.97 for share in shares) >= 0.96 * len(shares) and min(shares) >= 0.9, sorted(shares)[:8]
 
@@ -162,16 +164,18 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
 def test_kinds_that_there_was_no_time_for_are_as_the_table_that_ships_has_them(gpu, monkeypatch, tmp_path):
     path = tmp_path / "8.9.json"
     slow = replace(TRUE, weights=Weights(launch=1e6))
-    known = [replace(slow, runner=runner, mask=mask) for runner in ("flash", "fa3") for mask in ("none", "unknown")]
+    known = [
+        replace(slow, provider=provider, mask=mask) for provider in ("flash", "fa3") for mask in ("none", "unknown")
+    ]
     Table("another GPU", (8, 9), {"torch": "2.0"}, tuple(known)).write(path)
     monkeypatch.setattr(cost_model, "shipped_path", lambda capability: path)
     few = [point for point in tune.points() if point.head_dim == 128 and point.mask == "none"]
     monkeypatch.setattr(tune, "points", lambda: few)
     table = tune.tune(torch.device("cuda"))
     assert table.versions["torch"] == torch.__version__
-    measured = [table.curve(runner, "none", False, 128) for runner in ("flash", "fa3")]
+    measured = [table.curve(provider, "none", False, 128) for provider in ("flash", "fa3")]
     assert measured[0].weights.launch < 100 and measured[1] is None
-    assert [table.curve(runner, "unknown", False, 128) for runner in ("flash", "fa3")] == known[1::2]
+    assert [table.curve(provider, "unknown", False, 128) for provider in ("flash", "fa3")] == known[1::2]
 
 
 def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_path):
@@ -188,9 +192,9 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
                 with context:
                     ran = kernel.rival if kernel.unsupported(request) == NOT_FASTER else kernel.name
                 if name == "sage3":
-                    runner = cost_model.low_bit_runner("sage3", ran, "nvfp4_quantize_cuda")
+                    provider = cost_model.low_bit_provider("sage3", ran, "nvfp4_quantize_cuda")
                     us = 100.0 if ran == kernel.rival else 50.0
-                    yield Measured(runner, point.kind, point.is_causal, point.sizes, us)
+                    yield Measured(provider, point.kind, point.is_causal, point.sizes, us)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")

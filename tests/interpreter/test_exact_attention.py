@@ -138,14 +138,14 @@ def test_another_kernel_attends_to_keys_that_come_first_and_this_one_to_others(m
     truth, _ = sdpa.attention(call.query, call.key, call.value, mask=mask, scale=call.scale)
     found = []
 
-    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
-        found.extend(None if x is None else x.tolist() for x in (q_lengths, kv_lengths, plan))
+    def attend_to_prefix(call, q_lengths, kv_lengths, schedule, output):
+        found.extend(None if x is None else x.tolist() for x in (q_lengths, kv_lengths, schedule))
         for element in (0, 2):
             output[element] = truth[element]
 
-    output = nonprefix_forward.attend_nonprefix(call, attend_to_first, row_blocks)
-    plan = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
-    assert found == ([None, [130, 0, 200, 0], plan] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
+    output = nonprefix_forward.attend_nonprefix(call, attend_to_prefix, row_blocks)
+    schedule = [1, 1, 1, 1, 2, 0, 2, 0, 0, 1, 2, 3, 0]
+    assert found == ([None, [130, 0, 200, 0], schedule] if row_blocks else [[150, 0, 150, 0], [130, 0, 200, 0], None])
     assert torch.equal(output[0], truth[0].half()) and torch.equal(output[2], truth[2].half())
     assert_exact(call, output)
 
@@ -196,10 +196,10 @@ def test_masks_of_leading_keys_are_detected_wherever_they_begin(multiprocessors,
     truth, _ = sdpa.attention(call.query, call.key, call.value, mask=call.mask.tensor, scale=call.scale)
     lengths = []
 
-    def attend_to_first(call, q_lengths, kv_lengths, plan, output):
+    def attend_to_prefix(call, q_lengths, kv_lengths, schedule, output):
         lengths.extend((q_lengths.tolist(), kv_lengths.tolist()))
         output[:2] = truth[:2]
 
-    output = nonprefix_forward.attend_nonprefix(call, attend_to_first)
+    output = nonprefix_forward.attend_nonprefix(call, attend_to_prefix)
     assert lengths == [[20, 20, 0, 0], [keys, keys - 1, 0, 0]]
     assert_exact(call, output)

@@ -52,7 +52,7 @@ def bounds(cache: KVCache, query, valid, scale: float):
     times codes that are up to the range of V. The reference's 16-bit keys have no bias and the same bound.
     """
     group = query.shape[1] // cache.kv_heads
-    key, value = (x.repeat_interleave(group, 1) for x in reference.whole(cache, torch.float64))
+    key, value = (x.repeat_interleave(group, 1) for x in reference.read_all(cache, torch.float64))
     expected = reference.attend_to_cache(cache, query.double(), valid, scale)
     q = query.double() * cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
     # Norms are the rotated vectors' too; a maximum is at most the norm.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sage_kernels import ops
+from sage_kernels.attend import attend
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
@@ -204,6 +205,18 @@ def test_calls_without_elements_give_nothing(sizes, recipe):
     assert output.shape == (*query.shape[:3], 32)
     assert not output.any()
     assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("recipe", ["sage2", "exact"])
+@pytest.mark.parametrize("kv_len", [330, 0])
+def test_exact_calls_without_queries_give_empty_outputs_and_zero_gradients(recipe, kv_len):
+    inputs = [x.requires_grad_() for x in draw(q_len=0, kv_len=kv_len)]
+    blocks = BlockList.of_kept(torch.ones(1, 1, 0, -(-kv_len // 128), dtype=torch.bool))
+    output, lse = attend(*inputs, None, blocks, Options(recipe=recipe, return_lse=True))
+    assert output.shape == (2, 4, 0, 32) and lse.shape == (2, 4, 0)
+    output.sum().backward()
+    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    assert not any(x.grad.any() for x in inputs)
 
 
 def draw_packed(q_lengths=(300, 0, 130, 200), k_lengths=(330, 40, 129, 0)):

@@ -26,16 +26,16 @@ from tests.helpers.kernels import StandInForward, only_the_reference
 
 H200 = (9, 0)
 REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 128, 128, "none", False, False)
-RUNNER = cost_model.low_bit_runner("sage2", "low_bit", "")
+PROVIDER = cost_model.low_bit_provider("sage2", "low_bit", "")
 
 
-def curve(runner, launch=0.0, tile=0.0, mask="none", causal=False, head_dims=(65, 128)):
+def curve(provider, launch=0.0, tile=0.0, mask="none", causal=False, head_dims=(65, 128), regime=""):
     schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128, 256))
-    return Curve(runner, mask, causal, head_dims, schedule, Weights(launch=launch, tile=tile))
+    return Curve(provider, mask, causal, head_dims, schedule, Weights(launch=launch, tile=tile), regime=regime)
 
 
 # 32 heads of n tokens are n / 4 items, of n / 64 tiles each: both need 62 µs with 1,848 tokens.
-LOW_BIT, CUDNN = curve(RUNNER, launch=50.0, tile=0.12), curve("cudnn", tile=0.62)
+LOW_BIT, CUDNN = curve(PROVIDER, launch=50.0, tile=0.12), curve("cudnn", tile=0.62)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_low_bits_run_where_the_table_says_that_they_are_faster(use_table):
 
 def test_reasons_name_kinds_of_calls_that_never_gain(use_table):
     facts = {"mask": "keys", "causal": True}
-    use_table(curve(RUNNER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
+    use_table(curve(PROVIDER, tile=0.7, **facts), curve("cudnn", tile=0.62, **facts))
     reason = select(with_tokens(32768, mask="keys", is_causal=True)).reason
     assert reason.endswith("exact attention is faster here at head_dim 128, causal, with a key-padding mask")
 
@@ -100,7 +100,7 @@ def test_what_exact_attention_serves_badly_is_not_routed(use_table, facts):
 
 
 def test_host_time_counts_where_the_gpu_has_less_to_do(use_table):
-    use_table(curve(RUNNER, launch=5.0), curve("cudnn", launch=30.0))
+    use_table(curve(PROVIDER, launch=5.0), curve("cudnn", launch=30.0))
     assert select(with_tokens(512)).recipe == "exact"
 
 
@@ -141,7 +141,7 @@ def test_calls_without_queries_or_keys_have_a_cost(order, causal):
     schedule = Schedule(rows=128, keys=64, slots=132, order=order, packs=False, widths=(128,))
     weights = Weights(launch=1.0, tile=1.0)
     for sizes in itertools.product((0, 63), repeat=2):
-        us = Curve(RUNNER, "none", causal, (1, 128), schedule, weights).us(Sizes(2, 4, 2, *sizes, 64))
+        us = Curve(PROVIDER, "none", causal, (1, 128), schedule, weights).us(Sizes(2, 4, 2, *sizes, 64))
         assert 1.0 <= us < 10.0
 
 
@@ -195,15 +195,15 @@ def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(u
     assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
 
 
-@pytest.mark.parametrize(("us", "runs"), [(50.0, cost_model.SHARING), (40.0, "sdpa_without_cudnn")])
+@pytest.mark.parametrize(("us", "runs"), [(50.0, cost_model.SPLIT_KV), (40.0, "sdpa_without_cudnn")])
 def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length(use_table, us, runs):
-    few = {"mask": "none, few queries"}
-    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(cost_model.SHARING, launch=10.0, **few))
-    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), [cost_model.SHARING]) == runs
+    few = {"regime": "few queries"}
+    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(cost_model.SPLIT_KV, launch=10.0, **few))
+    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), [cost_model.SPLIT_KV]) == runs
 
 
 def test_flash_attention_3_takes_any_length_so_steps_run_by_it_where_it_is_faster(use_table):
-    few = {"mask": "none, few queries"}
+    few = {"regime": "few queries"}
     use_table(LOW_BIT, curve("flash", launch=50.0, **few), curve("fa3", launch=40.0, **few))
     assert cost_model.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
 
@@ -217,33 +217,33 @@ def test_flash_attention3_takes_no_less_than_its_host_time(use_table, pytorch_us
 def test_without_costs_steps_behind_a_growing_cache_share_the_keys_of_large_ones(use_table):
     use_table()
     step = replace(REQUEST, q_len=1, kv_heads=8, kv_len=8192, batch=1)
-    assert cost_model.fastest_exact(step, [cost_model.SHARING]) == "sdpa_without_cudnn"
-    assert cost_model.fastest_exact(replace(step, batch=16), [cost_model.SHARING]) == cost_model.SHARING
-    assert cost_model.fastest_exact(replace(step, mask="keys"), [cost_model.SHARING]) == cost_model.SHARING
-    assert cost_model.fastest_exact(replace(step, q_len=64), [cost_model.SHARING]) == cost_model.SHARING
-    assert cost_model.fastest_exact(replace(step, q_len=64, kv_len=64), [cost_model.SHARING]) != cost_model.SHARING
+    assert cost_model.fastest_exact(step, [cost_model.SPLIT_KV]) == "sdpa_without_cudnn"
+    assert cost_model.fastest_exact(replace(step, batch=16), [cost_model.SPLIT_KV]) == cost_model.SPLIT_KV
+    assert cost_model.fastest_exact(replace(step, mask="keys"), [cost_model.SPLIT_KV]) == cost_model.SPLIT_KV
+    assert cost_model.fastest_exact(replace(step, q_len=64), [cost_model.SPLIT_KV]) == cost_model.SPLIT_KV
+    assert cost_model.fastest_exact(replace(step, q_len=64, kv_len=64), [cost_model.SPLIT_KV]) != cost_model.SPLIT_KV
 
 
 @pytest.mark.parametrize(("us", "recipe"), [(400.0, "exact"), (600.0, "sage2")])
 def test_at_equal_cost_long_calls_run_in_low_bits_and_shorter_ones_exactly(use_table, us, recipe):
-    use_table(curve(RUNNER, launch=us), curve("cudnn", launch=us))
+    use_table(curve(PROVIDER, launch=us), curve("cudnn", launch=us))
     assert select(with_tokens(4096)).recipe == recipe
 
 
 @pytest.mark.parametrize(
-    ("kind", "facts"),
+    ("regime", "facts"),
     [
-        ("keys, few queries", {"q_len": 1, "mask": "keys"}),
-        ("none, behind a cache", {"q_len": 512, "is_causal": True, "lower_right": True}),
+        ("few queries", {"q_len": 1, "mask": "keys"}),
+        ("behind a cache", {"q_len": 512, "is_causal": True, "lower_right": True}),
     ],
 )
-def test_calls_behind_a_cache_have_curves_of_their_own(use_table, kind, facts):
+def test_calls_behind_a_cache_have_curves_of_their_own(use_table, regime, facts):
     times = (("flash", 0.1), ("own", 0.05))
     request = replace(REQUEST, **facts)
-    causal = request.is_causal
-    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, mask=kind, causal=causal) for name, tile in times))
+    kind = {"mask": request.mask, "causal": request.is_causal}
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, regime=regime, **kind) for name, tile in times))
     assert cost_model.fastest_exact(request, ["own"]) == "own"
-    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, causal=causal) for name, tile in times))
+    use_table(LOW_BIT, CUDNN, *(curve(name, tile=tile, **kind) for name, tile in times))
     assert cost_model.fastest_exact(request, ["own"]) in ("sdpa", "sdpa_without_cudnn")
 
 
@@ -376,7 +376,7 @@ def test_tables_that_ship_are_read_without_complaint():
     for path in paths:
         table = cost_model.read_table(path)
         assert path.stem == ".".join(map(str, table.capability))
-        assert {curve.runner for curve in table.curves} >= set(cost_model.BACKENDS)
+        assert {curve.provider for curve in table.curves} >= set(cost_model.BACKENDS)
 
 
 def test_calls_behind_a_cache_are_routed_by_the_backend_that_serves_them(use_table):

@@ -58,18 +58,18 @@ def tiles_taken(call, together: int) -> tuple[int, float]:
 )
 def test_multiprocessors_are_busy_to_the_end(sizes):
     call = call_of(*sizes)
-    taken, ideal = tiles_taken(call, int8_backward.heads_together(call, MULTIPROCESSORS))
+    taken, ideal = tiles_taken(call, int8_backward.heads_at_once(call, MULTIPROCESSORS))
     assert taken <= 1.12 * ideal
 
 
 @pytest.mark.parametrize("sizes", [(1, 7, 7, 8192, 128), (3, 28, 4, 8192, 128), (1, 64, 1, 4096, 64)])
 def test_sums_of_the_heads_that_are_taken_together_stay_in_the_cache(sizes):
     batch, q_heads, kv_heads, tokens, head_dim = sizes
-    together = int8_backward.heads_together(call_of(*sizes), MULTIPROCESSORS)
+    together = int8_backward.heads_at_once(call_of(*sizes), MULTIPROCESSORS)
     bytes_of_head = (2 if head_dim == 128 else 4) * q_heads // kv_heads * tokens * head_dim
     assert 1 <= together <= batch * kv_heads
     assert together == 1 or together * bytes_of_head <= int8_backward.SUMS_BYTES
 
 
 def test_without_causality_all_blocks_are_equally_long():
-    assert int8_backward.heads_together(call_of(1, 32, 8, 4096, 128, is_causal=False), MULTIPROCESSORS) == 1
+    assert int8_backward.heads_at_once(call_of(1, 32, 8, 4096, 128, is_causal=False), MULTIPROCESSORS) == 1

@@ -80,9 +80,9 @@ def test_the_tma_adds_what_is_summed(tmp_path, monkeypatch, sums):
 def test_sums_are_in_float16_where_that_is_faster_and_near_enough_and_in_int32_where_they_must_repeat(
     monkeypatch, channels, dtype, kv_len, sums
 ):
-    assert int8_backward.sums_of(channels, dtype, kv_len) == sums
+    assert int8_backward.sums_dtype(channels, dtype, kv_len) == sums
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert int8_backward.sums_of(channels, dtype, kv_len) == torch.int32
+    assert int8_backward.sums_dtype(channels, dtype, kv_len) == torch.int32
 
 
 @pytest.fixture

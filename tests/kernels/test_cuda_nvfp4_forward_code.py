@@ -172,7 +172,7 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
     """Triton's kernel takes 100 µs."""
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 6))  # whose Triton kernel is native
     measured = {"nvfp4_forward": 100.0} | ({} if ours is None else {"nvfp4_forward_cuda": ours})
-    curves = {cost_model.low_bit_runner("sage3", name, "nvfp4_quantize_cuda"): us for name, us in measured.items()}
+    curves = {cost_model.low_bit_provider("sage3", name, "nvfp4_quantize_cuda"): us for name, us in measured.items()}
 
     class Curve(NamedTuple):
         fixed: float
@@ -181,8 +181,8 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
             return self.fixed
 
     class Table:
-        def curve(self, runner, *kind):
-            return Curve(curves[runner]) if runner in curves else None
+        def curve(self, provider, *kind):
+            return Curve(curves[provider]) if provider in curves else None
 
     monkeypatch.setattr(cost_model, "table_of", lambda capability: Table())
     set_routing(False)  # exact attention was not measured

@@ -126,19 +126,19 @@ def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(ope
     assert operator == [(1.0, False, splits)]
 
 
-class Others:
+class NonprefixKernel:
     """Stand-in for the kernel that counts keys: it has the operator attend in the first element alone."""
 
-    def attend_nonprefix(self, call, attend_to_first, row_blocks):
+    def attend_nonprefix(self, call, attend_to_prefix, row_blocks):
         self.row_blocks, output = row_blocks, torch.zeros_like(call.query)
         lengths = torch.tensor([5, 0], dtype=torch.int32)
         which = (None, torch.tensor([1])) if row_blocks else (torch.tensor([3, 0]), None)
-        attend_to_first(call, which[0], lengths, which[1], output)
+        attend_to_prefix(call, which[0], lengths, which[1], output)
         return output
 
 
-def planner(split=1, counter=0):
-    def plan(batch, q_len, kv_len, q_heads, kv_heads, *others, seqused_q=None, num_splits):
+def scheduler(split=1, counter=0):
+    def schedule(batch, q_len, kv_len, q_heads, kv_heads, *others, seqused_q=None, num_splits):
         assert num_splits == 1
         size, blocks = -(-batch // 4) * 4, q_heads // kv_heads * -(-q_len // 128)
         numbers = torch.full((3 * size + 1,), 77, dtype=torch.int32)
@@ -146,22 +146,22 @@ def planner(split=1, counter=0):
         numbers[2 * size : 2 * size + batch], numbers[-1] = torch.arange(batch).flip(0), counter
         return numbers
 
-    return plan
+    return schedule
 
 
 @pytest.mark.parametrize(
-    ("planned_by", "ignores", "row_blocks"),
+    ("scheduled_by", "ignores", "row_blocks"),
     [
         (None, False, 0),
-        (planner(), False, 4),
-        (planner(), True, 0),
-        (planner(split=2), False, 0),
-        (planner(counter=9), False, 0),
+        (scheduler(), False, 4),
+        (scheduler(), True, 0),
+        (scheduler(split=2), False, 0),
+        (scheduler(counter=9), False, 0),
         (lambda *sizes: sizes, False, 0),
     ],
-    ids=["no planner", "planner", "it ignores plans", "it splits", "another layout", "other arguments"],
+    ids=["no scheduler", "scheduler", "it ignores schedules", "it splits", "another layout", "other arguments"],
 )
-def test_with_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, planned_by, ignores, row_blocks):
+def test_with_padding_it_takes_a_schedule_where_it_follows_schedules(monkeypatch, scheduled_by, ignores, row_blocks):
     options = {}
 
     def attend(query, key, value, out, **kwargs):
@@ -173,22 +173,22 @@ def test_with_padding_it_takes_a_plan_where_it_follows_such_plans(monkeypatch, p
         return out, torch.zeros(4)
 
     operators = SimpleNamespace(fwd=attend)
-    if planned_by is not None:
-        operators.get_scheduler_metadata = planned_by
+    if scheduled_by is not None:
+        operators.get_scheduler_metadata = scheduled_by
     monkeypatch.setattr(flash_attention3, "_operators", lambda: operators)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(flash_attention3, "_row_blocks_by_size", {})
-    flash_attention3._takes_plans.cache_clear()
+    flash_attention3._takes_schedules.cache_clear()
     query, key = torch.randn(2, 128, 200, 64), torch.randn(2, 64, 10, 64)
-    others = Others()
-    output = flash_attention3.PaddedFlashAttention3(others).attend(
+    nonprefix_kernel = NonprefixKernel()
+    output = flash_attention3.PaddedFlashAttention3(nonprefix_kernel).attend(
         Call(query, key, key, get_recipe("exact"), scale=0.1)
     )
-    assert others.row_blocks == row_blocks
+    assert nonprefix_kernel.row_blocks == row_blocks
     assert options["seqused_k"].tolist() == [5, 0] and options["num_splits"] == 1
     assert ("scheduler_metadata" in options) == bool(row_blocks) != ("seqused_q" in options)
     assert output[0].any() and not output[1].any()
-    flash_attention3._takes_plans.cache_clear()
+    flash_attention3._takes_schedules.cache_clear()
 
 
 def test_with_padding_a_traced_call_notes_the_operator(monkeypatch):
@@ -202,7 +202,7 @@ def test_with_padding_a_traced_call_notes_the_operator(monkeypatch):
             call, query=trace.stand_in(call.query), key=trace.stand_in(call.key), value=trace.stand_in(call.value)
         )
         lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
-        flash_attention3._attend_to_first(stand_in, lengths, lengths, None, output)
+        flash_attention3._attend_to_prefix(stand_in, lengths, lengths, None, output)
     (operator,) = trace.steps
     assert not written
     tensors = [torch.zeros(x.shape) for x in operator.arguments]

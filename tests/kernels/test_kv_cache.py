@@ -45,7 +45,7 @@ def exact(query, key, value, valid=None):
 def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_step(format, head_dim):
     query, key, value = draw(head_dim=head_dim)
     cache = fill(format, query, key, value)
-    for which, found, x in zip(("key", "value"), reference.whole(cache, torch.float64), (key, value), strict=True):
+    for which, found, x in zip(("key", "value"), reference.read_all(cache, torch.float64), (key, value), strict=True):
         rows = reference.transform_key(cache, x) if which == "key" else reference.transform_value(cache, x)
         error = (found - x.double()).norm(dim=-1)
         factor = cache.equalizer.amax(-1) if which == "key" else cache.value_unit
@@ -70,7 +70,7 @@ def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
         kv_cache.store(cache, None, key[:, :, start : start + 1], value[:, :, start : start + 1])
     kv_cache.store(other, None, key[:, :, 100:], value[:, :, 100:])
     assert (cache.length, cache.coded) == (other.length, other.coded) == (300, 236)
-    for one, two in zip(reference.whole(cache), reference.whole(other), strict=True):
+    for one, two in zip(reference.read_all(cache), reference.read_all(other), strict=True):
         assert torch.equal(one, two)
 
 
@@ -84,7 +84,7 @@ def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
     output, kernel, _ = kv_cache.decode(cache, *last, valid, 64**-0.5)
     assert kernel == "reference (emulated)"
     assert cache.start.tolist() == [17, 0]
-    expected = exact(last[0], *reference.whole(cache, torch.float64), valid)
+    expected = exact(last[0], *reference.read_all(cache, torch.float64), valid)
     assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4 * value.abs().max().item())
 
 
@@ -94,7 +94,7 @@ def test_values_behind_first_ones_that_are_nearly_zero_are_stored():
     cache = KVCache(get_format("int8"), key)
     for part in (slice(0, 1), slice(1, 300)):
         kv_cache.store(cache, query[:, :, part], key[:, :, part], value[:, :, part])
-    found = reference.whole(cache, torch.float64)[1][:, :, 1:]
+    found = reference.read_all(cache, torch.float64)[1][:, :, 1:]
     # 255 steps over a range of about 5 deviations: an error of 5 / 255 / sqrt(12) = .006 of a deviation.
     assert (found - value[:, :, 1:]).norm() <= 0.01 * value[:, :, 1:].norm()
 
@@ -116,7 +116,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
     kept = 300 - removed
     again = [x[:, :, kept : kept + 1] for x in (key, value)]
     kv_cache.store(cache, None, *again)
-    for found, x in zip(reference.whole(cache), (key, value), strict=True):
+    for found, x in zip(reference.read_all(cache), (key, value), strict=True):
         error = (found - x[:, :, : kept + 1]).norm(dim=-1) / x[:, :, : kept + 1].norm(dim=-1)
         assert error.max() < 0.02
         assert error[..., -1].max() < 0.002  # in 16 bits
@@ -126,9 +126,9 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
 def test_sequences_are_selected_repeated_and_dropped():
     query, key, value = draw(200)
     cache = fill("nvfp4", query, key, value)
-    before = reference.whole(cache)
+    before = reference.read_all(cache)
     cache.select(torch.tensor([1, 1, 0]))
-    for one, two in zip(before, reference.whole(cache), strict=True):
+    for one, two in zip(before, reference.read_all(cache), strict=True):
         assert torch.equal(one[[1, 1, 0]], two)
 
 
@@ -154,11 +154,11 @@ def test_more_tokens_than_there_are_cannot_be_kept():
 def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
     query, key, value = draw(200)
     cache = fill(format, query, key, value)
-    before = reference.whole(cache)
+    before = reference.read_all(cache)
     other = copied(cache)
     kv_cache.store(other, None, key[:, :, :90], value[:, :, :90])
     assert (cache.length, other.length) == (200, 290)
-    for one, two, three in zip(before, reference.whole(cache), reference.whole(other), strict=True):
+    for one, two, three in zip(before, reference.read_all(cache), reference.read_all(other), strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one[:, :, :136], three[:, :, :136])  # the others have left the window
 

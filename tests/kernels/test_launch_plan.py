@@ -49,9 +49,9 @@ def test_buffers_needed_at_once_do_not_overlap_and_others_may():
     places, total = launch_plan.place_buffers(buffers, 4)
     spans = {number: (places[number], places[number] + sizes[number][0]) for number in places}
     for one in buffers:
-        assert spans[one.number][0] % launch_plan.ALIGNMENT == 0 and spans[one.number][1] <= total
+        assert spans[one.number][0] % launch_plan.BUFFER_ALIGNMENT == 0 and spans[one.number][1] <= total
         for other in buffers:
             together = one.first < (other.last or 5) and other.first < (one.last or 5)
             (start, end), (begin, stop) = spans[one.number], spans[other.number]
             assert one is other or not together or end <= begin or stop <= start
-    assert total < sum(-(-size // launch_plan.ALIGNMENT) * launch_plan.ALIGNMENT for size, _, _ in sizes)
+    assert total < sum(-(-size // launch_plan.BUFFER_ALIGNMENT) * launch_plan.BUFFER_ALIGNMENT for size, _, _ in sizes)

@@ -20,15 +20,15 @@ REQUEST = Request(
 )
 
 
-def curve(runner, launch, tile):
+def curve(provider, launch, tile):
     schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128,))
-    return Curve(runner, "none", False, (1, 128), schedule, Weights(launch=launch, tile=tile))
+    return Curve(provider, "none", False, (1, 128), schedule, Weights(launch=launch, tile=tile))
 
 
 @pytest.fixture(autouse=True)
 def table(routed, monkeypatch):
     """32 heads of n tokens are n / 4 items of n / 64 tiles: the recipe is faster from about 5,000 tokens on."""
-    curves = curve(cost_model.training_runner(*KERNELS), 600.0, 0.4), curve(f"cudnn{cost_model.TRAINING}", 0.0, 0.6)
+    curves = curve(cost_model.training_provider(*KERNELS), 600.0, 0.4), curve(f"cudnn{cost_model.TRAINING}", 0.0, 0.6)
     monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
 
 
@@ -58,8 +58,8 @@ def test_without_a_table_long_calls_run_the_recipe(monkeypatch):
 def measure_forwards(monkeypatch, low_bit, exact):
     """Have the table say how long forward passes take, in µs a round and tile."""
     before = cost_model.table_of(None).curves
-    runner = cost_model.low_bit_runner(*KERNELS[:3])
-    curves = (*before, curve(runner, 0.0, low_bit), curve("cudnn", 0.0, exact))
+    provider = cost_model.low_bit_provider(*KERNELS[:3])
+    curves = (*before, curve(provider, 0.0, low_bit), curve("cudnn", 0.0, exact))
     monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
 
 

@@ -51,12 +51,12 @@ class SortedLists:
 
     @property
     def of_batch(self) -> int:
-        """Return the distance in lists from a batch element to the next; 0 if all share a list."""
+        """Return the stride in lists from a batch element to the next; 0 if all share a list."""
         return 0 if self.lists.shape[0] == 1 else self.lists.shape[1] * self.lists.shape[2]
 
     @property
     def of_head(self) -> int:
-        """Return the distance in lists from a head to the next; 0 if all share a list."""
+        """Return the stride in lists from a head to the next; 0 if all share a list."""
         return 0 if self.lists.shape[1] == 1 else self.lists.shape[2]
 
 

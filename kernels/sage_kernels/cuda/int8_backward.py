@@ -1,6 +1,6 @@
 """Gradients of INT8 attention on Hopper in one pass, P and dS in 16 bits: `int8_backward.cu`.
 
-dQ is summed in memory, by one addition for each block of keys, in any order. `sums_of` chooses the dtype of the sums:
+dQ is summed in memory, by one addition for each block of keys, in any order. `sums_dtype` chooses the sums' dtype:
 
 - int32 if PyTorch must be deterministic (`torch.use_deterministic_algorithms`): results repeat bit for bit;
 - float16 if additions limit the speed: with 128 channels, for gradients in bfloat16 and up to FLOAT16_KEYS keys;
@@ -70,7 +70,7 @@ FLOAT16_KEYS = 2**15
 """Keys up to which dQ may be summed in float16."""
 SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
 """Names in CUDA C++ of the dtypes in which dQ is summed."""
-HEADS_TOGETHER, FEW_ROUNDS = 4, 4
+HEADS_AT_ONCE, FEW_ROUNDS = 4, 4
 """Heads of Q whose blocks are taken in turn, and rounds of the multiprocessors up to which all heads may be."""
 MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
 STEPS_OF_CAUSAL_PART = 32
@@ -191,14 +191,15 @@ class Order:
 
     Attributes:
         pairs, kv_heads: heads of K in all batch elements, and in one.
-        heads_together: heads of K whose blocks are taken in turn.
-        whole: number of blocks of keys that one block of the grid takes whole; the others come last and are split.
+        heads_at_once: heads of K whose blocks are taken in turn.
+        whole_blocks: number of blocks of keys that one block of the grid takes whole; the others come last, and are
+            split.
     """
 
     pairs: Int
     kv_heads: Int
-    heads_together: Int
-    whole: Int
+    heads_at_once: Int
+    whole_blocks: Int
 
 
 @dataclass(slots=True)
@@ -325,10 +326,10 @@ class Kernels:
 
 
 @cache
-def kernels(channels: int, dtype: torch.dtype, sums: torch.dtype) -> Kernels:
+def kernels(channels: int, dtype: torch.dtype, summed_in: torch.dtype) -> Kernels:
     """Return the kernels for operands of so many channels, which sum dQ in a dtype of `SUMS`."""
-    common = {**tokens.macros(channels, dtype), "SUMS": SUMS[sums], "TILE": TILE, "BLOCK": BLOCK}
-    shared_bytes = shared_memory(channels, sums)
+    common = {**tokens.macros(channels, dtype), "SUMS": SUMS[summed_in], "TILE": TILE, "BLOCK": BLOCK}
+    shared_bytes = shared_memory(channels, summed_in)
     operands = Source(
         "backward_operands.cu",
         {
@@ -350,7 +351,7 @@ def kernels(channels: int, dtype: torch.dtype, sums: torch.dtype) -> Kernels:
     )
 
 
-def sums_of(channels: int, dtype: torch.dtype, kv_len: int) -> torch.dtype:
+def sums_dtype(channels: int, dtype: torch.dtype, kv_len: int) -> torch.dtype:
     """Return the dtype of `SUMS` in which dQ is summed, for operands of so many channels and so many keys."""
     if torch.are_deterministic_algorithms_enabled():
         return torch.int32
@@ -358,27 +359,27 @@ def sums_of(channels: int, dtype: torch.dtype, kv_len: int) -> torch.dtype:
     return torch.float16 if is_short else torch.float32
 
 
-def statistics(sums: torch.dtype) -> int:
+def statistics_per_query(summed_in: torch.dtype) -> int:
     """Return the number of statistics of a query."""
-    return STATISTICS - (sums == torch.float32)
+    return STATISTICS - (summed_in == torch.float32)
 
 
-def shared_memory(channels: int, sums: torch.dtype) -> int:
+def shared_memory(channels: int, summed_in: torch.dtype) -> int:
     """Return the bytes of a block's keys, tiles of queries with statistics, dS, parts of dQ, and barriers."""
     codes_and_two_operands = (1 + 2 + 2) * channels
     of_keys = BLOCK * codes_and_two_operands
-    of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * statistics(sums))
+    of_queries = STAGES[channels] * TILE * (codes_and_two_operands + 4 * statistics_per_query(summed_in))
     return of_keys + of_queries + BUFFERS * 2 * BLOCK * TILE + PARTS_BYTES + CONTROL_BYTES
 
 
 def unsupported(request: Request) -> str:
     """Return why the kernels for a request of `registration.HopperFusedBackward` are unavailable; "" if available."""
     channels = power_of_two(request.head_dim)
-    needed = kernels(channels, request.dtype, sums_of(channels, request.dtype, request.kv_len))
+    needed = kernels(channels, request.dtype, sums_dtype(channels, request.dtype, request.kv_len))
     return needed.backward.source.unavailable() or needed.finish.source.unavailable()
 
 
-def heads_together(call: BackwardCall, blocks_at_once: int) -> int:
+def heads_at_once(call: BackwardCall, blocks_at_once: int) -> int:
     """Return the number of heads of K whose blocks are taken in turn.
 
     Blocks of a causal head differ in length: taken head after head, the longest blocks of the last heads would start
@@ -389,13 +390,13 @@ def heads_together(call: BackwardCall, blocks_at_once: int) -> int:
         return 1
     kv_heads = call.value.shape[1]
     group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
-    sums = sums_of(call.channels, call.value.dtype, call.kv_len)
-    most = SUMS_BYTES // (sums.itemsize * group * call.channels * call.q_len)
+    summed_in = sums_dtype(call.channels, call.value.dtype, call.kv_len)
+    max_heads = SUMS_BYTES // (summed_in.itemsize * group * call.channels * call.q_len)
     if call.token_axes[1].blocks * heads > FEW_ROUNDS * blocks_at_once:
-        return max(1, min(HEADS_TOGETHER // group, most))
-    most = max(1, min(heads, most))
-    equal = next(count for count in range(most, 0, -1) if heads % count == 0)
-    return equal if 2 * equal >= most else most
+        return max(1, min(HEADS_AT_ONCE // group, max_heads))
+    max_heads = max(1, min(heads, max_heads))
+    divisor = next(count for count in range(max_heads, 0, -1) if heads % count == 0)
+    return divisor if 2 * divisor >= max_heads else max_heads
 
 
 def parts_of_last(call: BackwardCall, blocks_at_once: int) -> int:
@@ -437,7 +438,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     saved, channels, device = call.saved, call.channels, call.value.device
     queries, keys = call.token_axes
     q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
-    summed_in = sums_of(channels, call.value.dtype, keys.tokens)
+    summed_in = sums_dtype(channels, call.value.dtype, keys.tokens)
     fused = kernels(channels, call.value.dtype, summed_in)
     compile_together((fused.finish, fused.backward), device)
     padding = None if call.mask.valid is None else key_padding(call.mask.valid)
@@ -452,14 +453,14 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     key_tiles, bounds = 2 * keys.blocks, None
     if summed_in != torch.float32:
         bounds = saved.lse.new_empty((call.batch, kv_heads, key_tiles, 2))
-    of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics(summed_in)))
+    of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics_per_query(summed_in)))
     sums = torch.empty_like(saved.query, dtype=summed_in)
     blocks_at_once = multiprocessors(call.value.get_device())
     blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, blocks_at_once), None
-    left = blocks % blocks_at_once if parts > 1 else 0
-    if left:
-        partials = saved.lse.new_empty((left, parts, 2, BLOCK, channels))
-    order = Order(call.batch * kv_heads, kv_heads, heads_together(call, blocks_at_once), blocks - left)
+    split_blocks = blocks % blocks_at_once if parts > 1 else 0
+    if split_blocks:
+        partials = saved.lse.new_empty((split_blocks, parts, 2, BLOCK, channels))
+    order = Order(call.batch * kv_heads, kv_heads, heads_at_once(call, blocks_at_once), blocks - split_blocks)
 
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)
@@ -548,7 +549,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         v_head_dim=call.value.shape[3],
         softmax_scale=call.scale,
     )
-    launch(fused.backward, blocks + left * (parts - 1), Parameters(maps, arguments), device)
+    launch(fused.backward, blocks + split_blocks * (parts - 1), Parameters(maps, arguments), device)
     if partials is not None:
         finishing = KeyFinishingArguments(
             key_gradient=of_key,
@@ -561,7 +562,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
             v_head_dim=call.value.shape[3],
         )
         threads = 2 * BLOCK * channels // THREAD_CHANNELS
-        launch(fused.finish_keys, left * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device)
+        launch(
+            fused.finish_keys, split_blocks * threads // PREPARING_THREADS, KeyFinishingParameters(finishing), device
+        )
     launch(
         fused.finish,
         tiles * (channels // PART_CHANNELS),

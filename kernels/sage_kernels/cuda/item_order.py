@@ -34,5 +34,5 @@ def last_parts(items: int, blocks: int, warpgroups: int) -> int:
 
     Each part has the rows of some of an item's warpgroups; with fewer warpgroups a block takes less time.
     """
-    left = items % blocks
-    return min(warpgroups, blocks // left) if left else 1
+    last_items = items % blocks
+    return min(warpgroups, blocks // last_items) if last_items else 1

@@ -35,7 +35,7 @@ from .tokens import Tokens
 HALF_BLOCK = BLOCK // 2  # tokens of Q, K or float16 V that a block of the grid quantises
 VALUE_CHANNELS = 64  # channels of BLOCK tokens of e4m3 V that a block of the grid quantises
 THREADS = 128
-SHARERS = 8  # blocks of the grid that compute statistics of K, or V, of a pair
+CLUSTER_BLOCKS = 8  # blocks of a cluster: the sharers of the statistics of K, or V, of a pair
 # Blocks of Q with which a launch begins: work for the GPU until the last statistics are ready.
 LEADING_QUERY_BLOCKS = 512
 
@@ -45,11 +45,11 @@ class Statistics:
     """Buffers that `statistics` writes and `quantize` reads, and their sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
-        lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sums, CHANNELS).
+        lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sum_blocks, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
         chosen: (batch, kv_heads, PLACES), as in `operands.Statistics`; None if the heavy keys are the first keys.
         blocks: blocks of BLOCK tokens of K and V after the first keys.
-        sums: blocks of BLOCK tokens of all of K and V.
+        sum_blocks: blocks of BLOCK tokens of all of K and V.
         kv_len: number of keys after the first keys.
         valid: (batch or 1, keys), including heavy keys, 0 where a key does not exist; None without padding.
         valid_stride: stride from batch element to batch element.
@@ -61,7 +61,7 @@ class Statistics:
     chosen: Ints
     kv_heads: UInt32
     blocks: UInt32
-    sums: UInt32
+    sum_blocks: UInt32
     head_dim: Int
     v_head_dim: Int
     kv_len: Int
@@ -117,14 +117,14 @@ class Equalizer:
     Attributes:
         factors: (batch, kv_heads, CHANNELS); None without equalizing.
         samples: rows of a head, at equal distances from the first one on.
-        distance: distance between two of these rows.
+        sample_step: distance between two of these rows.
         softmax_scale: factor of the scores, for the choice of heavy keys.
     """
 
     factors: Floats
     q_heads: UInt32
     samples: UInt32
-    distance: UInt32
+    sample_step: UInt32
     q_len: Int
     softmax_scale: Float
 
@@ -135,7 +135,7 @@ class StatisticsParameters:
 
     key: Tokens
     value: Tokens
-    s: Statistics
+    statistics: Statistics
     query: Tokens
     equalizer: Equalizer
 
@@ -147,13 +147,13 @@ class QuantizeParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    s: Statistics
-    o: Operands
+    statistics: Statistics
+    operands: Operands
 
 
 @dataclass(frozen=True)
 class Features:
-    """Transforms in addition to each recipe's, with fields as in `Recipe`.
+    """Transforms and kinds of calls for which the kernels are compiled; the first three fields as in `Recipe`.
 
     Attributes:
         padded: some keys may not exist.
@@ -183,19 +183,19 @@ class Features:
         return self.choice and self.causal
 
     @property
-    def places(self) -> int:
-        """Return the number of first keys that may give way to chosen keys, if keys are chosen."""
+    def choice_places(self) -> int:
+        """Return the number of first keys that chosen keys may replace, if keys are chosen."""
         return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
     def statistic_rows(self, channels: int) -> int:
         """Return the number of rows of a pair's statistics, without the two rows per block of tokens."""
-        candidates = SHARERS * 2 * BLOCK // channels + 1 if self.choice else 0
-        return self.factors_row + self.rotate + 2 * SHARERS * self.equalize + self.padded + candidates
+        candidates = CLUSTER_BLOCKS * 2 * BLOCK // channels + 1 if self.choice else 0
+        return self.factors_row + self.rotate + 2 * CLUSTER_BLOCKS * self.equalize + self.padded + candidates
 
     @property
     def factors_row(self) -> int:
         """Return the row of a pair's statistics that holds the rotation's factors, if there is such a row."""
-        return 2 + 3 * SHARERS + self.rotate
+        return 2 + 3 * CLUSTER_BLOCKS + self.rotate
 
 
 PLAIN = Features()
@@ -219,8 +219,8 @@ def kernels(
         "CHOICE": features.choice,
         "LATE": features.late,
         "QUEUE": features.causal,
-        "PLACES": features.places,
-        "FIRST_KEYS": features.heavy_keys - features.late * features.places,
+        "PLACES": features.choice_places,
+        "FIRST_KEYS": features.heavy_keys - features.late * features.choice_places,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
@@ -233,7 +233,7 @@ def kernels(
         "KEY_BLOCK": KEY_BLOCK,
         "KEYS_PER_SCALE": THREAD_TOKENS,
         "VALUE_CHANNELS": VALUE_CHANNELS,
-        "SHARERS": SHARERS,
+        "CLUSTER_BLOCKS": CLUSTER_BLOCKS,
         "STATISTIC_ROWS": features.statistic_rows(channels),
         "STATISTICS_THREADS": statistics_threads,
         "QUANTIZE_THREADS": THREADS,
@@ -297,16 +297,16 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     batch, q_heads, q_len, head_dim = query.shape
     _, kv_heads, kv_len, v_head_dim = value.shape
     channels, pairs = power_of_two(head_dim), batch * kv_heads
-    q_blocks, blocks, sums = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
+    q_blocks, blocks, sum_blocks = (ceil_div(tokens, BLOCK) for tokens in (q_len, kv_len, call.kv_len))
     q_shape, kv_shape = (batch, q_heads, q_blocks * BLOCK), (batch, kv_heads, blocks * BLOCK)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
 
-    lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sums, channels)
+    lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sum_blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
-    chosen = new(batch, kv_heads, features.places, dtype=torch.int32) if features.choice else None
+    chosen = new(batch, kv_heads, features.choice_places, dtype=torch.int32) if features.choice else None
     heavy = None
     if features.heavy_keys:
         key_rows = features.heavy_keys + leaves_query * MEAN_PARTS
@@ -343,7 +343,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         chosen=chosen,
         kv_heads=kv_heads,
         blocks=blocks,
-        sums=sums,
+        sum_blocks=sum_blocks,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         kv_len=kv_len,
@@ -371,27 +371,33 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         queue=operands.queue,
     )
     statistics_kernel, quantize_kernel = kernels_of(call, padding is not None)
-    query_tokens, distance = Tokens.of(query), ceil_div(q_len, EQUALIZER_QUERIES)
+    query_tokens, sample_step = Tokens.of(query), ceil_div(q_len, EQUALIZER_QUERIES)
     equalizer = Equalizer(
         factors=operands.equalizer,
         q_heads=q_heads,
-        samples=ceil_div(q_len, distance),
-        distance=distance,
+        samples=ceil_div(q_len, sample_step),
+        sample_step=sample_step,
         q_len=q_len,
         softmax_scale=call.scale,
     )
     launch(
         statistics_kernel,
-        2 * pairs * SHARERS,
+        2 * pairs * CLUSTER_BLOCKS,
         StatisticsParameters(
-            key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics, query=query_tokens, equalizer=equalizer
+            key=Tokens.of(call.key),
+            value=Tokens.of(call.value),
+            statistics=statistics,
+            query=query_tokens,
+            equalizer=equalizer,
         ),
         query.device,
     )
     launch(
         quantize_kernel,
         query_blocks + pairs * blocks_of_pair + paddings,
-        QuantizeParameters(query=query_tokens, key=key_tokens, value=value_tokens, s=statistics, o=written),
+        QuantizeParameters(
+            query=query_tokens, key=key_tokens, value=value_tokens, statistics=statistics, operands=written
+        ),
         query.device,
         dependent=True,
     )

@@ -44,19 +44,19 @@ class Statistics:
     """Buffers that `reduce` and `means` write, and sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
-        lines: (operand batch, kv_heads, sums, 6, CHANNELS).
+        lines: (operand batch, kv_heads, sum_blocks, 6, CHANNELS).
         query_lines: (batch, q_heads, 2, CHANNELS).
         factors: (batch, kv_heads, 4, CHANNELS): the factors of Q and K, the numbers added to K then, and zeros.
         key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
-        scores: (operand batch, kv_heads, sums · BLOCK), products of K with a mean query; None if the heavy keys are the
-            first keys.
+        scores: (operand batch, kv_heads, sum_blocks · BLOCK), products of K with a mean query; None if the heavy keys
+            are the first keys.
         q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without the places of heavy keys,
             and of all of K and V; None unless packed.
         chosen: as in `operands.Statistics`, or None.
         pairs: the number batch · kv_heads.
         blocks: blocks of BLOCK tokens of K and V of the longest sequence, after the first keys.
-        sums: blocks of BLOCK tokens of all of K and V of an (operand batch, kv head).
+        sum_blocks: blocks of BLOCK tokens of all of K and V of an (operand batch, kv head).
         sum_run: most blocks of tokens that a block of the grid reduces.
         sum_runs: number of blocks of the grid for K, or V, of a pair.
         q_len: queries of the longest sequence.
@@ -85,7 +85,7 @@ class Statistics:
     q_heads: UInt32
     kv_heads: UInt32
     blocks: UInt32
-    sums: UInt32
+    sum_blocks: UInt32
     sum_run: UInt32
     sum_runs: UInt32
     head_dim: Int
@@ -139,14 +139,14 @@ class ReduceParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    s: Statistics
+    statistics: Statistics
 
 
 @dataclass(slots=True)
 class MeansParameters:
     """Parameters of the kernel `means`."""
 
-    s: Statistics
+    statistics: Statistics
 
 
 @dataclass(slots=True)
@@ -156,8 +156,8 @@ class QuantizeParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    s: Statistics
-    o: Operands
+    statistics: Statistics
+    operands: Operands
 
 
 @cache
@@ -167,7 +167,7 @@ def kernels(
     dtype: torch.dtype,
     recipe: Recipe,
     heavy_keys: int,
-    places: int,
+    choice_places: int,
     late: bool,
     padded: bool,
     packed: bool,
@@ -181,7 +181,7 @@ def kernels(
         dtype: the dtype of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: the call's number of heavy keys.
-        places: `Call.choice_places`.
+        choice_places: as in `Call`.
         late: whether chosen keys are late keys.
         padded: whether keys may be left out.
         packed: whether sequences lie one after the other.
@@ -198,10 +198,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
-        "CHOICE": places > 0,
+        "CHOICE": choice_places > 0,
         "LATE": late,
-        "PLACES": places or 1,
-        "FIRST_KEYS": heavy_keys - late * places,
+        "PLACES": choice_places or 1,
+        "FIRST_KEYS": heavy_keys - late * choice_places,
         "PADDED": padded,
         "PACKED": packed,
         "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
@@ -257,12 +257,14 @@ def unsupported(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    places = late_keys or heavy_keys * chooses_heavy_keys(recipe, request.kv_len, request.mask, request.is_causal)
+    choice_places = late_keys or heavy_keys * chooses_heavy_keys(
+        recipe, request.kv_len, request.mask, request.is_causal
+    )
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
     reduce, _, _ = kernels(
-        *(channels, rotation, request.dtype, recipe, heavy_keys, places, late_keys > 0, padded, request.packed),
+        *(channels, rotation, request.dtype, recipe, heavy_keys, choice_places, late_keys > 0, padded, request.packed),
         mean_score,
     )
     assert request.capability is not None  # a GPU has one
@@ -286,7 +288,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     channels, pairs, device = power_of_two(head_dim), batch * kv_heads, query.device
     (q_sequences, key_sequences), kv_sequences = call.token_axes, tail.token_axes[1]
     q_blocks, blocks, q_rows, rows = q_sequences.blocks, kv_sequences.blocks, q_sequences.rows, kv_sequences.rows
-    sums, operand_batch = key_sequences.rows // BLOCK, 1 if q_sequences.packed else batch
+    sum_blocks, operand_batch = key_sequences.rows // BLOCK, 1 if q_sequences.packed else batch
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(shape, dtype=dtype)
@@ -328,7 +330,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
     sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
     statistics = Statistics(
-        lines=new(operand_batch, kv_heads, sums, KEY_LINES + VALUE_LINES, channels),
+        lines=new(operand_batch, kv_heads, sum_blocks, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),
         key_mean=operand_statistics.key_mean,
@@ -337,7 +339,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         value_amax=operand_statistics.value_amax,
         value_tensor_amax=operand_statistics.value_tensor_amax,
         value_tensor_scale=operands.value_tensor_scale,
-        scores=new(operand_batch, kv_heads, sums * BLOCK) if operand_statistics.chosen is not None else None,
+        scores=new(operand_batch, kv_heads, sum_blocks * BLOCK) if operand_statistics.chosen is not None else None,
         chosen=operand_statistics.chosen,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
@@ -346,7 +348,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         q_heads=q_heads,
         kv_heads=kv_heads,
         blocks=blocks,
-        sums=sums,
+        sum_blocks=sum_blocks,
         sum_run=sum_run,
         sum_runs=ceil_div(key_sequences.blocks, sum_run),
         head_dim=head_dim,
@@ -394,15 +396,15 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     )
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.equalize else 0
-    everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), s=statistics)
+    everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), statistics=statistics)
     launch(reduce, 2 * pairs * statistics.sum_runs + sampled, everything, device)
     early = torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
-    launch(means, 2 * pairs, MeansParameters(s=statistics), device, dependent=early)
+    launch(means, 2 * pairs, MeansParameters(statistics=statistics), device, dependent=early)
     quantized = pairs * (2 * written.kv_runs + (heavy is not None)) + batch * q_heads * written.q_runs
     launch(
         quantize,
         quantized,
-        QuantizeParameters(query=q, key=k, value=v, s=statistics, o=written),
+        QuantizeParameters(query=q, key=k, value=v, statistics=statistics, operands=written),
         device,
         dependent=early,
     )

@@ -173,10 +173,10 @@ class NVFP4Forward(CudaKernel):
             return reason
         if reason := nvfp4_forward.unsupported(request):
             return reason
-        runners = (
-            cost_model.low_bit_runner(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
+        providers = (
+            cost_model.low_bit_provider(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
         )
-        chosen = _enforced[-1] if _enforced else cost_model.is_measured_faster(request, *runners)
+        chosen = _enforced[-1] if _enforced else cost_model.is_measured_faster(request, *providers)
         return "" if chosen else NOT_FASTER
 
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,9 +1,9 @@
 """Costs of attention calls on a GPU: measured tables, and whether low bits are faster than exact attention.
 
-A table holds a `curves.Curve` for each runner (a low-bit recipe with its kernels, an exact kernel, or one of PyTorch's
-backends), kind of mask and causality. `sage-hf tune` measures the GPU at hand and stores its table in the user's cache
-folder; the folder `cost_tables` holds the tables that ship, by compute capability. Without a table, fixed limits
-decide.
+A table holds a `curves.Curve` for each provider (a low-bit recipe with its kernels, an exact kernel, or one of
+PyTorch's backends), kind of mask, causality and regime. `sage-hf tune` measures the GPU at hand and stores its table in
+the user's cache folder; the folder `cost_tables` holds the tables that ship, by compute capability. Without a table,
+fixed limits decide.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.cache_folder import cache_folder
-from .curves import Curve, Schedule, Sizes, Weights
+from .curves import Curve, Regime, Schedule, Sizes, Weights
 
 if TYPE_CHECKING:
     from .request import Request
@@ -32,12 +32,12 @@ SHIPPED = Path(__file__).parents[1] / "cost_tables"
 BACKENDS = ("cudnn", "flash", "efficient")
 """PyTorch's exact backends, as tables name them; the first is not for growing lengths."""
 
-SHARING = "splitkv_forward"
+SPLIT_KV = "splitkv_forward"
 """Exact kernel whose programs divide the keys, and read them at the speed of memory: best for few queries."""
-KEYS_OF_FEW = 4
-"""Keys per query from which queries count as few, without a table."""
+MIN_KEYS_PER_QUERY = 4
+"""Keys per query from which SPLIT_KV runs, without a table."""
 TRAINING = ", forward and backward"
-"""Suffix of the name of a runner whose calls compute gradients."""
+"""Suffix of the name of a provider whose calls compute gradients."""
 
 # Host time of a call: it is hidden behind the GPU's work only if that work takes longer.
 LOW_BIT_HOST_US = 45.0
@@ -45,7 +45,7 @@ EXACT_HOST_US = 20.0
 LOW_BIT_TRAINING_HOST_US = 275.0  # forward and backward
 EXACT_TRAINING_HOST_US = 157.0
 MARGIN = 0.98
-"""A runner takes another's place if its time is below this share of the other's time."""
+"""A provider takes another's place if its time is below this share of the other's time."""
 LOW_BIT_MARGIN = 0.92
 """Share of exact attention's time from which low bits are not worth their error: about the error of two curves."""
 LONG_US, LONG_MARGIN = 500.0, 1.02
@@ -94,7 +94,7 @@ class Table:
     Attributes:
         gpu, capability: name and compute capability of the GPU.
         versions: of torch, triton and cuDNN, and the date.
-        curves: at least one for each runner, kind of mask and causality.
+        curves: at least one for each provider, kind of mask, causality and regime.
         origin: where the table was read from.
     """
 
@@ -105,15 +105,15 @@ class Table:
     origin: str = ""
 
     @cached_property
-    def _by_kind(self) -> dict[tuple[str, str, bool], list[Curve]]:
-        kinds: dict[tuple[str, str, bool], list[Curve]] = {}
+    def _by_kind(self) -> dict[tuple[str, str, bool, Regime], list[Curve]]:
+        kinds: dict[tuple[str, str, bool, Regime], list[Curve]] = {}
         for curve in sorted(self.curves, key=lambda curve: curve.head_dims[1] - curve.head_dims[0]):
-            kinds.setdefault((curve.runner, curve.mask, curve.causal), []).append(curve)
+            kinds.setdefault((curve.provider, curve.mask, curve.causal, curve.regime), []).append(curve)
         return kinds
 
-    def curve(self, runner: str, mask: str, causal: bool, head_dim: int) -> Curve | None:
-        """Find a runner's curve for such calls, for the fewest head_dims; None if such calls were not measured."""
-        curves = self._by_kind.get((runner, mask, causal), ())
+    def curve(self, provider: str, mask: str, causal: bool, head_dim: int, regime: Regime = "") -> Curve | None:
+        """Find a provider's curve for such calls, for the fewest head_dims; None if such calls were not measured."""
+        curves = self._by_kind.get((provider, mask, causal, regime), ())
         return next((curve for curve in curves if curve.head_dims[0] <= head_dim <= curve.head_dims[1]), None)
 
     def write(self, path: Path) -> None:
@@ -191,7 +191,7 @@ def table_of(capability: tuple[int, int] | None) -> Table | None:
     return None
 
 
-def description(capability: tuple[int, int] | None) -> str:
+def describe_costs(capability: tuple[int, int] | None) -> str:
     """Return a line that names the table by which calls on such a GPU choose between low bits and exact attention."""
     table = table_of(capability)
     if table is None:
@@ -200,8 +200,8 @@ def description(capability: tuple[int, int] | None) -> str:
     return f"costs: {table.origin} ({table.gpu}, {measured})"
 
 
-def low_bit_runner(recipe: str, kernel: str, quantizer: str) -> str:
-    """Return the runner's name of a recipe with its kernels."""
+def low_bit_provider(recipe: str, kernel: str, quantizer: str) -> str:
+    """Return the provider's name of a recipe with its kernels."""
     return f"{recipe} by {kernel}, {quantizer}"
 
 
@@ -217,31 +217,31 @@ def sizes_of(request: Request) -> Sizes:
     )
 
 
-def why_slower(request: Request, runner: str, exact_kernels: Sequence[str] = ()) -> str:
-    """Return why low bits by `runner` would not be faster than exact attention; "" if they would.
+def why_slower(request: Request, provider: str, exact_kernels: Sequence[str] = ()) -> str:
+    """Return why low bits by `provider` would not be faster than exact attention; "" if they would.
 
     Low bits are always faster for packed sequences, which exact attention runs one by one, and if the LSE is wanted,
     which exact attention computes separately.
 
     Args:
         request: the facts of the call.
-        runner: the low-bit runner, see `low_bit_runner`.
+        provider: the low-bit provider, see `low_bit_provider`.
         exact_kernels: the names of the exact kernels, except PyTorch's, that serve the call.
     """
     if request.packed or request.return_lse or request.device_type != "cuda":
         return ""
-    if fastest_exact(request, exact_kernels) == SHARING:
+    if fastest_exact(request, exact_kernels) == SPLIT_KV:
         return "few queries: exact attention that splits the keys among programs is faster"
-    low_bit, sizes = _curves(request, [runner]), sizes_of(request)
+    low_bit, sizes = _curves(request, [provider]), sizes_of(request)
     rivals = (*_curves(request, exact_kernels), *_pytorch_curves(request))
     if not low_bit or not rivals or request.dtype not in _EXACT_DTYPES:
-        return _why_not_unmeasured(request, sizes)
-    return "" if is_faster(low_bit[0], rivals, sizes) else _limit(low_bit[0], rivals, sizes.head_dim)
+        return _why_below_limits(request, sizes)
+    return "" if is_faster(low_bit[0], rivals, sizes) else _why_exact_is_faster(low_bit[0], rivals, sizes.head_dim)
 
 
-def is_measured_faster(request: Request, runner: str, other_runner: str) -> bool:
-    """Return whether the table has both runners for such a call, and the first is faster."""
-    us = [curve.us(sizes_of(request)) for curve in _curves(request, (runner, other_runner))]
+def is_measured_faster(request: Request, provider: str, other_provider: str) -> bool:
+    """Return whether the table has both providers for such a call, and the first is faster."""
+    us = [curve.us(sizes_of(request)) for curve in _curves(request, (provider, other_provider))]
     return len(us) == 2 and us[0] < us[1]
 
 
@@ -250,20 +250,20 @@ def measured_us(request: Request, providers: Sequence[str]) -> float | None:
     return min((curve.us(sizes_of(request)) for curve in _curves(request, providers)), default=None)
 
 
-def kind_of(mask: str, is_causal: bool, sizes: Sizes) -> str:
-    """Return the kind of mask of a curve, as in `Curve.mask`, for a call's mask.
+def regime_of(is_causal: bool, sizes: Sizes) -> Regime:
+    """Return the regime, as in `Curve.regime`, of a call without gradients.
 
-    Steps of decoding are separate kinds, because they wait for memory. Causal calls behind a cache are separate kinds
-    too, because some of their kernels divide the keys.
+    Steps of decoding are a regime, because they wait for memory. Causal calls behind a cache are a regime too, because
+    some of their kernels divide the keys.
     """
     if sizes.q_len < DECODED_QUERIES:
-        return f"{mask}, few queries"
-    return f"{mask}, behind a cache" if is_causal and sizes.q_len < sizes.kv_len else mask
+        return "few queries"
+    return "behind a cache" if is_causal and sizes.q_len < sizes.kv_len else ""
 
 
-def training_runner(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
-    """Return the runner's name of the forward and the backward pass of a recipe by these kernels."""
-    return f"{low_bit_runner(recipe, kernel, quantizer)}, {backward}{TRAINING}"
+def training_provider(recipe: str, kernel: str, quantizer: str, backward: str) -> str:
+    """Return the provider's name of the forward and the backward pass of a recipe by these kernels."""
+    return f"{low_bit_provider(recipe, kernel, quantizer)}, {backward}{TRAINING}"
 
 
 def why_slower_training(
@@ -280,23 +280,26 @@ def why_slower_training(
         return ""
     table, sizes = table_of(request.capability), sizes_of(request)
     if table is None or request.dtype not in _EXACT_DTYPES:
-        return _why_not_unmeasured(request, sizes)
-    forward, training = low_bit_runner(recipe, kernel, quantizer), training_runner(recipe, kernel, quantizer, backward)
+        return _why_below_limits(request, sizes)
+    forward, training = (
+        low_bit_provider(recipe, kernel, quantizer),
+        training_provider(recipe, kernel, quantizer, backward),
+    )
     low_bit_us = _training_us(table, request, forward, training, checkpointed)
     exact_us = min(_training_us(table, request, name, name + TRAINING, checkpointed) for name in BACKENDS)
     if math.inf in (low_bit_us, exact_us):
         if checkpointed:
             return why_slower_training(request, recipe, kernel, quantizer, backward)
-        return _why_not_unmeasured(request, sizes)
+        return _why_below_limits(request, sizes)
     low_bit_us, exact_us = max(low_bit_us, LOW_BIT_TRAINING_HOST_US), max(exact_us, EXACT_TRAINING_HOST_US)
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
 def _training_us(table: Table, request: Request, forward: str, training: str, checkpointed: bool) -> float:
-    """Return the time of a call with gradients by the runner of these names; infinity if it was not measured."""
+    """Return the time of a call with gradients by the provider of these names; infinity if it was not measured."""
     sizes = sizes_of(request)
-    runners = [training, forward] if checkpointed else [training]
-    curves = [table.curve(runner, request.mask, request.is_causal, sizes.head_dim) for runner in runners]
+    providers = [training, forward] if checkpointed else [training]
+    curves = [table.curve(provider, request.mask, request.is_causal, sizes.head_dim) for provider in providers]
     return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
 
@@ -308,12 +311,12 @@ def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
+def _why_exact_is_faster(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
     """Return the reason for calls of the curves' kind, with the limit of self-attention with NOMINAL_HEADS."""
     heads = NOMINAL_HEADS
     gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
-    of_mask, _, special = low_bit.mask.partition(", ")
-    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[of_mask]}{', ' * bool(special)}{special}"
+    regime = f", {low_bit.regime}" if low_bit.regime else ""
+    kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}{regime}"
     if all(gains):
         return f"exact attention is faster here for few heads or tokens {kind}"
     if not gains[-1]:
@@ -322,7 +325,7 @@ def _limit(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
     return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {heads} heads {kind}"
 
 
-def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
+def _why_below_limits(request: Request, sizes: Sizes) -> str:
     """Return the limit, for kinds of calls that were not measured, that this call is below; "" if it is below none."""
     advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
     if request.mask in ("bool", "additive"):
@@ -339,13 +342,13 @@ def _why_not_unmeasured(request: Request, sizes: Sizes) -> str:
     return ""
 
 
-def _curves(request: Request, runners: Sequence[str]) -> list[Curve]:
-    """Find the curves of these runners that were measured for such calls."""
+def _curves(request: Request, providers: Sequence[str]) -> list[Curve]:
+    """Find the curves of these providers that were measured for such calls."""
     table, sizes = table_of(request.capability), sizes_of(request)
     if table is None:
         return []
-    kind = kind_of(request.mask, request.is_causal, sizes), request.is_causal, sizes.head_dim
-    return [curve for runner in runners if (curve := table.curve(runner, *kind)) is not None]
+    kind = request.mask, request.is_causal, sizes.head_dim, regime_of(request.is_causal, sizes)
+    return [curve for provider in providers if (curve := table.curve(provider, *kind)) is not None]
 
 
 def _pytorch_curves(request: Request) -> list[Curve]:
@@ -353,8 +356,8 @@ def _pytorch_curves(request: Request) -> list[Curve]:
     if request.lower_right or request.shifted:  # other backends need a mask as large as the scores
         return _curves(request, ["flash"])
     curves = _curves(request, BACKENDS[1:] if is_growing_step(request) else BACKENDS)
-    if any(curve.runner == "flash" for curve in curves):  # PyTorch prefers flash
-        return [curve for curve in curves if curve.runner != "efficient"]
+    if any(curve.provider == "flash" for curve in curves):  # PyTorch prefers flash
+        return [curve for curve in curves if curve.provider != "efficient"]
     return curves
 
 
@@ -365,13 +368,13 @@ def fastest_exact(request: Request, exact_kernels: Sequence[str]) -> str:
         request: the facts of the call.
         exact_kernels: the names of the exact kernels, except PyTorch's, that serve the call.
     """
-    sizes, grows = sizes_of(request), is_growing_step(request)
-    us = {curve.runner: curve.us(sizes) for curve in _curves(request, exact_kernels)}
-    if SHARING in exact_kernels and SHARING not in us and KEYS_OF_FEW * sizes.q_len <= sizes.kv_len:
+    sizes, is_growing = sizes_of(request), is_growing_step(request)
+    us = {curve.provider: curve.us(sizes) for curve in _curves(request, exact_kernels)}
+    if SPLIT_KV in exact_kernels and SPLIT_KV not in us and MIN_KEYS_PER_QUERY * sizes.q_len <= sizes.kv_len:
         key_value_bytes = 2 * request.dtype.itemsize * sizes.batch * sizes.kv_heads * sizes.kv_len * sizes.head_dim
-        if not grows or key_value_bytes >= GROWING_CACHE_BYTES:
-            return SHARING
-    least_us = EXACT_HOST_US + NEW_LENGTH_US if grows else 0.0
+        if not is_growing or key_value_bytes >= GROWING_CACHE_BYTES:
+            return SPLIT_KV
+    least_us = EXACT_HOST_US + NEW_LENGTH_US if is_growing else 0.0
     us = {name: max(time, FA3_HOST_US if name == FA3 else least_us) for name, time in us.items()}
     pytorch_us = min((curve.us(sizes) for curve in _pytorch_curves(request)), default=0.0)
     fastest = min(us, key=us.__getitem__, default="")
@@ -397,7 +400,7 @@ def is_slower_by_cudnn(request: Request) -> bool:
     if request.q_len < DECODED_QUERIES:
         return True
     sizes = sizes_of(request)
-    us = {curve.runner: curve.us(sizes) for curve in _curves(request, BACKENDS)}
+    us = {curve.provider: curve.us(sizes) for curve in _curves(request, BACKENDS)}
     # Without cuDNN, PyTorch takes flash if flash serves the call, else the memory-efficient kernel.
     other = us.get("flash", us.get("efficient"))
     return "cudnn" in us and other is not None and other < MARGIN * us["cudnn"]

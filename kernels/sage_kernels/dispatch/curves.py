@@ -1,4 +1,4 @@
-"""Time of a runner's calls of any size: a formula with fitted weights."""
+"""Time of a provider's calls of any size: a formula with fitted weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Order = Literal["waves", "queue", "split"]
+Regime = Literal["", "few queries", "behind a cache"]
+"""Calls whose times follow curves of their own: steps of decoding, and causal calls behind a cache (`regime_of`)."""
 NOMINAL_WIDTH = 128
 RAGGED_KEYS = 8
 """Keys whose scores fill 16 bytes of a row: kernels take longer for a number of keys that is no multiple of this."""
@@ -71,20 +73,25 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Time of one runner's calls with one kind of mask: the work of a call times the weights.
+    """Time of one provider's calls with one kind of mask, in one regime: the work of a call times the weights.
 
     Attributes:
+        provider: a recipe with its kernels, an exact kernel, or a backend of PyTorch, as `cost_model` names them.
+        mask: the kind of mask, as in `call.Mask`.
+        causal: whether the calls are causal.
         head_dims: smallest and largest head_dim of the calls.
         error: standard deviation of the logarithm of the measured times from the formula's.
+        regime: the regime of the calls.
     """
 
-    runner: str
+    provider: str
     mask: str
     causal: bool
     head_dims: tuple[int, int]
     schedule: Schedule
     weights: Weights
     error: float = 0.0
+    regime: Regime = ""
 
     def us(self, sizes: Sizes) -> float:
         """Return the time of a call in microseconds."""

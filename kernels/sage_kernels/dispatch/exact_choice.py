@@ -1,4 +1,4 @@
-"""Decide that a call runs exactly: by its dropout and derivatives, or by the kernels for it.
+"""Decide whether exact attention runs: because of dropout or derivatives, or because no kernel serves the call faster.
 
 Each function decides by the call alone, never by earlier calls. The plan keeps the reason, which is logged and shown
 by `explain`.

@@ -30,7 +30,8 @@ from .registry import fitting_quantizers, get_backward, get_exact, get_forward, 
 
 Found = TypeVar("Found")
 
-Q_LEN, KV_LEN = 200, 333  # they fill no tile; more than one of heads, and more keys than are heavy
+Q_LEN, KV_LEN = 200, 333
+"""Queries and keys of a case: more than a tile, but no multiple of one, and more keys than heavy keys."""
 STEP = 3
 """Tokens of a step of decoding from a KV cache."""
 RAISED = float("inf")

@@ -38,7 +38,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
     """Gather the facts of a call that decide which kernels are chosen."""
     query, key, value = call.query, call.key, call.value
     request = Request.of(query, key, value, None, call.is_causal, call.recipe.name, call.return_lse, grad)
-    on_gpu, lower_right = query.device.type == "cuda", call.kv_len - call.q_len
+    on_gpu, lower_right_offset = query.device.type == "cuda", call.kv_len - call.q_len
     return replace(
         request,
         mask=call.mask.kind,
@@ -47,8 +47,8 @@ def request_of(call: Call, grad: bool = False) -> Request:
         kv_len=call.kv_len,
         packed=call.lengths is not None,
         aligned=on_gpu and is_aligned(query) and is_aligned(key) and is_aligned(value),
-        lower_right=call.is_causal and call.causal_offset == lower_right != 0,
-        shifted=call.is_causal and call.causal_offset not in (0, lower_right),
+        lower_right=call.is_causal and call.causal_offset == lower_right_offset != 0,
+        shifted=call.is_causal and call.causal_offset not in (0, lower_right_offset),
         list_sizes=call.mask.list_sizes,
     )
 

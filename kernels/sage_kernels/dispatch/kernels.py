@@ -111,11 +111,11 @@ class ExactOperator(Exact, Protocol):
         """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
 
 
-AttendToFirst = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
-"""(call, q_lengths, kv_lengths, plan, output) -> None: write some batch elements' output over their first keys.
+AttendToPrefix = Callable[[Call, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+"""(call, q_lengths, kv_lengths, schedule, output) -> None: write some batch elements' output over their first keys.
 
 `kv_lengths`, int32 (batch,), has the number of keys of these elements, and 0 for all others, whose output must not be
-written. Either `q_lengths`, int32 (batch,), q_len or 0, or `plan` tells the elements too; the other argument is None. A
-plan is int32: three arrays with a number for each element, rounded up to a multiple of 4 numbers, and a counter. They
-hold the parts into which the element's keys are divided (1); its blocks of rows, or 0; and its index. The counter is
-0."""
+written. Either `q_lengths`, int32 (batch,), q_len or 0, or `schedule` tells the elements too; the other argument is
+None. A schedule is int32: three arrays with a number for each element, rounded up to a multiple of 4 numbers, and a
+counter. The arrays hold the parts into which the element's keys are divided (1); its blocks of rows, or 0; and its
+index. The counter is 0."""

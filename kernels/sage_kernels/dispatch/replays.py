@@ -1,4 +1,7 @@
-"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and planning."""
+"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and planning.
+
+Calls with gradients are here whether they are replayed or not: autograd sees both by the same function.
+"""
 
 from __future__ import annotations
 
@@ -91,12 +94,12 @@ def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
         counts: torch.Tensor | None = None,
         tiles: torch.Tensor | None = None,
     ) -> Call:
-        keys = key.shape[2]
+        kv_len = key.shape[2]
         if counts is None or tiles is None:
-            masks = Mask.of(mask, keys)
+            call_mask = Mask.of(mask, kv_len)
         else:
-            masks = Mask.of_blocks(BlockList(counts, tiles, block_m, block_n), mask, keys)
-        return Call(query, key, value, recipe, masks, is_causal, causal_offset, scale, None, return_lse)
+            call_mask = Mask.of_blocks(BlockList(counts, tiles, block_m, block_n), mask, kv_len)
+        return Call(query, key, value, recipe, call_mask, is_causal, causal_offset, scale, None, return_lse)
 
     return make_call
 

@@ -77,8 +77,8 @@ def _why_slower(plan: Plan) -> str:
     """Return why exact attention is faster than the plan; "" if it is not, or if gradients are wanted."""
     if not _routing or plan.numerics != "native" or plan.request.grad or plan.request.mask in ("blocks", "block_keys"):
         return ""
-    runner = cost_model.low_bit_runner(plan.recipe, plan.kernel, plan.quantizer)
-    return cost_model.why_slower(plan.request, runner, registry.exact_kernels(plan.request))
+    provider = cost_model.low_bit_provider(plan.recipe, plan.kernel, plan.quantizer)
+    return cost_model.why_slower(plan.request, provider, registry.exact_kernels(plan.request))
 
 
 def _exact_kernel(request: Request) -> str:

@@ -37,7 +37,7 @@ def attend_to_list(
     kv_len, gqa, scale = key.shape[2], q_heads != key.shape[1], options.scale
     outputs, lses = [], []
     rows = sdpa.rows_per_chunk(batch * q_heads, kv_len, blocks.block_m)
-    for start in range(0, q_len, rows):
+    for start in range(0, max(q_len, 1), rows):  # one empty part without queries
         part = query[:, :, start : start + rows]
         allowed = blocks.mask(kv_len, start, start + part.shape[2])
         if mask is not None:

@@ -17,11 +17,11 @@ from ..spec.masks import ROW_ELEMENTS, additive, mask_in_dtype, unexpanded
 from .gradient_layout import with_gradient_like_output
 
 ELEMENTS_PER_CHUNK = 2**22
-ALIGNMENT = 16  # bytes that PyTorch's memory-efficient kernel reads at once
+LOAD_BYTES = 16  # bytes that PyTorch's memory-efficient kernel reads at once
 LARGEST_BIAS = 2.0**127  # its product with log2 e, as PyTorch's GPU kernels compute it, is finite in float32
 
 pytorch_sdpa = torch_private.scaled_dot_product_attention
-_LEFT = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION.value, SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.MATH.value]
 """Backends other than cuDNN's, in PyTorch's own order; PyTorch decides at the first call where cuDNN comes."""
 
 
@@ -210,7 +210,7 @@ def sdpa(
         return nothing_attended(query, key, value)
     if _on_gpu(query):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        query, key, value = (_aligned(x, ALIGNMENT // x.element_size()) for x in (query, key, value))
+        query, key, value = (_aligned(x, LOAD_BYTES // x.element_size()) for x in (query, key, value))
         if _misleads_cudnn(query, value):
             query = query.clone(memory_format=torch.contiguous_format)
         if mask is not None and mask.dtype != torch.bool and not _is_read_in_place(query, key, value, mask, dropout_p):
@@ -242,7 +242,7 @@ def repeated(
     if scale <= 0 or 0 in (*query.shape[:3], key.shape[-2]):
         return None
     if _on_gpu(query):
-        elements = ALIGNMENT // query.element_size()
+        elements = LOAD_BYTES // query.element_size()
         aligned = all(x.shape[-1] % elements == 0 and _is_aligned(x) for x in (query, key, value))
         if not aligned or _misleads_cudnn(query, value):
             return None
@@ -268,8 +268,8 @@ def without_cudnn(
     """
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, attn_mask))
-    order = [x for x in torch_private.sdp_priority_order() if x in _LEFT]
-    if not _on_gpu(query) or dropout_p or grad or order != _LEFT:
+    order = [x for x in torch_private.sdp_priority_order() if x in _WITHOUT_CUDNN]
+    if not _on_gpu(query) or dropout_p or grad or order != _WITHOUT_CUDNN:
         return pytorch_sdpa(query, key, value, attn_mask=attn_mask, **options)
     params = SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is None and can_use_flash_attention(params):
@@ -350,7 +350,7 @@ def _is_read_in_place(
     if _is_aligned(mask):
         return True
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, mask))
-    if wants_gradient or mask.stride(-1) != 1 or mask.data_ptr() % ALIGNMENT:
+    if wants_gradient or mask.stride(-1) != 1 or mask.data_ptr() % LOAD_BYTES:
         return False
     return torch_private.fused_sdp_choice(query, key, value, mask, dropout_p, False) == SDPBackend.CUDNN_ATTENTION.value
 
@@ -416,7 +416,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
     1. A storage begins where its allocator aligned it; the pointer itself is not known while tracing.
     """
     *strides, last = x.stride()
-    elements = ALIGNMENT // x.element_size()
+    elements = LOAD_BYTES // x.element_size()
     if last != 1:
         return False
     for stride in strides:
@@ -425,4 +425,4 @@ def _is_aligned(x: torch.Tensor) -> bool:
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
     if not plain or torch_private.transforms_are_active() or torch.compiler.is_compiling():
         return x.storage_offset() % elements == 0
-    return x.data_ptr() % ALIGNMENT == 0
+    return x.data_ptr() % LOAD_BYTES == 0

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..dispatch.kernels import AttendToFirst, Exact
+from ..dispatch.kernels import AttendToPrefix, Exact
 from ..dispatch.registry import get_exact, register_exact
 from ..dispatch.request import Request
 from ..replay import driver, trace
@@ -25,10 +25,10 @@ PACKAGES = ("flash_attn_3", "fa3_fwd")
 MAX_HEAD_DIM = 256
 ROWS, PROGRAMS = 128, 132
 """Queries times heads that share keys in one program, and programs below which the operator divides keys."""
-PLANNER = "get_scheduler_metadata"
-"""Operator that divides a call's work beforehand, of at most PLANNED_AT_ONCE batch elements in one block."""
-PLANNED_AT_ONCE = 992
-MOST_SIZES = 1024  # sizes of calls whose plans are remembered
+SCHEDULER = "get_scheduler_metadata"
+"""Operator that divides a call's work beforehand, of at most SCHEDULED_AT_ONCE batch elements in one block."""
+SCHEDULED_AT_ONCE = 992
+MOST_SIZES = 1024  # sizes of calls whose schedules are remembered
 WITHOUT_FLOAT16 = "FLASHATTENTION_DISABLE_FP16"
 """Flag of a package's build, in its module of settings, that leaves out kernels for float16."""
 
@@ -82,10 +82,10 @@ def _splits(call: Call) -> int:
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
-class Others(Exact, Protocol):
+class NonprefixKernel(Exact, Protocol):
     """Kernel of exact attention that leaves some batch elements to another kernel."""
 
-    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+    def attend_nonprefix(self, call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int) -> torch.Tensor:
         """Attend; see `triton.nonprefix_forward.attend_nonprefix`."""
 
 
@@ -99,38 +99,38 @@ class PaddedFlashAttention3:
     name = "fa3_padded"
     repeats = True
 
-    def __init__(self, others: Others) -> None:
-        """Let `others` compute the other batch elements."""
-        self._others = others
+    def __init__(self, nonprefix_kernel: NonprefixKernel) -> None:
+        """Let `nonprefix_kernel` compute the other batch elements."""
+        self._nonprefix_kernel = nonprefix_kernel
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request; "" if it does."""
         if request.mask != "keys" or request.is_causal:
             return "needs a key-padding mask, without causality"
-        return _unsupported(request) or self._others.unsupported(request)
+        return _unsupported(request) or self._nonprefix_kernel.unsupported(request)
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self._others.attend_nonprefix(call, _attend_to_first, _row_blocks(call))
+        return self._nonprefix_kernel.attend_nonprefix(call, _attend_to_prefix, _row_blocks(call))
 
 
 def register_kernels() -> None:
     """Register the kernels."""
     register_exact(FlashAttention3())
-    register_exact(PaddedFlashAttention3(cast(Others, get_exact("masked_forward"))))
+    register_exact(PaddedFlashAttention3(cast(NonprefixKernel, get_exact("masked_forward"))))
 
 
-def _attend_to_first(
+def _attend_to_prefix(
     call: Call,
     q_lengths: torch.Tensor | None,
     kv_lengths: torch.Tensor,
-    plan: torch.Tensor | None,
+    schedule: torch.Tensor | None,
     output: torch.Tensor,
 ) -> None:
-    """Write the output of some batch elements; see `kernels.AttendToFirst`."""
-    of_rows = q_lengths if plan is None else plan
+    """Write the output of some batch elements; see `kernels.AttendToPrefix`."""
+    of_rows = q_lengths if schedule is None else schedule
     assert of_rows is not None
-    run = partial(_write_first, scale=call.scale, planned=plan is not None)
+    run = partial(_write_prefix, scale=call.scale, scheduled=schedule is not None)
     tensors = call.query, call.key, call.value, output, of_rows, kv_lengths
     if (traced := trace.current()) is None:
         run(*tensors)
@@ -138,18 +138,18 @@ def _attend_to_first(
         traced.ran(run, *tensors)
 
 
-def _write_first(*tensors: torch.Tensor, scale: float, planned: bool) -> None:
+def _write_prefix(*tensors: torch.Tensor, scale: float, scheduled: bool) -> None:
     """Let the operator write the output of some batch elements over their first keys.
 
     Args:
-        tensors: query, key, value and output, each (batch, heads, tokens, channels); a plan or the number of queries,
-            and the numbers of keys.
+        tensors: query, key, value and output, each (batch, heads, tokens, channels); a schedule or the number of
+            queries, and the numbers of keys.
         scale: as in `Call`.
-        planned: whether a plan is given.
+        scheduled: whether a schedule is given.
     """
     query, key, value, output = (x.transpose(1, 2) for x in tensors[:4])
     of_rows, kv_lengths = tensors[4:]
-    options = {"seqused_k": kv_lengths, "scheduler_metadata" if planned else "seqused_q": of_rows}
+    options = {"seqused_k": kv_lengths, "scheduler_metadata" if scheduled else "seqused_q": of_rows}
     operator = _operator()
     assert operator is not None
     _ensure_context(query)
@@ -160,13 +160,13 @@ _row_blocks_by_size: dict[tuple[Any, ...], int] = {}
 
 
 def _row_blocks(call: Call) -> int:
-    """Return the number of blocks of rows that the operator has in one batch element; 0 if it makes its plan itself.
+    """Return the operator's blocks of rows in one batch element; 0 if the operator makes its schedule itself.
 
-    The operator's own plan takes one more launch, which waits for the lengths. If no keys are divided, it differs only
-    in the order of the elements. The number of blocks is read from the GPU's memory once for calls of a size, so never
-    while a graph is captured.
+    The operator's own schedule takes one more launch, which waits for the lengths. If no keys are divided, it differs
+    only in the order of the elements. The number of blocks is read from the GPU's memory once for calls of a size, so
+    never while a graph is captured.
     """
-    if call.batch > PLANNED_AT_ONCE:
+    if call.batch > SCHEDULED_AT_ONCE:
         return 0
     device = call.query.device
     sizes = call.q_len, call.kv_len, call.query.shape[1], call.key.shape[1], call.query.shape[3]
@@ -174,7 +174,8 @@ def _row_blocks(call: Call) -> int:
         if torch.cuda.is_current_stream_capturing():
             return 0
         with trace.keeping(), driver.relaxed_capture() if device.type == "cuda" else nullcontext():
-            row_blocks = int(_plan((1, *sizes), call.kv_len, None, device=device)[4]) if _takes_plans(device) else 0
+            takes_schedules = _takes_schedules(device)
+            row_blocks = int(_schedule((1, *sizes), call.kv_len, None, device=device)[4]) if takes_schedules else 0
         if len(_row_blocks_by_size) >= MOST_SIZES:
             _row_blocks_by_size.clear()
         _row_blocks_by_size[key] = row_blocks
@@ -182,48 +183,56 @@ def _row_blocks(call: Call) -> int:
 
 
 @lru_cache(maxsize=16)
-def _takes_plans(device: torch.device) -> bool:
-    """Return whether an operator makes plans of `kernels.AttendToFirst`, and an operator follows them."""
-    if not hasattr(_operators(), PLANNER):
+def _takes_schedules(device: torch.device) -> bool:
+    """Return whether an operator makes schedules of `kernels.AttendToPrefix`, and an operator follows them."""
+    if not hasattr(_operators(), SCHEDULER):
         return False
     try:
-        return _follows_plans(device)
+        return _follows_schedules(device)
     except (RuntimeError, TypeError) as error:  # another version's operator takes other arguments
-        logger.info("FlashAttention 3 plans its own calls, because sage-hf cannot: %s: %s", type(error).__name__, error)
+        name = type(error).__name__
+        logger.info("FlashAttention 3 schedules its own calls, because sage-hf cannot: %s: %s", name, error)
         return False
 
 
-def _follows_plans(device: torch.device) -> bool:
+def _follows_schedules(device: torch.device) -> bool:
     sizes, ones, numbers = (4, 640, 1024, 4, 2, 64), [1] * 4, [0, 1, 2, 3]
-    full, short, empty = (_plan(sizes, *of, device=device).tolist() for of in ((1024, None), (1, None), (1024, 0)))
+    full, short, empty = (_schedule(sizes, *of, device=device).tolist() for of in ((1024, None), (1, None), (1024, 0)))
     blocks = full[4]
     begins_alike = full[:8] == short[:8] == [*ones, *[blocks] * 4]
     is_numbered = sorted(full[8:12]) == sorted(short[8:12]) == numbers
     if not (begins_alike and is_numbered) or full[12:] != [0] or empty[4:8] != [0] * 4 or blocks == 0:
         return False
-    # The second element must stay unchanged, with a plan and with lengths.
+    # The second element must stay unchanged, with a schedule and with lengths.
     drawn: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     inputs = [torch.randn(*size, 64, **drawn).bfloat16() for size in ((4, 4, 640), (4, 2, 1024), (4, 2, 1024))]
-    kv_lengths, q_lengths, plan = (
+    kv_lengths, q_lengths, schedule = (
         torch.tensor(x, dtype=torch.int32, device=device)
         for x in ([1000, 0, 17, 640], [640, 0, 640, 640], [*ones, blocks, 0, blocks, blocks, *numbers, 0])
     )
     outputs = [torch.full_like(inputs[0], 7.0) for _ in range(2)]
-    _write_first(*inputs, outputs[0], q_lengths, kv_lengths, scale=0.1, planned=False)
-    _write_first(*inputs, outputs[1], plan, kv_lengths, scale=0.1, planned=True)
+    _write_prefix(*inputs, outputs[0], q_lengths, kv_lengths, scale=0.1, scheduled=False)
+    _write_prefix(*inputs, outputs[1], schedule, kv_lengths, scale=0.1, scheduled=True)
     return torch.equal(*outputs) and bool((outputs[0][1] == 7.0).all())
 
 
-def _plan(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, device: torch.device) -> torch.Tensor:
-    """Return the operator's plan for elements of these lengths, in calls of (batch, q_len, …, kv_heads, head_dim)."""
+def _schedule(sizes: tuple[int, ...], kv_length: int, q_length: int | None, *, device: torch.device) -> torch.Tensor:
+    """Return the operator's schedule of a call whose elements all have these lengths.
+
+    Args:
+        sizes: batch, q_len, kv_len, q_heads, kv_heads and head_dim.
+        kv_length, q_length: the lengths; None: q_len.
+        device: the GPU.
+    """
 
     def all_of(length: int) -> torch.Tensor:
         return torch.full((sizes[0],), length, dtype=torch.int32, device=device)
 
     used = None if q_length is None else all_of(q_length)
     options = {"seqused_q": used, "num_splits": 1}
-    plan: torch.Tensor = getattr(_operators(), PLANNER)(*sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options)
-    return plan
+    scheduler = getattr(_operators(), SCHEDULER)
+    schedule: torch.Tensor = scheduler(*sizes, sizes[-1], torch.bfloat16, all_of(kv_length), **options)
+    return schedule
 
 
 def _unsupported(request: Request) -> str:

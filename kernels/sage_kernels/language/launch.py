@@ -41,7 +41,7 @@ UNSPECIALIZED = [
 
 ALIGNED_PARAMETERS = re.compile(r"^channels$|head_dim$|^(?!mask_).*stride_(batch|head|token|row)$")
 """Sizes and strides of the caller's tensors: loads are wide only if all of them are multiples of 16."""
-ALIGNMENT = 16  # of sizes, strides and addresses: Triton distinguishes multiples of it
+DIVISIBILITY = 16  # of sizes, strides and addresses: Triton distinguishes multiples of it
 
 TOKEN_AXES = ("batch", "head", "token", "channel")
 MASK_AXES = ("batch", "head", "row", "column")
@@ -178,10 +178,10 @@ def fitting(kernel: triton.JITFunction, arguments: dict[str, Any]) -> triton.JIT
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         return kernel
     for name in _aligned_parameters(kernel):
-        if arguments[name] % ALIGNMENT:
+        if arguments[name] % DIVISIBILITY:
             return _general(kernel)
     for x in arguments.values():
-        if isinstance(x, torch.Tensor) and x.data_ptr() % ALIGNMENT:
+        if isinstance(x, torch.Tensor) and x.data_ptr() % DIVISIBILITY:
             return _general(kernel)
     return kernel
 

@@ -106,7 +106,7 @@ def transform_value(cache: KVCache, value: torch.Tensor) -> torch.Tensor:
     return transforms.round_finite(transforms.rotate(x), torch.float16)
 
 
-def whole(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V as the cache holds them, (batch, kv_heads, length, head_dim).
 
     Args:
@@ -145,7 +145,7 @@ def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | N
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // cache.kv_heads
-    key, value = (x.repeat_interleave(group, 1) for x in whole(cache, wide))
+    key, value = (x.repeat_interleave(group, 1) for x in read_all(cache, wide))
     column = torch.arange(cache.length, device=cache.device)
     allowed = (column <= column[cache.length - query.shape[2] :, None])[None, None]
     if valid is not None:

@@ -26,9 +26,9 @@ from .trace import NotRepeatableError, tracing
 
 logger = logging.getLogger(__name__)
 
-CALLS = 512
+MAX_ENTRIES = 512
 """Number of calls that are remembered; beyond it, the least recently used calls are forgotten."""
-ALIGNMENT = 16
+ADDRESS_ALIGNMENT = 16
 """Alignment of replayed calls' addresses, in bytes."""
 MOST_BYTES = 2**28
 """Bytes of a call's results up to which it is replayed: comparing larger results takes much memory, and such a
@@ -87,7 +87,7 @@ class Entry:
             logger.info("a call is not replayed but run anew each time: %s", reason)
 
 
-@lru_cache(maxsize=CALLS)
+@lru_cache(maxsize=MAX_ENTRIES)
 def _entry(*facts: object) -> Entry:
     return Entry()
 
@@ -135,7 +135,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
         if type(x) not in _PLAIN or x.is_neg() or x.is_conj():
             return False
         address = x.data_ptr()
-        if address % ALIGNMENT or (address == x.storage_offset() * x.element_size() and x.numel()):
+        if address % ADDRESS_ALIGNMENT or (address == x.storage_offset() * x.element_size() and x.numel()):
             return False
     return True
 

@@ -14,7 +14,7 @@ from ..runtime import torch_private
 from . import driver
 from .trace import Memory, NotRepeatableError, Operator, PackedLaunch, Trace, is_stand_in, locate
 
-ALIGNMENT = 256
+BUFFER_ALIGNMENT = 256
 """Alignment of each buffer in a call's allocation, in bytes."""
 ADDRESS = struct.Struct("<Q")
 
@@ -203,7 +203,7 @@ def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int]
             together = buffer.first <= _last(other, steps) and other.first <= _last(buffer, steps)
             if together and first < start + buffer.size and start < end:
                 start = end
-        placed.append((start, start + -(-buffer.size // ALIGNMENT) * ALIGNMENT, buffer))
+        placed.append((start, start + -(-buffer.size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT, buffer))
     return {buffer.number: start for start, _, buffer in placed}, max((end for _, end, _ in placed), default=0)
 
 

@@ -54,21 +54,21 @@ class BlockList(NamedTuple):
             places: upper bound on the listed tiles of a block, to store less; default all tiles.
         """
         rank = kept.cumsum(-1, dtype=torch.int32)
-        number = kept.shape[-1]
-        places = number if places is None else places
+        tile_count = kept.shape[-1]
+        places = tile_count if places is None else places
         tiles = rank.new_zeros((*kept.shape[:-1], places + 1))  # one place more takes unlisted tiles
         at = torch.where(kept, rank - 1, places).clamp_(max=places).long()
-        tiles.scatter_(-1, at, torch.arange(number, dtype=torch.int32, device=kept.device).expand_as(at))
-        counts = rank[..., -1] if number else rank.new_zeros(kept.shape[:-1])
+        tiles.scatter_(-1, at, torch.arange(tile_count, dtype=torch.int32, device=kept.device).expand_as(at))
+        counts = rank[..., -1] if tile_count else rank.new_zeros(kept.shape[:-1])
         return cls(counts.contiguous(), tiles[..., :places], block_m, block_n)
 
     def kept(self, kv_len: int) -> torch.Tensor:
         """Return which tiles are listed: bool (batch or 1, q_heads or 1, blocks of rows, tiles of kv_len keys)."""
-        number = ceil_div(kv_len, self.block_n)
+        tile_count = ceil_div(kv_len, self.block_n)
         listed = torch.arange(self.tiles.shape[-1], device=self.tiles.device) < self.counts.unsqueeze(-1)
-        at = torch.where(listed, self.tiles, number).long()
-        kept = torch.zeros((*self.tiles.shape[:3], number + 1), dtype=torch.bool, device=self.tiles.device)
-        return kept.scatter_(-1, at, torch.ones_like(at, dtype=torch.bool))[..., :number]
+        at = torch.where(listed, self.tiles, tile_count).long()
+        kept = torch.zeros((*self.tiles.shape[:3], tile_count + 1), dtype=torch.bool, device=self.tiles.device)
+        return kept.scatter_(-1, at, torch.ones_like(at, dtype=torch.bool))[..., :tile_count]
 
     def kept_by_rows(self, kv_len: int, first_row: int, stop_row: int) -> torch.Tensor:
         """Return which tiles rows attend to: bool (batch or 1, q_heads or 1, rows, tiles of kv_len keys)."""
@@ -138,11 +138,11 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
         )
     if query.device.type != "cpu" or not counts.numel() or torch.compiler.is_compiling():
         return
-    number, places = ceil_div(kv_len, blocks.block_n), tiles.shape[3]
+    tile_count, places = ceil_div(kv_len, blocks.block_n), tiles.shape[3]
     if not bool(((counts >= 0) & (counts <= places)).all()):
         raise ValueError(f"blocks.counts must be 0 to {places}, the places of blocks.tiles")
     listed = torch.arange(places, device=counts.device) < counts.unsqueeze(-1)
-    if bool((listed & ((tiles < 0) | (tiles >= number))).any()):
-        raise ValueError(f"blocks.tiles must be 0 to {number - 1}: {kv_len} keys in tiles of {blocks.block_n}")
+    if bool((listed & ((tiles < 0) | (tiles >= tile_count))).any()):
+        raise ValueError(f"blocks.tiles must be 0 to {tile_count - 1}: {kv_len} keys in tiles of {blocks.block_n}")
     if not torch.equal(blocks.kept(kv_len).sum(-1, dtype=torch.int32), counts):
         raise ValueError("blocks.tiles names a tile of a block of rows twice")

@@ -67,20 +67,20 @@ class Mask:
         Raises:
             ValueError: the mask says more than which keys exist.
         """
-        keys = cls.of(mask, kv_len)
-        if keys.kind not in ("none", "keys"):
+        padding = cls.of(mask, kv_len)
+        if padding.kind not in ("none", "keys"):
             raise ValueError(
                 "with a block list a mask may only say which keys exist: bool, the same for all queries and heads; "
-                f"got a mask of kind {keys.kind!r}"
+                f"got a mask of kind {padding.kind!r}"
             )
-        return replace(keys, kind="blocks" if keys.kind == "none" else "block_keys", blocks=blocks)
+        return replace(padding, kind="blocks" if padding.kind == "none" else "block_keys", blocks=blocks)
 
-    def without_keys(self, keys: int) -> Mask:
-        """Return the mask of the keys from number `keys` on."""
+    def without_first_keys(self, count: int) -> Mask:
+        """Return the mask without its first `count` keys."""
         if self.tensor is None:
             return self
-        tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., keys:]
-        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, keys:])
+        tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., count:]
+        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, count:])
 
 
 NO_MASK = Mask()
@@ -172,7 +172,7 @@ class Call:
 
     @property
     def choice_places(self) -> int:
-        """Return how many of the first keys, the last of them, may give their places to other keys."""
+        """Return how many of the first keys, counted from their end, other keys may replace."""
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
     @property
@@ -185,7 +185,7 @@ class Call:
 
     @property
     def recent_start(self) -> int:
-        """Return `recent_start` of the call, which has recent keys: where these begin, counted from `first_keys` on."""
+        """Return the first recent key of a call with recent keys, counted after the first keys (`recent_start`)."""
         return recent_start(self.causal_offset - self.first_keys, self.recipe.recent_keys)
 
     @property
@@ -215,7 +215,7 @@ class Call:
             self,
             key=self.key[:, :, heavy:],
             value=self.value[:, :, heavy:],
-            mask=self.mask.without_keys(heavy),
+            mask=self.mask.without_first_keys(heavy),
             causal_offset=self.causal_offset - heavy,
             lengths=lengths,
         )

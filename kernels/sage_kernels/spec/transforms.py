@@ -114,8 +114,8 @@ def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Te
     square = torch.where(square.isfinite() & counts, square, 0.0).sum(-1, keepdim=True)
     group = torch.arange(tokens, device=key.device) // BLOCK % LOUD_GROUPS
     sums = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, square)
-    number = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, counts.float())
-    mean = sums / number.clamp_min(1)
+    token_counts = square.new_zeros(*key.shape[:2], LOUD_GROUPS, 1).index_add_(2, group, counts.float())
+    mean = sums / token_counts.clamp_min(1)
     median = torch.where(mean > 0, mean, torch.nan).nanmedian(2, keepdim=True).values
     return counts & ~(mean > median * LOUD)[:, :, group]
 
@@ -129,8 +129,8 @@ def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Te
 def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Smooth V in the channels whose mean exceeds MIN_MEAN times the largest finite |x - mean|; leave the others.
 
-    V's elements lie on a 16-bit grid. Subtracting less than that grid resolves changes no rounded element: the mean
-    itself becomes their error, all of one sign, which averaging over many keys does not reduce.
+    V's elements lie on a 16-bit grid. A mean below the grid's step changes no rounded element, so adding it back shifts
+    all of them: an error of one sign, which averaging over many keys does not reduce.
     """
     mean = mean_of_tokens(x, valid)
     counts = x.isfinite() if valid is None else x.isfinite() & valid
@@ -289,10 +289,10 @@ def _heaviest(scores: torch.Tensor, places: int) -> torch.Tensor:
     scores = F.pad(scores, (0, -keys % places), value=-torch.inf).unflatten(-1, (-1, places))
     # Of equal maxima take the first: torch.max promises no order.
     is_largest = scores == scores.amax(-2, keepdim=True)
-    number = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
-    number = number + torch.arange(places, device=scores.device)
-    chosen = torch.where(is_largest, number, keys + places).amin(-2)
-    return torch.where(stays, number[0], chosen)
+    index = torch.arange(scores.shape[-2], device=scores.device)[:, None] * places
+    index = index + torch.arange(places, device=scores.device)
+    chosen = torch.where(is_largest, index, keys + places).amin(-2)
+    return torch.where(stays, index[0], chosen)
 
 
 def exchange(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def find_tiles(
     tiles,
     state,
     place,
-    number,
+    count,
     first_row,
     last_row,
     kv_len,
@@ -110,20 +110,20 @@ def find_tiles(
     CAUSAL: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Return (tile, seen, whole) for places in a list: a tile's number, whether some or all of its scores count."""
-    listed = place < number
+    """Return (tile, seen, unmasked) for places in a list: a tile's number, whether some or all of its scores count."""
+    listed = place < count
     tile = tl.load(tiles + (place // PARTS).to(tl.int64) * stride_place, mask=listed, other=0) * PARTS + place % PARTS
     first, last = tile * BLOCK_N, tile * BLOCK_N + BLOCK_N - 1
     seen = listed & (tile >= 0) & (first < kv_len)
-    whole = seen & (last < kv_len)
+    unmasked = seen & (last < kv_len)
     if CAUSAL:
         seen = seen & (first <= last_row + causal_offset)
-        whole = whole & (last <= first_row + causal_offset)
+        unmasked = unmasked & (last <= first_row + causal_offset)
     if PADDED:
         existing = tl.load(state + tile, mask=seen, other=0)
         seen = seen & (existing >= SOME)
-        whole = whole & (existing == ALL)
-    return tile, seen, whole & seen
+        unmasked = unmasked & (existing == ALL)
+    return tile, seen, unmasked & seen
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "places"])
@@ -158,8 +158,8 @@ def sort_tiles(
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     entries += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * places
     tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row
-    number = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
-    number = tl.minimum(number * PARTS, places - 3)
+    count = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
+    count = tl.minimum(count * PARTS, places - 3)
     if PADDED:
         state += batch * state_stride
     _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
@@ -167,23 +167,23 @@ def sort_tiles(
     first_row = block * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, q_len) - 1
     lane = tl.arange(0, WIDTH)
-    wholes = 0
-    for start in range(0, number, WIDTH):
-        _, _, whole = find_tiles(
-            tiles, state, start + lane, number, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
+    unmasked_count = 0
+    for start in range(0, count, WIDTH):
+        _, _, unmasked = find_tiles(
+            tiles, state, start + lane, count, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
             BLOCK_N, PARTS, CAUSAL, PADDED,
         )  # fmt: skip
-        wholes += tl.sum(whole.to(tl.int32), 0)
-    before, behind = 0, wholes
-    for start in range(0, number, WIDTH):
-        tile, seen, whole = find_tiles(
-            tiles, state, start + lane, number, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
+        unmasked_count += tl.sum(unmasked.to(tl.int32), 0)
+    before, behind = 0, unmasked_count
+    for start in range(0, count, WIDTH):
+        tile, seen, unmasked = find_tiles(
+            tiles, state, start + lane, count, first_row, last_row, kv_len, causal_offset, tiles_stride_place,
             BLOCK_N, PARTS, CAUSAL, PADDED,
         )  # fmt: skip
-        is_partial = (seen & ~whole).to(tl.int32)
-        at = tl.where(whole, before + tl.cumsum(whole.to(tl.int32), 0), behind + tl.cumsum(is_partial, 0)) - 1
+        is_partial = (seen & ~unmasked).to(tl.int32)
+        at = tl.where(unmasked, before + tl.cumsum(unmasked.to(tl.int32), 0), behind + tl.cumsum(is_partial, 0)) - 1
         tl.store(entries + 2 + at, tile, mask=seen)
-        before += tl.sum(whole.to(tl.int32), 0)
+        before += tl.sum(unmasked.to(tl.int32), 0)
         behind += tl.sum(is_partial, 0)
-    tl.store(entries, wholes)
+    tl.store(entries, unmasked_count)
     tl.store(entries + 1, behind)

@@ -155,9 +155,9 @@ def int8_bwd_dq(
         if LIST_M > 0:
             tiles += batch * tiles_stride_batch + head * tiles_stride_head
             tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
-            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
             tile = tl.load(tiles + 2)
-            for index in range(0, whole):
+            for index in range(0, unmasked):
                 following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 dq = add_keys(
                     q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
@@ -165,7 +165,7 @@ def int8_bwd_dq(
                     BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
                 tile = following
-            for index in range(whole, number):
+            for index in range(unmasked, listed):
                 dq = add_keys(
                     q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
                     kv_first, kv_operand_start, kv_rows, kv_len, tl.load(tiles + 2 + index), causal_offset, CHANNELS,

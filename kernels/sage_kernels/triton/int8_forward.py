@@ -361,9 +361,9 @@ def int8_forward(
             tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
             if MASK == "block_keys":
                 mask += batch * mask_stride_batch
-            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
             tile = tl.load(tiles + 2)
-            for index in range(0, whole):
+            for index in range(0, unmasked):
                 following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 row_max, row_sum, acc = attend_tile(
                     tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
@@ -372,7 +372,7 @@ def int8_forward(
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, False, TMA,
                 )  # fmt: skip
                 tile = following
-            for index in range(whole, number):
+            for index in range(unmasked, listed):
                 row_max, row_sum, acc = attend_tile(
                     tl.load(tiles + 2 + index), 1, q, q_scale, key, key_scale, value, kv_first, value_head,
                     kv_operand_start, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,

@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import ALIGNMENT, INTERPRETED, UNSPECIALIZED, strides
+from ..language.launch import DIVISIBILITY, INTERPRETED, UNSPECIALIZED, strides
 from ..language.repeated import KernelLaunch, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
-from ..replay.cache import CALLS
+from ..replay.cache import MAX_ENTRIES
 from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
 from ..spec.layout import power_of_two
@@ -109,7 +109,7 @@ def decode(
         changing["counts"] = counts.data_ptr()
     facts = (
         *(cache.format.name, parts, scale, capability, counts is None),
-        None if valid is None else (valid.stride(1), valid.data_ptr() % ALIGNMENT),
+        None if valid is None else (valid.stride(1), valid.data_ptr() % DIVISIBILITY),
     )
     make_launches = partial(_launches, cache, query, key, value, valid, scale, output, buffers, config, capability)
     run_step("kv_decode", make_launches, output, counts, changing, (query, key, value), facts)
@@ -144,7 +144,7 @@ class _Buffers:
         return self.memory[place : place + dtype.itemsize * math.prod(size)].view(dtype).view(size)
 
 
-@lru_cache(maxsize=CALLS)
+@lru_cache(maxsize=MAX_ENTRIES)
 def _places(
     pairs: int, parts: int, rows: int, channels: int
 ) -> tuple[dict[str, tuple[int, torch.dtype, tuple[int, ...]]], int]:
@@ -225,7 +225,7 @@ def _launches(
         output=output,
         value_unit=cache.value_unit,
         counts=cache.counts if cache.is_ahead else None,
-        number=parts,
+        part_count=parts,
         q_len=q_len,
         group=group,
         capacity=cache.capacity,
@@ -515,14 +515,14 @@ def attend_to_part(
     tl.store(into_statistics + ROWS, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "group", "capacity"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "part_count", "group", "capacity"])
 def merge_kv_parts(
     partial,
     statistics,
     output,
     value_unit,
     counts,
-    number,
+    part_count,
     q_len,
     group,
     capacity,
@@ -549,17 +549,17 @@ def merge_kv_parts(
             tl.store(counts + 1, coded_after)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
     part = tl.arange(0, PARTS)
-    at = statistics + (pair * number + part) * (2 * ROWS) + row
-    maxima = tl.load(at, mask=part < number, other=float("-inf"))
+    at = statistics + (pair * part_count + part) * (2 * ROWS) + row
+    maxima = tl.load(at, mask=part < part_count, other=float("-inf"))
     largest = tl.max(maxima, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.load(at + ROWS, mask=part < number, other=0.0) * tl.exp2(maxima - largest), 0)
+    total = tl.sum(tl.load(at + ROWS, mask=part < part_count, other=0.0) * tl.exp2(maxima - largest), 0)
     channel = tl.arange(0, CHANNELS)
     acc = tl.zeros((AT_ONCE, CHANNELS), tl.float32)
-    for begin in range(0, number, AT_ONCE):
+    for begin in range(0, part_count, AT_ONCE):
         chunk = begin + tl.arange(0, AT_ONCE)
-        exists = chunk < number
-        place = pair * number + chunk
+        exists = chunk < part_count
+        place = pair * part_count + chunk
         maximum = tl.load(statistics + place * (2 * ROWS) + row, mask=exists, other=float("-inf"))
         x = tl.load(
             partial + (place * ROWS + row)[:, None] * CHANNELS + channel[None, :], mask=exists[:, None], other=0.0

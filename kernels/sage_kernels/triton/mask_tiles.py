@@ -67,7 +67,7 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: also no bias marks it as padding),
     # then a flag that is not 0 if some query has no key except padding.
     keys = mask.new_empty((batches, columns + 1), dtype=torch.int32)
-    launch(clear_keys, (ceil_div(keys.numel(), CLEARED),), keys=keys, number=keys.numel(), BLOCK=CLEARED)
+    launch(clear_keys, (ceil_div(keys.numel(), CLEARED),), keys=keys, elements=keys.numel(), BLOCK=CLEARED)
     launch(
         list_tiles,
         (row_blocks, heads, batches),
@@ -105,11 +105,11 @@ def bitwise_or(x, y):
     return x | y
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number"])
-def clear_keys(keys, number, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "elements"])
+def clear_keys(keys, elements, BLOCK: tl.constexpr):
     """Set the bits of keys, so many numbers, to 0. It is our own kernel because replays know no other operators."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(keys + at, tl.zeros((BLOCK,), tl.int32), mask=at < number)
+    tl.store(keys + at, tl.zeros((BLOCK,), tl.int32), mask=at < elements)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -245,7 +245,7 @@ def pack_rows(
 ):
     """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `list_tiles`."""
     inside_row = (row < rows)[:, None]
-    number = 0
+    listed = 0
     lane = tl.arange(0, WIDTH)
     column = lane
     inside = inside_row & (column < keys)[None, :]
@@ -268,9 +268,9 @@ def pack_rows(
         seen = tl.max(tl.reshape(some, (WIDTH // BLOCK_N, BLOCK_N // BITS)), 1)
         whole = tl.min(tl.reshape(every, (WIDTH // BLOCK_N, BLOCK_N // BITS)), 1)
         entry = 2 * (start // BLOCK_N + tl.arange(0, WIDTH // BLOCK_N)) + 1 - whole
-        tl.store(tiles + number + tl.cumsum(seen, 0), entry, mask=seen != 0)
-        number += tl.sum(seen, 0)
-    tl.store(tiles, number)
+        tl.store(tiles + listed + tl.cumsum(seen, 0), entry, mask=seen != 0)
+        listed += tl.sum(seen, 0)
+    tl.store(tiles, listed)
 
 
 @triton.jit
@@ -444,17 +444,17 @@ def masked_forward(
         bits += batch.to(tl.int64) * mask_stride_batch + head.to(tl.int64) * mask_stride_head
         tiles += batch.to(tl.int64) * tiles_stride_batch + head.to(tl.int64) * tiles_stride_head
         tiles += block * tiles_stride_row
-        number = tl.load(tiles)
+        listed = tl.load(tiles)
         if CAUSAL and MASK == "keys":
             last = block * BLOCK_M + BLOCK_M - 1 + causal_offset
-            listed, number = number, 0
-            for first in range(0, listed, COUNTED):
+            all_listed, listed = listed, 0
+            for first in range(0, all_listed, COUNTED):
                 index = first + tl.arange(0, COUNTED)
-                entry = tl.load(tiles + 1 + index, mask=index < listed, other=0)
-                seen = (index < listed) & (entry // 2 * BLOCK_N <= last)
-                number += tl.sum(seen.to(tl.int32), 0)
+                entry = tl.load(tiles + 1 + index, mask=index < all_listed, other=0)
+                seen = (index < all_listed) & (entry // 2 * BLOCK_N <= last)
+                listed += tl.sum(seen.to(tl.int32), 0)
         entry = tl.load(tiles + 1)
-        for index in range(0, number):
+        for index in range(0, listed):
             following = tl.load(tiles + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
             start = entry // 2 * BLOCK_N
             needs_mask = entry % 2

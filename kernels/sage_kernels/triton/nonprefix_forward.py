@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..dispatch.kernels import AttendToFirst
+from ..dispatch.kernels import AttendToPrefix
 from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.scores import LOG2E, store_clamped
 from ..runtime.hardware import multiprocessors
@@ -29,16 +29,16 @@ VECTOR = tl.constexpr(16)  # bytes that a thread loads at once
 SHARED_PERCENT = 100
 """Share of L1 that is shared memory: after a launch with the driver's choice, FlashAttention 3 takes 3 % longer at
 head_dim 64, where it keeps some of its registers in L1."""
-PLAN_PARTS, PLAN_MULTIPLE = 3, 4  # parts and multiple of `kernels.AttendToFirst`'s plan
+SCHEDULE_PARTS, SCHEDULE_MULTIPLE = 3, 4  # parts and multiple of `kernels.AttendToPrefix`'s schedule
 
 
-def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int = 0) -> torch.Tensor:
+def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int = 0) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
         call: as in `masked_forward.attend`, with a key-padding mask and without causality.
-        attend_to_first: the kernel for batch elements whose existing keys come first.
-        row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a plan; else 0.
+        attend_to_prefix: the kernel for batch elements whose existing keys come first.
+        row_blocks: number of that kernel's blocks of rows in one batch element, if it takes a schedule; else 0.
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
@@ -59,7 +59,7 @@ def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int
     tiles = query.new_empty((batch, programs, places), dtype=torch.int32)
     kv_lengths = query.new_empty((batch,), dtype=torch.int32)
     q_lengths = None if row_blocks else query.new_empty((batch,), dtype=torch.int32)
-    plan = query.new_empty((plan_size(batch),), dtype=torch.int32) if row_blocks else None
+    schedule = query.new_empty((schedule_size(batch),), dtype=torch.int32) if row_blocks else None
     launch(
         nonprefix_forward,
         (programs, batch),
@@ -72,9 +72,9 @@ def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int
         tiles=tiles,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
-        plan=plan,
+        schedule=schedule,
         row_blocks=row_blocks,
-        part_size=plan_size(batch) // PLAN_PARTS,
+        part_size=schedule_size(batch) // SCHEDULE_PARTS,
         q_len=q_len,
         kv_len=kv_len,
         q_heads=q_heads,
@@ -97,13 +97,13 @@ def attend_nonprefix(call: Call, attend_to_first: AttendToFirst, row_blocks: int
         shared_percent=SHARED_PERCENT,
         **config.constants,
     )
-    attend_to_first(call, q_lengths, kv_lengths, plan, output)
+    attend_to_prefix(call, q_lengths, kv_lengths, schedule, output)
     return output
 
 
-def plan_size(batch: int) -> int:
-    """Return the size of `kernels.AttendToFirst`'s plan."""
-    return PLAN_PARTS * (ceil_div(batch, PLAN_MULTIPLE) * PLAN_MULTIPLE) + 1
+def schedule_size(batch: int) -> int:
+    """Return the size of `kernels.AttendToPrefix`'s schedule."""
+    return SCHEDULE_PARTS * (ceil_div(batch, SCHEDULE_MULTIPLE) * SCHEDULE_MULTIPLE) + 1
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "row_blocks", "part_size"])
@@ -117,7 +117,7 @@ def nonprefix_forward(
     tiles,
     q_lengths,
     kv_lengths,
-    plan,
+    schedule,
     row_blocks,
     part_size,
     q_len,
@@ -146,7 +146,7 @@ def nonprefix_forward(
     BITS: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Attend in one batch element unless its keys come first; write the lengths, or the plan, where they do.
+    """Attend in one batch element unless its keys come first; write the lengths, or the schedule, where they do.
 
     Each program has its own `bits` and `tiles`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
     the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
@@ -160,14 +160,14 @@ def nonprefix_forward(
     come_first = (count == end) & (count != 0)
     if part == 0:
         tl.store(kv_lengths + batch, tl.where(come_first, count, 0))
-        if plan is None:
+        if schedule is None:
             tl.store(q_lengths + batch, tl.where(come_first, q_len, 0))
         else:
-            tl.store(plan + batch, 1)
-            tl.store(plan + part_size + batch, tl.where(come_first, row_blocks, 0))
-            tl.store(plan + 2 * part_size + batch, batch)
+            tl.store(schedule + batch, 1)
+            tl.store(schedule + part_size + batch, tl.where(come_first, row_blocks, 0))
+            tl.store(schedule + 2 * part_size + batch, batch)
             if batch == 0:
-                tl.store(plan + 3 * part_size, 0)
+                tl.store(schedule + 3 * part_size, 0)
     if come_first:
         return
     program = batch.to(tl.int64) * tl.num_programs(0) + part
@@ -179,7 +179,7 @@ def nonprefix_forward(
         1, BLOCK_N, WIDTH, BITS, False,
     )  # fmt: skip
     tl.debug_barrier()  # threads read what other threads listed
-    number = tl.load(tiles)
+    listed = tl.load(tiles)
     scale = softmax_scale * LOG2E
     for item in range(part, q_heads * blocks, tl.num_programs(0)):
         head, block = item // blocks, item % blocks
@@ -192,7 +192,7 @@ def nonprefix_forward(
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
         entry = tl.load(tiles + 1)
-        for index in range(0, number):
+        for index in range(0, listed):
             following = tl.load(tiles + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
             row_max, row_sum, acc = attend_tile(
                 entry // 2 * BLOCK_N, entry % 2, q, key, value, bits, bits, batch, head // group, 0, 0, 0, scale,

@@ -453,9 +453,9 @@ def nvfp4_forward(
             tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
             if MASK == "block_keys":
                 mask += batch * mask_stride_batch
-            whole, number = tl.load(tiles), tl.load(tiles + 1)
+            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
             tile = tl.load(tiles + 2)
-            for index in tl.range(0, whole, num_stages=STAGES):
+            for index in tl.range(0, unmasked, num_stages=STAGES):
                 following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 row_max, total, denominator, accumulator = attend_tile(
                     tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
@@ -464,7 +464,7 @@ def nvfp4_forward(
                     CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, False, NATIVE,
                 )  # fmt: skip
                 tile = following
-            for index in range(whole, number):
+            for index in range(unmasked, listed):
                 row_max, total, denominator, accumulator = attend_tile(
                     tl.load(tiles + 2 + index), 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
                     value_scale, delta, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..dispatch.head_kernels import register_head_kernel
-from ..dispatch.kernels import AttendToFirst, Quantizer
+from ..dispatch.kernels import AttendToPrefix, Quantizer
 from ..dispatch.kv_kernels import register_kv_kernel
 from ..dispatch.registry import register_backward, register_exact, register_forward, register_quantizer
 from ..dispatch.request import Request
@@ -207,9 +207,9 @@ class MaskedForward(TritonExact):
     name = "masked_forward"
     requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
 
-    def attend_nonprefix(self, call: Call, attend_to_first: AttendToFirst, row_blocks: int) -> torch.Tensor:
+    def attend_nonprefix(self, call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int) -> torch.Tensor:
         """Attend; see `nonprefix_forward.attend_nonprefix`."""
-        output: torch.Tensor = _load("nonprefix_forward").attend_nonprefix(call, attend_to_first, row_blocks)
+        output: torch.Tensor = _load("nonprefix_forward").attend_nonprefix(call, attend_to_prefix, row_blocks)
         return output
 
 

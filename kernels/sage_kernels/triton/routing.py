@@ -108,7 +108,7 @@ def block_scores(
         q_parts=q_parts,
         k_parts=k_parts,
         row_blocks=row_blocks,
-        number=tiles,
+        tile_count=tiles,
         group=q_heads // kv_heads,
         channels=channels,
         scale=scale,
@@ -125,7 +125,7 @@ def block_scores(
 
 def list_most(
     scores: torch.Tensor,
-    numbers: tuple[int, ...],
+    kept_counts: tuple[int, ...],
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,14 +133,14 @@ def list_most(
 
     Args:
         scores: float32 (batch, heads, blocks of rows, tiles).
-        numbers: the number of tiles of a block, at least 1, for each head.
+        kept_counts: how many tiles a block keeps, at least 1, for each head.
         rows: uint8 (1, 1, blocks of rows), or with the sizes of batch and heads, not 0 where a block keeps all tiles.
         columns: uint8 (1, 1, tiles), not 0 where all blocks also keep a tile; or with the sizes of batch and heads.
 
     Returns:
         (counts, tiles): the fields of a `BlockList`, tiles in ascending order.
     """
-    return _select(scores, numbers, 1.0, rows, columns)
+    return _select(scores, kept_counts, 1.0, rows, columns)
 
 
 def list_share(
@@ -155,33 +155,35 @@ def list_share(
 
 def _select(
     scores: torch.Tensor,
-    numbers: tuple[int, ...] | None,
+    kept_counts: tuple[int, ...] | None,
     share: float,
     rows: torch.Tensor | None,
     columns: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, row_blocks, number = scores.shape
-    places = number if numbers is None or rows is not None or columns is not None else max(numbers)
+    batch, heads, row_blocks, tile_count = scores.shape
+    places = tile_count if kept_counts is None or rows is not None or columns is not None else max(kept_counts)
     counts = scores.new_empty((batch, heads, row_blocks), dtype=torch.int32)
     tiles = scores.new_empty((batch, heads, row_blocks, places), dtype=torch.int32)
-    width = power_of_two(number)
+    width = power_of_two(tile_count)
     launch(
         select_tiles,
         (row_blocks, heads, batch),
         scores=scores,
-        numbers=None if numbers is None or len(set(numbers)) == 1 else _on_device(numbers, scores.device),
+        kept_counts=None
+        if kept_counts is None or len(set(kept_counts)) == 1
+        else _on_device(kept_counts, scores.device),
         rows=rows,
         columns=columns,
         counts=counts,
         tiles=tiles,
-        most=0 if numbers is None else numbers[0],
+        kept_count=0 if kept_counts is None else kept_counts[0],
         share=share,
-        number=number,
+        tile_count=tile_count,
         places=places,
         **strides("rows", _flag_strides(rows), MASK_AXES),
         **strides("columns", _flag_strides(columns), MASK_AXES),
         WIDTH=width,
-        BY_SHARE=numbers is None,
+        BY_SHARE=kept_counts is None,
         num_warps=min(8, max(1, width // 1024)),
     )
     return counts, tiles
@@ -196,8 +198,8 @@ def _flag_strides(flags: torch.Tensor | None) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def _on_device(kept_counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(kept_counts, dtype=torch.int32, device=device)
 
 
 SIZES = [
@@ -208,10 +210,10 @@ SIZES = [
     "q_parts",
     "k_parts",
     "row_blocks",
-    "number",
+    "tile_count",
     "places",
     "group",
-    "most",
+    "kept_count",
 ]
 
 
@@ -245,8 +247,8 @@ def write_means(
         rounded = mean.to(tl.bfloat16)
         into = means + row * channels + channel
         tl.store(into, rounded, mask=channel < channels)
-        left = (mean - rounded.to(tl.float32)).to(tl.bfloat16)
-        tl.store(into + tl.num_programs(2) * heads * blocks * channels, left, mask=channel < channels)
+        remainder = (mean - rounded.to(tl.float32)).to(tl.bfloat16)
+        tl.store(into + tl.num_programs(2) * heads * blocks * channels, remainder, mask=channel < channels)
         if similarity is not None:
             length = tl.maximum(tl.sqrt(tl.sum(values * values, 1)), 1e-12)
             mean = tl.sum(values / length[:, None], 0) / count
@@ -300,7 +302,7 @@ def score_pairs(
     q_parts,
     k_parts,
     row_blocks,
-    number,
+    tile_count,
     group,
     channels,
     scale,
@@ -341,21 +343,21 @@ def score_pairs(
         x = finite + tl.log(tl.sum(tl.sum(tl.exp(parts - finite[:, None, :, None]), 3), 1))
     block = tl.program_id(0) // along * BLOCKS + tl.arange(0, BLOCKS)
     tile = tl.program_id(0) % along * TILES + tl.arange(0, TILES)
-    at = scores + ((batch * q_heads + head) * row_blocks + block.to(tl.int64)[:, None]) * number + tile[None, :]
-    tl.store(at, x, mask=(block < row_blocks)[:, None] & (tile < number)[None, :])
+    at = scores + ((batch * q_heads + head) * row_blocks + block.to(tl.int64)[:, None]) * tile_count + tile[None, :]
+    tl.store(at, x, mask=(block < row_blocks)[:, None] & (tile < tile_count)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
 def select_tiles(
     scores,
-    numbers,
+    kept_counts,
     rows,
     columns,
     counts,
     tiles,
-    most,
+    kept_count,
     share,
-    number,
+    tile_count,
     places,
     rows_stride_batch,
     rows_stride_head,
@@ -366,13 +368,13 @@ def select_tiles(
 ):
     """Write the tiles that one block of rows of one (batch, head) keeps.
 
-    Their number is `numbers` for each head, or `most` without `numbers`; or they reach `share`.
+    Their number is `kept_counts` for each head, or `kept_count` without `kept_counts`; or they reach `share`.
     """
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + block
     tile = tl.arange(0, WIDTH)
-    inside = tile < number
-    x = tl.load(scores + pair * number + tile, mask=inside, other=float("-inf")) + 0.0  # -0 is 0
+    inside = tile < tile_count
+    x = tl.load(scores + pair * tile_count + tile, mask=inside, other=float("-inf")) + 0.0  # -0 is 0
     x = tl.where(x == x, x, float("nan"))  # as in PyTorch, the largest
     # Unsigned integers in the order of the scores; 0 for places beyond the tiles.
     bits = x.to(tl.uint32, bitcast=True)
@@ -380,15 +382,15 @@ def select_tiles(
     bound = tl.full((1,), 0, tl.uint32)
     if not BY_SHARE:
         # The largest bound that enough tiles reach.
-        if numbers is not None:
-            most = tl.load(numbers + head)
+        if kept_counts is not None:
+            kept_count = tl.load(kept_counts + head)
         for position in tl.static_range(32):
             higher = bound | (1 << (31 - position))
             reached = tl.sum((order >= higher).to(tl.int32), 0)
-            bound = tl.where(reached >= most, higher, bound)
+            bound = tl.where(reached >= kept_count, higher, bound)
         kept = order > bound
         equal = order == bound
-        kept = kept | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= most - tl.sum(kept.to(tl.int32), 0)))
+        kept = kept | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= kept_count - tl.sum(kept.to(tl.int32), 0)))
     else:
         # The largest bound above which the shares sum to `share`: tiles above it are kept except for the last ties.
         weight = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)

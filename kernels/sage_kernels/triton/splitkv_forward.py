@@ -86,7 +86,7 @@ def attend(call: Call) -> torch.Tensor:
             sums=sums,
             maxima=maxima,
             output=output,
-            number=parts,
+            part_count=parts,
             q_len=q_len,
             kv_heads=kv_heads,
             v_head_dim=v_head_dim,
@@ -215,13 +215,13 @@ def existing_tiles(valid, stride_key, first, end, kv_len, BLOCK_N: tl.constexpr)
     return first_key // BLOCK_N, tl.cdiv(end_key, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "part_count"])
 def merge_parts(
     parts,
     sums,
     maxima,
     output,
-    number,
+    part_count,
     q_len,
     kv_heads,
     v_head_dim,
@@ -234,8 +234,8 @@ def merge_parts(
     """Merge the parts of one row, a query of one of the heads that share a (batch, kv head)."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, V_CHANNELS)
-    exists = part < number
-    place = (pair * tl.num_programs(0) + row) * number + part
+    exists = part < part_count
+    place = (pair * tl.num_programs(0) + row) * part_count + part
     maximum = tl.load(maxima + place, mask=exists, other=float("-inf"))
     largest = tl.max(maximum, 0)
     weight = tl.exp2(maximum - tl.where(largest == float("-inf"), 0.0, largest))

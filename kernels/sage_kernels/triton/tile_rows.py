@@ -56,8 +56,8 @@ def tile_rows(call: BackwardCall) -> TileRows:
         counts, tiles = (x.expand(call.batch, *x.shape[1:]) for x in (counts, tiles))
     batches, heads, row_blocks, places = tiles.shape
     q_sequences, kv_sequences = call.token_axes
-    number = ceil_div(call.kv_len, blocks.block_n)
-    kept = tiles.new_zeros((batches, heads, row_blocks, number), dtype=torch.uint8)
+    tile_count = ceil_div(call.kv_len, blocks.block_n)
+    kept = tiles.new_zeros((batches, heads, row_blocks, tile_count), dtype=torch.uint8)
     launch(
         mark_tiles,
         (row_blocks, heads, batches),
@@ -66,7 +66,7 @@ def tile_rows(call: BackwardCall) -> TileRows:
         kept=kept,
         q_ranges=q_sequences.ranges,
         q_len=call.q_len,
-        number=number,
+        tile_count=tile_count,
         places=places,
         **strides("counts", counts.stride(), MASK_AXES),
         **strides("tiles", tiles.stride(), (*MASK_AXES[:3], "place")),
@@ -76,10 +76,10 @@ def tile_rows(call: BackwardCall) -> TileRows:
     )
     ends = kept.sum(2, dtype=torch.int32).cumsum(-1, dtype=torch.int32)
     rows = tiles.new_empty((batches, heads, row_blocks * places + 1))
-    spans = tiles.new_empty((batches, heads, number, 3))
+    spans = tiles.new_empty((batches, heads, tile_count, 3))
     launch(
         list_rows,
-        (ceil_div(number, TILES.value), heads, batches),
+        (ceil_div(tile_count, TILES.value), heads, batches),
         kept=kept,
         ends=ends,
         rows=rows,
@@ -89,7 +89,7 @@ def tile_rows(call: BackwardCall) -> TileRows:
         q_len=call.q_len,
         kv_len=call.kv_len,
         causal_offset=call.kernel_offset,
-        number=number,
+        tile_count=tile_count,
         row_blocks=row_blocks,
         places=rows.shape[2],
         LIST_M=blocks.block_m,
@@ -105,14 +105,14 @@ def _broadcast_strides(x: torch.Tensor) -> tuple[int, int]:
     return batch, head
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "places"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "tile_count", "places"])
 def mark_tiles(
     counts,
     tiles,
     kept,
     q_ranges,
     q_len,
-    number,
+    tile_count,
     places,
     counts_stride_batch,
     counts_stride_head,
@@ -127,7 +127,7 @@ def mark_tiles(
 ):
     """Write 1 for the tiles that one block of rows of one (list batch, list head) attends to."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    kept += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * number
+    kept += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tile_count
     tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row
     count = tl.load(counts + batch * counts_stride_batch + head * counts_stride_head + block * counts_stride_row)
     _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
@@ -135,10 +135,10 @@ def mark_tiles(
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
         tile = tl.load(tiles + place.to(tl.int64) * tiles_stride_place, mask=place < count, other=-1)
-        tl.store(kept + tile, 1, mask=(tile >= 0) & (tile < number))
+        tl.store(kept + tile, 1, mask=(tile >= 0) & (tile < tile_count))
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "number", "row_blocks", "places"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "tile_count", "row_blocks", "places"])
 def list_rows(
     kept,
     ends,
@@ -149,7 +149,7 @@ def list_rows(
     q_len,
     kv_len,
     causal_offset,
-    number,
+    tile_count,
     row_blocks,
     places,
     LIST_M: tl.constexpr,
@@ -163,17 +163,17 @@ def list_rows(
     _q_start, q_len, _q_row = sequence_range(q_ranges, batch, q_len, RAGGED)
     _kv_start, kv_len, _kv_row = sequence_range(kv_ranges, batch, kv_len, RAGGED)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    kept += pair * row_blocks * number
+    kept += pair * row_blocks * tile_count
     rows += pair * places
-    inside = tile < number
-    at = tl.load(ends + pair * number + tile - 1, mask=inside & (tile > 0), other=0)
+    inside = tile < tile_count
+    at = tl.load(ends + pair * tile_count + tile - 1, mask=inside & (tile > 0), other=0)
     seen, whole = at, at
     first_key = tile * LIST_N
     last_key = tl.minimum(first_key + LIST_N, kv_len) - 1
     for start in range(0, row_blocks, ROWS):
         block = start + tl.arange(0, ROWS)
         exists = (block < row_blocks)[:, None] & inside[None, :]
-        listed = tl.load(kept + block.to(tl.int64)[:, None] * number + tile[None, :], mask=exists, other=0)
+        listed = tl.load(kept + block.to(tl.int64)[:, None] * tile_count + tile[None, :], mask=exists, other=0)
         listed = listed.to(tl.int32)
         place = at[None, :] + tl.cumsum(listed, 0) - 1
         tl.store(rows + place, tl.broadcast_to(block[:, None], (ROWS, TILES)), mask=listed != 0)
@@ -185,7 +185,7 @@ def list_rows(
             seen += tl.sum(tl.where(hidden, listed, 0), 0)
             whole += tl.sum(tl.where(partial, listed, 0), 0)
         at += tl.sum(listed, 0)
-    spans += (pair * number + tile) * 3
+    spans += (pair * tile_count + tile) * 3
     tl.store(spans, seen, mask=inside)
     tl.store(spans + 1, whole, mask=inside)
     tl.store(spans + 2, at, mask=inside)

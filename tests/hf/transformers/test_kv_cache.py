@@ -198,13 +198,13 @@ def test_a_prefilled_cache_is_copied_for_each_answer(format):
     prefilled = new_cache(model, format)
     with torch.no_grad():
         model(ids[:, :140], **{NAME: prefilled})
-    whole = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.whole(layer.cache)]
+    whole = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.read_all(layer.cache)]
     copies = [copy.deepcopy(prefilled) for _ in range(2)]
     found = [model.generate(ids, **kwargs, **{NAME: cache}) for cache in copies]
     assert torch.equal(*found)
     assert prefilled.get_seq_length() == prefilled.note.tokens == 140
     assert copies[0].note is not prefilled.note and copies[0].note.tokens == PROMPT + 11
-    after = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.whole(layer.cache)]
+    after = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.read_all(layer.cache)]
     assert all(torch.equal(one, two) for one, two in zip(whole, after, strict=True))
     assert torch.equal(model.generate(ids, **kwargs, **{NAME: prefilled}), found[0])
 

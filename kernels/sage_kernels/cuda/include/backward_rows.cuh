@@ -46,8 +46,8 @@ struct Place {
   int sequence, head, block;
 
   DEVICE Place(const Order& order, int number, const Axis& keys) {
-    const int of_group = blocks_of(keys.tokens) * order.heads_together, group = number / of_group;
-    const int first = group * order.heads_together, together = min(order.heads_together, order.pairs - first);
+    const int of_group = blocks_of(keys.tokens) * order.heads_at_once, group = number / of_group;
+    const int first = group * order.heads_at_once, together = min(order.heads_at_once, order.pairs - first);
     number -= group * of_group;
     const int pair = first + number % together;
     sequence = pair / order.kv_heads, head = pair % order.kv_heads, block = number / together;

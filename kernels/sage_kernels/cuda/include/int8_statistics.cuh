@@ -259,9 +259,9 @@ DEVICE void choose_heavy_key(const Statistics& s, uint32 pair, int thread) {
   float largest = -INFINITE;
   int chosen = NO_KEY;
 #pragma unroll 16
-  for (int i = 0; i < SHARERS * (BLOCK / CHOOSERS); i++) {
-    const Candidates& some = candidates(s, pair, i % SHARERS);
-    const int at = thread + i / SHARERS * CHOOSERS;
+  for (int i = 0; i < CLUSTER_BLOCKS * (BLOCK / CHOOSERS); i++) {
+    const Candidates& some = candidates(s, pair, i % CLUSTER_BLOCKS);
+    const int at = thread + i / CLUSTER_BLOCKS * CHOOSERS;
     const float score = some.scores[at];
     const int key = some.keys[at];
     if (is_heavier(score, key, largest, chosen)) largest = score, chosen = key;
@@ -312,13 +312,13 @@ DEVICE float mean_of_blocks(const float* sums, int blocks, float tokens, uint32 
 DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer& b, uint32 pair, Partial& partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 group = b.q_heads / s.kv_heads, batch = pair / s.kv_heads, first_head = pair % s.kv_heads * group;
-  const uint32 rows = group * b.samples, first = blockIdx.x % SHARERS * 8 + warp + lane / LANES * WARPS;
+  const uint32 rows = group * b.samples, first = blockIdx.x % CLUSTER_BLOCKS * 8 + warp + lane / LANES * WARPS;
   // With as many queries as keys, queries are padded like keys.
   const bool padded = PADDED && b.q_len == s.kv_len + FIRST_KEYS;
-  sum_squares((rows + SHARERS * 8 - 1) / (SHARERS * 8),
+  sum_squares((rows + CLUSTER_BLOCKS * 8 - 1) / (CLUSTER_BLOCKS * 8),
               [&](int i, uint32(&x)[4]) {
-                const uint32 row = first + i * SHARERS * 8, head = row / b.samples,
-                             token = row % b.samples * b.distance;
+                const uint32 row = first + i * CLUSTER_BLOCKS * 8, head = row / b.samples,
+                             token = row % b.samples * b.sample_step;
                 const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
                 const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
                 reader.load<false>(0, exists && reader.tokens_left > 0, x);
@@ -337,7 +337,9 @@ DEVICE void read_queries(const Tokens& query, const Statistics& s, const Equaliz
   if (EQUALIZE) sum_sample(query, s, b, pair, partial);
   if (CHOICE) sum_queries(x, partial);
   __syncthreads();
-  if (EQUALIZE) line(s, pair, SQUARES + SHARERS + blockIdx.x % SHARERS)[threadIdx.x] = total_of_warps(partial.squares);
+  if (EQUALIZE)
+    line(s, pair, SQUARES + CLUSTER_BLOCKS + blockIdx.x % CLUSTER_BLOCKS)[threadIdx.x] =
+        total_of_warps(partial.squares);
   if (!CHOICE) return;
   mean[threadIdx.x] = __fdiv_rn(total_of_warps(partial.sum), count);
   __syncthreads();
@@ -362,7 +364,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
   const int channel = threadIdx.x, tokens = s.kv_len + FIRST_KEYS;
   float largest = -INFINITE, smallest = INFINITE, squares = 0.0f;
-  float* sum = sums + blockIdx.x % SHARERS * CHANNELS + channel;
+  float* sum = sums + blockIdx.x % CLUSTER_BLOCKS * CHANNELS + channel;
   bool finite = true, prepared = OF_VALUE || !(EQUALIZE || CHOICE);
   uint32 mean_query[4];
   auto prepare = [&] {  // in the partial that the first block does not use
@@ -374,9 +376,9 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
 #pragma unroll
   for (int i = 0; i < SCORED; i++) heaviest_score[i] = -INFINITE, heaviest[i] = NO_KEY;
 #pragma unroll 1
-  for (int block = blockIdx.x % SHARERS; block < s.sums; block += SHARERS) {
+  for (int block = blockIdx.x % CLUSTER_BLOCKS; block < s.sum_blocks; block += CLUSTER_BLOCKS) {
     // Two in turn: threads write one while other threads still read the other.
-    Partial& partial = partials[block / SHARERS % 2];
+    Partial& partial = partials[block / CLUSTER_BLOCKS % 2];
     bool careful = (block + 1) * BLOCK > tokens;
     if (PADDED) {
       int exist = 0;
@@ -406,9 +408,9 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
       if (score > heaviest_score[i]) heaviest_score[i] = score, heaviest[i] = token;
     }
     *sum = total_of_warps(partial.sum);
-    sum += SHARERS * CHANNELS;
+    sum += CLUSTER_BLOCKS * CHANNELS;
     if (SQUARES) squares = __fadd_rn(squares, total_of_warps(partial.squares));
-    reader.skip(SHARERS * BLOCK);
+    reader.skip(CLUSTER_BLOCKS * BLOCK);
 #pragma unroll
     for (int i = 0; OF_VALUE && i < WARPS; i++) {
       auto half = [&](const uint32* words) { return float_of(words[channel / 2] >> channel % 2 * 16 & 0xFFFF); };
@@ -420,7 +422,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
   prepare();  // a block without tokens has a share of Q
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
-    Candidates& heaviest_keys = candidates(s, pair, blockIdx.x % SHARERS);
+    Candidates& heaviest_keys = candidates(s, pair, blockIdx.x % CLUSTER_BLOCKS);
     heaviest_keys.scores[scored_token(i)] = heaviest_score[i], heaviest_keys.keys[scored_token(i)] = heaviest[i];
   }
   return {largest, smallest, finite, squares, count};
@@ -435,7 +437,7 @@ DEVICE float tokens_of_sharer(const Statistics& s, const float* counts, int shar
 DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 sharers) {
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < SHARERS; i++) total += sharers >> i & 1 ? tokens_of_sharer(s, counts, i) : 0.0f;
+  for (int i = 0; i < CLUSTER_BLOCKS; i++) total += sharers >> i & 1 ? tokens_of_sharer(s, counts, i) : 0.0f;
   return fmaxf(total, 1.0f);
 }
 
@@ -443,9 +445,9 @@ DEVICE float tokens_of_sharers(const Statistics& s, const float* counts, uint32 
 // save registers in the loop before it.
 __device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, const float* counts) {
   constexpr int ALL_WARPS = STATISTICS_THREADS / 32;
-  __shared__ float sums[ALL_WARPS][SHARERS];
+  __shared__ float sums[ALL_WARPS][CLUSTER_BLOCKS];
 #pragma unroll
-  for (int i = 0; i < SHARERS; i++) {
+  for (int i = 0; i < CLUSTER_BLOCKS; i++) {
     float sum = line(s, pair, SQUARES + i)[threadIdx.x];
 #pragma unroll
     for (int distance = 16; distance >= 1; distance /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, distance));
@@ -454,8 +456,8 @@ __device__ __noinline__ uint32 quiet_sharers(const Statistics& s, uint32 pair, c
   __syncthreads();
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < ALL_WARPS; i++) sum = __fadd_rn(sum, sums[i][threadIdx.x % SHARERS]);
-  return quiet_groups(__fdiv_rn(sum, fmaxf(tokens_of_sharer(s, counts, threadIdx.x % SHARERS), 1.0f)));
+  for (int i = 0; i < ALL_WARPS; i++) sum = __fadd_rn(sum, sums[i][threadIdx.x % CLUSTER_BLOCKS]);
+  return quiet_groups(__fdiv_rn(sum, fmaxf(tokens_of_sharer(s, counts, threadIdx.x % CLUSTER_BLOCKS), 1.0f)));
 }
 
 // Return the number of sampled queries of a head that exist.
@@ -463,7 +465,7 @@ DEVICE float sampled_queries(const Statistics& s, const Equalizer& b, uint32 pai
   if (!PADDED || b.q_len != s.kv_len + FIRST_KEYS) return b.samples;
   int count = 0;
   for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
-    count += all_valid(s, pair / s.kv_heads)[i * b.distance] != 0;
+    count += all_valid(s, pair / s.kv_heads)[i * b.sample_step] != 0;
   return max(__reduce_add_sync(~0u, count), 1);
 }
 
@@ -474,9 +476,9 @@ DEVICE int equalizer_exponent(const Statistics& s, uint32 pair, uint32 channel, 
                               float queries) {
   float of_key = 0.0f, of_query = 0.0f;
 #pragma unroll
-  for (int i = 0; i < SHARERS; i++) {
+  for (int i = 0; i < CLUSTER_BLOCKS; i++) {
     if (sharers >> i & 1) of_key = __fadd_rn(of_key, line(s, pair, SQUARES + i)[channel]);
-    of_query = __fadd_rn(of_query, line(s, pair, SQUARES + SHARERS + i)[channel]);
+    of_query = __fadd_rn(of_query, line(s, pair, SQUARES + CLUSTER_BLOCKS + i)[channel]);
   }
   of_key = __fdiv_rn(of_key, keys);
   of_query = __fdiv_rn(of_query, queries);
@@ -517,7 +519,7 @@ __device__ __noinline__ void prepare_rotation(const Statistics& s, const Equaliz
   }
   __syncwarp();
   sync_cluster();
-  if (blockIdx.x % SHARERS != 0) return;
+  if (blockIdx.x % CLUSTER_BLOCKS != 0) return;
   float x = -__fmul_rn(line(s, pair, KEY_MEAN)[threadIdx.x], float_of(factors[factor_number(threadIdx.x, true)]));
 #pragma unroll
   for (int distance = 1; distance < SECTION; distance *= 2) {

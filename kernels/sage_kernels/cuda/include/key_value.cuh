@@ -7,20 +7,20 @@ constexpr float ONE_448TH = 1.0 / LARGEST_E4M3;
 
 enum Line {
   KEY_MEAN,
-  VALUE_INVERSE,                              // factor of V minus its mean; if PV_FLOAT16, V's largest magnitudes
-  EXTREMA,                                    // of V, by sharer: largest, smallest, and 1 where all are finite
-  ROTATED_MEAN = EXTREMA + 3 * SHARERS,       // K's negated mean, equalized, rotated in each section
-  FACTORS = ROTATED_MEAN + ROTATE,            // in 16 bits, with the rotation's signs: see `factor_number`
-  SQUARES = FACTORS + ROTATE,                 // sums: of K, then of the sample of Q, by sharer
-  COUNTS = SQUARES + 2 * SHARERS * EQUALIZE,  // of tokens that exist, by sharer: of K, then of V
-  HEAVIEST = COUNTS + PADDED,                 // of the keys of each sharer: see `Candidates`
-  TAKEN = HEAVIEST + CHOICE * SHARERS * 2 * BLOCK / CHANNELS,  // bits of places whose first keys gave way
-  SUMS = TAKEN + CHOICE                                        // of K's blocks of 128 tokens, then of V's
+  VALUE_INVERSE,                                // factor of V minus its mean; if PV_FLOAT16, V's largest magnitudes
+  EXTREMA,                                      // of V, by sharer: largest, smallest, and 1 where all are finite
+  ROTATED_MEAN = EXTREMA + 3 * CLUSTER_BLOCKS,  // K's negated mean, equalized, rotated in each section
+  FACTORS = ROTATED_MEAN + ROTATE,              // in 16 bits, with the rotation's signs: see `factor_number`
+  SQUARES = FACTORS + ROTATE,                   // sums: of K, then of the sample of Q, by sharer
+  COUNTS = SQUARES + 2 * CLUSTER_BLOCKS * EQUALIZE,  // of tokens that exist, by sharer: of K, then of V
+  HEAVIEST = COUNTS + PADDED,                        // of the keys of each sharer: see `Candidates`
+  TAKEN = HEAVIEST + CHOICE * CLUSTER_BLOCKS * 2 * BLOCK / CHANNELS,  // bits of places whose first keys gave way
+  SUMS = TAKEN + CHOICE                                               // of K's blocks of 128 tokens, then of V's
 };
 static_assert(STATISTIC_ROWS == SUMS, "STATISTIC_ROWS must be the lines of a pair before its sums");
 
 DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
-  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sums) + number) * CHANNELS;
+  return s.lines + (static_cast<int64>(pair) * (SUMS + 2 * s.sum_blocks) + number) * CHANNELS;
 }
 
 constexpr int NO_KEY = 0x7FFFFFFF;  // in place of a late key that does not exist

@@ -36,7 +36,7 @@ DEVICE int64 first_of_head(uint32 pair, uint32 heads, uint32 rows) {
 
 // Return the number of a pair's first block of K and of V.
 DEVICE int64 first_block_of(const Statistics& s, uint32 pair) {
-  return first_of_head(pair, s.kv_heads, s.sums) + keys_of(s, pair / s.kv_heads).row / BLOCK;
+  return first_of_head(pair, s.kv_heads, s.sum_blocks) + keys_of(s, pair / s.kv_heads).row / BLOCK;
 }
 constexpr int LINES = KEY_LINES + VALUE_LINES;
 // Return the lines of a pair's block, K's before V's; and the lines of one of the pair's heads of Q, like K's.
@@ -47,9 +47,9 @@ DEVICE float* query_line(const Statistics& s, uint32 pair, uint32 member) {
   return s.query_lines + static_cast<int64>(pair * (s.q_heads / s.kv_heads) + member) * (KEY_LINES * CHANNELS);
 }
 
-// Return the distance of a sequence's rows of Q that decide the equalizer.
-DEVICE int sample_distance(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
-DEVICE int samples_of(int queries) { return (queries + sample_distance(queries) - 1) / sample_distance(queries); }
+// Return the step between a sequence's rows of Q that decide the equalizer.
+DEVICE int sample_step(int queries) { return max((queries + EQUALIZER_QUERIES - 1) / EQUALIZER_QUERIES, 1); }
+DEVICE int samples_of(int queries) { return (queries + sample_step(queries) - 1) / sample_step(queries); }
 
 // Return whether a key counts; keys are numbered from the first of all.
 DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
@@ -113,7 +113,7 @@ DEVICE int number_of_samples(const Statistics& s, uint32 batch) {
   const int queries = queries_of(s, batch).length, samples = samples_of(queries);
   if (!are_queries_padded(s)) return max(samples, 1);
   const int sample = threadIdx.x;
-  return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_distance(queries))), 1);
+  return max(__syncthreads_count(sample < samples && counts(s, batch, sample * sample_step(queries))), 1);
 }
 
 // Numbers for each channel of a pair: Q's factor, K's factor, then the shift added to K, and to missing tokens.

@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_key_gradients(FINIS
   constexpr int OF_BLOCK = 2 * BLOCK / TOKENS_AT_ONCE;
   const int split = blockIdx.x / OF_BLOCK, row = blockIdx.x % OF_BLOCK * TOKENS_AT_ONCE + threadIdx.x / LANES;
   const int channel = threadIdx.x % LANES * 8, within = row % BLOCK;
-  const Place place(a.order, a.order.whole + split, a.keys);
+  const Place place(a.order, a.order.whole_blocks + split, a.keys);
   const Range keys = range_of(a.keys, place.sequence);
   const int key = place.block * BLOCK + within;
   const bool of_key = row < BLOCK;

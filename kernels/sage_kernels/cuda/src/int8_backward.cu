@@ -54,9 +54,10 @@ struct Item {
   int partial;  // index of the partial sums, or -1
 
   DEVICE Item(const Arguments& a, int number) {
-    const int split = number - a.order.whole, part = split < 0 ? 0 : split % a.parts, parts = split < 0 ? 1 : a.parts;
+    const int split = number - a.order.whole_blocks, part = split < 0 ? 0 : split % a.parts,
+              parts = split < 0 ? 1 : a.parts;
     partial = split < 0 || parts == 1 ? -1 : split;
-    const Place place(a.order, split < 0 ? number : a.order.whole + split / parts, a.keys);
+    const Place place(a.order, split < 0 ? number : a.order.whole_blocks + split / parts, a.keys);
     sequence = place.sequence, head = place.head, first_key = place.block * BLOCK;
     queries = range_of(a.queries, sequence), keys = range_of(a.keys, sequence);
     bool attended = first_key < keys.length;

@@ -17,8 +17,9 @@
 static_assert(BLOCK == 128, "BLOCK must be 128 tokens: a tree sums them, and operands are padded to a multiple");
 static_assert(HALF_BLOCK == 64,
               "HALF_BLOCK must be 64 tokens of Q, K, or V in float16: 16 for each of a block's warps");
-static_assert(SHARERS == 8, "SHARERS of a pair's K, or V, must be 8: blocks of a cluster, each with LANES channels");
-static_assert(SHARERS == LOUD_GROUPS, "SHARERS must be LOUD_GROUPS: a sharer's blocks of K are a group");
+static_assert(CLUSTER_BLOCKS == 8,
+              "CLUSTER_BLOCKS of a pair's K, or V, must be 8: blocks of a cluster, each with LANES channels");
+static_assert(CLUSTER_BLOCKS == LOUD_GROUPS, "CLUSTER_BLOCKS must be LOUD_GROUPS: a sharer's blocks of K are a group");
 static_assert(VALUE_CHANNELS == 64, "VALUE_CHANNELS of V in e4m3 must be 64: 8 for each of the 8 threads of a row");
 static_assert(STATISTICS_THREADS == CHANNELS, "STATISTICS_THREADS must be CHANNELS: a thread for each");
 static_assert(QUANTIZE_THREADS == 128, "QUANTIZE_THREADS must be 128: 4 warps");
@@ -61,47 +62,48 @@ static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q: a block 
 constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !EQUALIZE ? 384 : 512;
 
 // Find the means of K and V, V's scales, and K's and Q's equalizer: each pair has a cluster for K and a cluster for V.
-extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
     __launch_bounds__(STATISTICS_THREADS, RESIDENT_CHANNELS / CHANNELS) statistics(STATISTICS_PARAMETERS) {
   let_next_kernel_start();
-  const uint32 sharer = blockIdx.x % SHARERS, pair = blockIdx.x / SHARERS / 2;
-  const bool of_value = blockIdx.x / SHARERS % 2;
-  float* sums = line(s, pair, SUMS + of_value * s.sums);
-  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = s.kv_len + FIRST_KEYS;
-  const KeyReader reader(of_value ? value : key, s, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
-                         of_value ? s.v_head_dim : s.head_dim, 0);
-  const uint8* valid = PADDED ? all_valid(s, pair / s.kv_heads) : nullptr;
+  const uint32 sharer = blockIdx.x % CLUSTER_BLOCKS, pair = blockIdx.x / CLUSTER_BLOCKS / 2;
+  const bool of_value = blockIdx.x / CLUSTER_BLOCKS % 2;
+  float* sums = line(statistics, pair, SUMS + of_value * statistics.sum_blocks);
+  const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = statistics.kv_len + FIRST_KEYS;
+  const KeyReader reader(of_value ? value : key, statistics, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
+                         of_value ? statistics.v_head_dim : statistics.head_dim, 0);
+  const uint8* valid = PADDED ? all_valid(statistics, pair / statistics.kv_heads) : nullptr;
   ChannelStatistics reduced;
   if (of_value) {
-    reduced = reduce_blocks<true>(reader, query, s, equalizer, pair, valid, sums);
-    float* extrema = line(s, pair, EXTREMA + 3 * sharer) + threadIdx.x;
+    reduced = reduce_blocks<true>(reader, query, statistics, equalizer, pair, valid, sums);
+    float* extrema = line(statistics, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = reduced.largest, extrema[CHANNELS] = reduced.smallest, extrema[2 * CHANNELS] = reduced.finite;
   } else {
-    reduced = reduce_blocks<false>(reader, query, s, equalizer, pair, valid, sums);
-    if (EQUALIZE) line(s, pair, SQUARES + sharer)[threadIdx.x] = reduced.squares;
+    reduced = reduce_blocks<false>(reader, query, statistics, equalizer, pair, valid, sums);
+    if (EQUALIZE) line(statistics, pair, SQUARES + sharer)[threadIdx.x] = reduced.squares;
   }
-  float* counts = line(s, pair, COUNTS) + of_value * SHARERS;
+  float* counts = line(statistics, pair, COUNTS) + of_value * CLUSTER_BLOCKS;
   if (PADDED && threadIdx.x == 0) counts[sharer] = reduced.count;
   sync_cluster();
-  const uint32 sharers = EQUALIZE && !of_value ? quiet_sharers(s, pair, counts) : ~0u;
-  const float tokens = tokens_of_sharers(s, counts, sharers);
+  const uint32 sharers = EQUALIZE && !of_value ? quiet_sharers(statistics, pair, counts) : ~0u;
+  const float tokens = tokens_of_sharers(statistics, counts, sharers);
   const uint32 channel = sharer * LANES + threadIdx.x % LANES;
-  float mean = mean_of_blocks(sums + sharer * LANES, s.sums, tokens, sharers);
+  float mean = mean_of_blocks(sums + sharer * LANES, statistics.sum_blocks, tokens, sharers);
   if (ROTATE && !of_value) {
-    if (threadIdx.x < LANES) line(s, pair, KEY_MEAN)[channel] = mean;
-    prepare_rotation(s, equalizer, pair, channel, mean, sharers, tokens);
+    if (threadIdx.x < LANES) line(statistics, pair, KEY_MEAN)[channel] = mean;
+    prepare_rotation(statistics, equalizer, pair, channel, mean, sharers, tokens);
   }
-  if (CHOICE && !of_value && sharer == SHARERS - 1 && threadIdx.x < CHOOSERS) choose_heavy_key(s, pair, threadIdx.x);
+  if (CHOICE && !of_value && sharer == CLUSTER_BLOCKS - 1 && threadIdx.x < CHOOSERS)
+    choose_heavy_key(statistics, pair, threadIdx.x);
   if (ROTATE && !of_value) return;
   if (threadIdx.x >= LANES) return;
   if (!of_value) {
-    line(s, pair, KEY_MEAN)[channel] = mean;
+    line(statistics, pair, KEY_MEAN)[channel] = mean;
     return;
   }
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
 #pragma unroll
-  for (int i = 0; i < SHARERS; i++) {
-    const float* extrema = line(s, pair, EXTREMA + 3 * i) + channel;
+  for (int i = 0; i < CLUSTER_BLOCKS; i++) {
+    const float* extrema = line(statistics, pair, EXTREMA + 3 * i) + channel;
     largest = fmaxf(largest, extrema[0]);
     smallest = fminf(smallest, extrema[CHANNELS]);
     finite = fminf(finite, extrema[2 * CHANNELS]);
@@ -109,16 +111,16 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
   // Rounding is monotonic: the extrema of V - mean are V's extrema minus the mean.
   auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
   if (PV_FLOAT16 || !(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
-  s.value_mean[pair * CHANNELS + channel] = mean;
+  statistics.value_mean[pair * CHANNELS + channel] = mean;
   const float amax = largest < smallest ? 0.0f : spread();
-  float* kept = line(s, pair, VALUE_INVERSE) + channel;
+  float* kept = line(statistics, pair, VALUE_INVERSE) + channel;
   if (PV_FLOAT16) {
     *kept = amax;
     return;
   }
   const float scale = finite == 0.0f ? __int_as_float(0x7FC00000) : __fmul_rn(amax, ONE_448TH);
   *kept = reciprocal(scale);
-  s.value_scale[pair * CHANNELS + channel] = scale;
+  statistics.value_scale[pair * CHANNELS + channel] = scale;
 }
 
 // Quantise Q, K and V, and copy heavy keys. The grid's blocks take a part of Q, before the statistics need be complete;
@@ -127,46 +129,47 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1)
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
   let_next_kernel_start();
-  if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *o.queue = 0;
-  if (PADDED && blockIdx.x >= gridDim.x - o.paddings) {
+  if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *operands.queue = 0;
+  if (PADDED && blockIdx.x >= gridDim.x - operands.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;
-    find_spans(all_valid(s, number), s.kv_len + FIRST_KEYS, o.spans + 3 * number);
+    find_spans(all_valid(statistics, number), statistics.kv_len + FIRST_KEYS, operands.spans + 3 * number);
     return;
   }
-  const uint32 of_key = 2 * s.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * s.blocks;
+  const uint32 of_key = 2 * statistics.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * statistics.blocks;
   const uint32 of_pair = of_key_and_value + (HEAVY_KEYS ? 2 : 0);
-  const uint32 index = blockIdx.x - o.leading_query_blocks;
-  if (blockIdx.x < o.leading_query_blocks || index >= o.pairs * of_pair) {
-    const uint32 number = blockIdx.x < o.leading_query_blocks ? blockIdx.x : blockIdx.x - o.pairs * of_pair;
-    const uint32 pair = number / (2 * o.q_blocks), block = number % (2 * o.q_blocks);
-    if ((block + 1) * HALF_BLOCK <= o.q_len && s.head_dim == CHANNELS)
-      quantize_query<true>(query, s, o, pair, block);
+  const uint32 index = blockIdx.x - operands.leading_query_blocks;
+  if (blockIdx.x < operands.leading_query_blocks || index >= operands.pairs * of_pair) {
+    const uint32 number =
+        blockIdx.x < operands.leading_query_blocks ? blockIdx.x : blockIdx.x - operands.pairs * of_pair;
+    const uint32 pair = number / (2 * operands.q_blocks), block = number % (2 * operands.q_blocks);
+    if ((block + 1) * HALF_BLOCK <= operands.q_len && statistics.head_dim == CHANNELS)
+      quantize_query<true>(query, statistics, operands, pair, block);
     else
-      quantize_query<false>(query, s, o, pair, block);
+      quantize_query<false>(query, statistics, operands, pair, block);
     return;
   }
-  const uint32 pair = o.pairs - 1 - index / of_pair, number = index % of_pair;
+  const uint32 pair = operands.pairs - 1 - index / of_pair, number = index % of_pair;
   if (number < of_key) {
-    if (s.head_dim == CHANNELS && all_exist<HALF_BLOCK>(s, pair, number * HALF_BLOCK))
-      quantize_key<true>(key, s, o, pair, number);
+    if (statistics.head_dim == CHANNELS && all_exist<HALF_BLOCK>(statistics, pair, number * HALF_BLOCK))
+      quantize_key<true>(key, statistics, operands, pair, number);
     else
-      quantize_key<false>(key, s, o, pair, number);
+      quantize_key<false>(key, statistics, operands, pair, number);
   } else if (HEAVY_KEYS && number >= of_key_and_value) {
     if (number == of_key_and_value)
-      copy_heavy<false>(key, s, o.heavy_key, pair, o.heavy_key_with_mean);
+      copy_heavy<false>(key, statistics, operands.heavy_key, pair, operands.heavy_key_with_mean);
     else
-      copy_heavy<true>(value, s, o.heavy_value, pair);
+      copy_heavy<true>(value, statistics, operands.heavy_value, pair);
   } else if (PV_FLOAT16) {
     const uint32 block = number - of_key;
-    if (s.v_head_dim == CHANNELS && all_exist<HALF_BLOCK>(s, pair, block * HALF_BLOCK))
-      scale_value<true>(value, s, o, pair, block);
+    if (statistics.v_head_dim == CHANNELS && all_exist<HALF_BLOCK>(statistics, pair, block * HALF_BLOCK))
+      scale_value<true>(value, statistics, operands, pair, block);
     else
-      scale_value<false>(value, s, o, pair, block);
+      scale_value<false>(value, statistics, operands, pair, block);
   } else {
     const uint32 block = (number - of_key) / PARTS, part = (number - of_key) % PARTS;
-    if ((part + 1) * VALUE_CHANNELS <= s.v_head_dim && all_exist<BLOCK>(s, pair, block * BLOCK))
-      quantize_value<true>(value, s, o, pair, block, part, shared);
+    if ((part + 1) * VALUE_CHANNELS <= statistics.v_head_dim && all_exist<BLOCK>(statistics, pair, block * BLOCK))
+      quantize_value<true>(value, statistics, operands, pair, block, part, shared);
     else
-      quantize_value<false>(value, s, o, pair, block, part, shared);
+      quantize_value<false>(value, statistics, operands, pair, block, part, shared);
   }
 }

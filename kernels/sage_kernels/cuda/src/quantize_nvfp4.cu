@@ -52,43 +52,43 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     ValueBlock of_value;
   } partial;
   const int channel = threadIdx.x, eight = channel % 32 % LANES * 8, first = KeyBlock::first_token();
-  const uint32 of_pair = 2 * s.sum_runs, group = s.q_heads / s.kv_heads;
-  if (blockIdx.x >= s.pairs * of_pair) {
-    const uint32 number = blockIdx.x - s.pairs * of_pair, pair = number / group;
-    const uint32 batch = number / s.q_heads;
-    const Sequence of = queries_of(s, batch);
-    const int distance = sample_distance(of.length);
-    Reader reader = read(query, batch, number % s.q_heads, of, first * distance, eight, s.head_dim);
-    reader.stride *= distance;
-    reader.tokens_left = eight < s.head_dim ? samples_of(of.length) - first : 0;
+  const uint32 of_pair = 2 * statistics.sum_runs, group = statistics.q_heads / statistics.kv_heads;
+  if (blockIdx.x >= statistics.pairs * of_pair) {
+    const uint32 number = blockIdx.x - statistics.pairs * of_pair, pair = number / group;
+    const uint32 batch = number / statistics.q_heads;
+    const Sequence of = queries_of(statistics, batch);
+    const int step = sample_step(of.length);
+    Reader reader = read(query, batch, number % statistics.q_heads, of, first * step, eight, statistics.head_dim);
+    reader.stride *= step;
+    reader.tokens_left = eight < statistics.head_dim ? samples_of(of.length) - first : 0;
     auto reduce_rows = [&](const auto& rows) { return reduce_block(rows, true, partial.of_key); };
-    const Reduced reduced = are_queries_padded(s)
-                                ? reduce_rows(PaddedReader(reader, s, batch, first * distance, distance))
+    const Reduced reduced = are_queries_padded(statistics)
+                                ? reduce_rows(PaddedReader(reader, statistics, batch, first * step, step))
                                 : reduce_rows(reader);
     if (channel >= CHANNELS) return;
-    float* into = query_line(s, pair, number % group) + channel;
+    float* into = query_line(statistics, pair, number % group) + channel;
     into[0] = reduced.sum, into[CHANNELS] = reduced.squares;
     return;
   }
-  const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair, batch = pair / s.kv_heads;
-  const bool of_value = number >= s.sum_runs;
-  uint32 block = (of_value ? number - s.sum_runs : number) * s.sum_run;
-  const Sequence of = keys_of(s, batch);
-  const uint32 last = min(block + s.sum_run, of.blocks());
+  const uint32 pair = blockIdx.x / of_pair, number = blockIdx.x % of_pair, batch = pair / statistics.kv_heads;
+  const bool of_value = number >= statistics.sum_runs;
+  uint32 block = (of_value ? number - statistics.sum_runs : number) * statistics.sum_run;
+  const Sequence of = keys_of(statistics, batch);
+  const uint32 last = min(block + statistics.sum_run, of.blocks());
   auto read_block = [&](const Tokens& tokens, int channels) {
-    const Reader rows = read(tokens, batch, pair % s.kv_heads, of, block * BLOCK + first, eight, channels);
-    return PaddedReader(rows, s, batch, block * BLOCK + first, 1);
+    const Reader rows = read(tokens, batch, pair % statistics.kv_heads, of, block * BLOCK + first, eight, channels);
+    return PaddedReader(rows, statistics, batch, block * BLOCK + first, 1);
   };
   auto lacks_some = [&] {
     if ((block + 1) * BLOCK > of.length) return true;
-    return PADDED && !__syncthreads_and(counts(s, batch, block * BLOCK + threadIdx.x % BLOCK));
+    return PADDED && !__syncthreads_and(counts(statistics, batch, block * BLOCK + threadIdx.x % BLOCK));
   };
   if (of_value) {
 #pragma unroll 1
     for (; block < last; block++) {
-      const Reduced reduced = reduce_block(read_block(value, s.v_head_dim), lacks_some(), partial.of_value);
+      const Reduced reduced = reduce_block(read_block(value, statistics.v_head_dim), lacks_some(), partial.of_value);
       if (channel < CHANNELS) {
-        float* into = line(s, pair, block, KEY_LINES) + channel;
+        float* into = line(statistics, pair, block, KEY_LINES) + channel;
         into[0] = reduced.sum, into[CHANNELS] = reduced.largest, into[2 * CHANNELS] = reduced.smallest;
         into[3 * CHANNELS] = reduced.finite;
       }
@@ -97,15 +97,15 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
     return;
   }
   float mean[8];
-  if (CHOICE && block < last) find_mean_query(query, s, pair, mean);
+  if (CHOICE && block < last) find_mean_query(query, statistics, pair, mean);
 #pragma unroll 1
   for (; block < last; block++) {
-    const PaddedReader reader = read_block(key, s.head_dim);
-    if (CHOICE) write_scores(reader, mean, s, pair, block);
+    const PaddedReader reader = read_block(key, statistics.head_dim);
+    if (CHOICE) write_scores(reader, mean, statistics, pair, block);
     if (SMOOTH_K || EQUALIZE) {
       const Reduced reduced = reduce_block(reader, lacks_some(), partial.of_key);
       if (channel < CHANNELS) {
-        float* into = line(s, pair, block) + channel;
+        float* into = line(statistics, pair, block) + channel;
         into[0] = reduced.sum, into[CHANNELS] = reduced.squares;
       }
       __syncthreads();
@@ -120,23 +120,24 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   let_next_kernel_start();
   wait_for_previous_kernel();
   __shared__ int numbers[LOUD_GROUPS];
-  count_keys(s, pair / s.kv_heads, numbers);
-  const int blocks = keys_of(s, pair / s.kv_heads).blocks();
+  count_keys(statistics, pair / statistics.kv_heads, numbers);
+  const int blocks = keys_of(statistics, pair / statistics.kv_heads).blocks();
   if (blockIdx.x % 2 == 0) {
-    if constexpr (CHOICE) choose_heavy_keys(s, pair);
+    if constexpr (CHOICE) choose_heavy_keys(statistics, pair);
     float mean = 0.0f, factor = 1.0f;
-    const uint32 groups = EQUALIZE ? find_quiet_groups(line(s, pair, 0, 1), blocks, numbers) : ~0u;
+    const uint32 groups = EQUALIZE ? find_quiet_groups(line(statistics, pair, 0, 1), blocks, numbers) : ~0u;
     const int keys = keys_of_groups(numbers, groups);
-    if (SMOOTH_K || EQUALIZE) mean = mean_of_blocks(line(s, pair, 0), blocks, keys, groups);
+    if (SMOOTH_K || EQUALIZE) mean = mean_of_blocks(line(statistics, pair, 0), blocks, keys, groups);
     if (EQUALIZE) {
-      const float square = mean_of_blocks(line(s, pair, 0, 1), blocks, keys, groups);
-      factor = equalizer_of(s, pair, channel, mean, square, number_of_samples(s, pair / s.kv_heads));
+      const float square = mean_of_blocks(line(statistics, pair, 0, 1), blocks, keys, groups);
+      factor = equalizer_of(statistics, pair, channel, mean, square,
+                            number_of_samples(statistics, pair / statistics.kv_heads));
     }
     if (row != 0) return;
     if (!SMOOTH_K) mean = 0.0f;
-    s.key_mean[at] = mean;
-    if (EQUALIZE) s.equalizer[at] = factor;
-    float* factors = s.factors + static_cast<int64>(pair) * FACTORS * CHANNELS + channel;
+    statistics.key_mean[at] = mean;
+    if (EQUALIZE) statistics.equalizer[at] = factor;
+    float* factors = statistics.factors + static_cast<int64>(pair) * FACTORS * CHANNELS + channel;
     const float sign = sign_of_rotation(channel), inverse = __fmul_rn(sign, __fdiv_rn(1.0f, factor));
     factors[OF_QUERY * CHANNELS] = __fmul_rn(sign, factor);
     factors[OF_KEY * CHANNELS] = inverse;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
   }
   __shared__ float extrema[3][8][CHANNELS];
   __shared__ uint32 most;
-  const float* lines = line(s, pair, 0, KEY_LINES);
+  const float* lines = line(statistics, pair, 0, KEY_LINES);
   float largest = -INFINITE, smallest = INFINITE, finite = 1.0f;
   for (int block = row; block < blocks; block += 8) {
     const float* from = lines + (static_cast<int64>(block) * LINES + 1) * CHANNELS + channel;
@@ -170,15 +171,15 @@ extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETE
     auto spread = [&] { return fmaxf(fabsf(__fsub_rn(largest, mean)), fabsf(__fsub_rn(smallest, mean))); };
     if (!(fabsf(mean) > __fmul_rn(spread(), MIN_MEAN))) mean = 0.0f;
     const float amax = largest < smallest ? 0.0f : spread();
-    s.value_mean[at] = mean;
-    s.value_amax[at] = finite == 0.0f ? __int_as_float(0x7FC00000) : amax;
+    statistics.value_mean[at] = mean;
+    statistics.value_amax[at] = finite == 0.0f ? __int_as_float(0x7FC00000) : amax;
     atomicMax(&most, __float_as_uint(amax));
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    s.value_tensor_amax[pair] = __uint_as_float(most);
+    statistics.value_tensor_amax[pair] = __uint_as_float(most);
     float inverse;
-    s.value_tensor_scale[pair] = TENSOR_SCALE ? least_power_of_two(__uint_as_float(most), inverse) : 1.0f;
+    statistics.value_tensor_scale[pair] = TENSOR_SCALE ? least_power_of_two(__uint_as_float(most), inverse) : 1.0f;
   }
 }
 
@@ -197,22 +198,22 @@ static_assert(RAW_WARPS == WARPS, "a warp must load the tokens that its threads 
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS / QUANTIZE_THREADS)
     quantize(QUANTIZE_PARAMETERS) {
   __shared__ Shared shared;
-  const uint32 of_pair = 2 * o.kv_runs + (HEAVY_KEYS > 0);
-  if (blockIdx.x >= s.pairs * of_pair) {
-    const uint32 number = blockIdx.x - s.pairs * of_pair, first = number % o.q_runs * o.run;
-    quantize_tokens<true>(query, s, o, number / o.q_runs, first, min(first + o.run, o.q_blocks), shared.raw,
-                          shared.search, shared.tokens);
+  const uint32 of_pair = 2 * operands.kv_runs + (HEAVY_KEYS > 0);
+  if (blockIdx.x >= statistics.pairs * of_pair) {
+    const uint32 number = blockIdx.x - statistics.pairs * of_pair, first = number % operands.q_runs * operands.run;
+    quantize_tokens<true>(query, statistics, operands, number / operands.q_runs, first,
+                          min(first + operands.run, operands.q_blocks), shared.raw, shared.search, shared.tokens);
     return;
   }
-  const uint32 pair = s.pairs - 1 - blockIdx.x / of_pair, number = blockIdx.x % of_pair;
-  if (number < 2 * o.kv_runs) {
-    const uint32 first = number % o.kv_runs * o.run, last = min(first + o.run, s.blocks);
-    if (number < o.kv_runs)
-      quantize_tokens<false>(key, s, o, pair, first, last, shared.raw, shared.search, shared.tokens);
+  const uint32 pair = statistics.pairs - 1 - blockIdx.x / of_pair, number = blockIdx.x % of_pair;
+  if (number < 2 * operands.kv_runs) {
+    const uint32 first = number % operands.kv_runs * operands.run, last = min(first + operands.run, statistics.blocks);
+    if (number < operands.kv_runs)
+      quantize_tokens<false>(key, statistics, operands, pair, first, last, shared.raw, shared.search, shared.tokens);
     else
-      quantize_values(value, s, o, pair, first, last, shared.raw, shared.search, shared.value);
+      quantize_values(value, statistics, operands, pair, first, last, shared.raw, shared.search, shared.value);
   } else {
     wait_for_previous_kernel();
-    copy_heavy(key, value, s, o, pair);
+    copy_heavy(key, value, statistics, operands, pair);
   }
 }

@@ -89,12 +89,12 @@ def choose_keys(scores, length, FIRST: tl.constexpr, PLACES: tl.constexpr, LATE:
     scores += FIRST - PLACES
     length -= FIRST - PLACES
     place_score = tl.load(scores + place, mask=place < length, other=float("-inf"))
-    largest, number = place_score + HEAVY_MARGIN, place
+    largest, chosen = place_score + HEAVY_MARGIN, place
     for first in range(PLACES, length, 1024):
         token = first + row[:, None] * PLACES + place[None, :]
         others = tl.load(scores + token, mask=token < length, other=float("-inf"))
         heaviest, at = tl.max(others, 0, return_indices=True, return_indices_tie_break_left=True)
-        number = tl.where(heaviest > largest, first + at * PLACES + place, number)
+        chosen = tl.where(heaviest > largest, first + at * PLACES + place, chosen)
         largest = tl.maximum(largest, heaviest)
-    number = tl.where(place_score == float("-inf"), place, number)
-    return tl.where((number == place) & LATE, NO_KEY, number + (FIRST - PLACES))
+    chosen = tl.where(place_score == float("-inf"), place, chosen)
+    return tl.where((chosen == place) & LATE, NO_KEY, chosen + (FIRST - PLACES))

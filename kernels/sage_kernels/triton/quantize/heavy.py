@@ -114,23 +114,23 @@ def copy_heavy_keys(
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // kv_heads, pair % kv_heads
     start, length, _ = sequence_range(ranges, batch, tokens, RAGGED)
-    number = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    index = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     if HAS_VALID:
         valid += batch * valid_stride
     key += batch * key_stride_batch + head * key_stride_head
     value += batch * value_stride_batch + head * value_stride_head
     place = tl.arange(0, CHANNELS)
     channel = heavy_channel(place)
-    token = number
+    token = index
     if PLACES > 0:
-        choice = number - (KEYS - PLACES)
-        token = tl.where(choice < 0, number, tl.load(chosen + pair * PLACES + choice, mask=choice >= 0, other=0))
+        choice = index - (KEYS - PLACES)
+        token = tl.where(choice < 0, index, tl.load(chosen + pair * PLACES + choice, mask=choice >= 0, other=0))
     k, exists = load_tokens(
         key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
     )
     if key_mean is not None:
         k -= tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)[None, :]
-    row = pair * KEYS + number
+    row = pair * KEYS + index
     into = heavy_key + row[:, None] * CHANNELS + place[None, :]
     tl.store(into, tl.where(exists[:, None], k, 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)

@@ -99,10 +99,10 @@ def tokens_of_groups(valid, blocks, length, HAS_VALID: tl.constexpr):
         if HAS_VALID:
             tokens = block[:, None] * BLOCK_ROWS + token[None, :]
             counted = (tl.load(valid + tokens, mask=tokens < length, other=0) != 0).to(tl.int32)
-            number = tl.sum(counted, 1)
+            counted_tokens = tl.sum(counted, 1)
         else:
-            number = tl.minimum(tl.maximum(length - block * BLOCK_ROWS, 0), BLOCK_ROWS)
-        counts += sum_of_groups(number.to(tl.float32))
+            counted_tokens = tl.minimum(tl.maximum(length - block * BLOCK_ROWS, 0), BLOCK_ROWS)
+        counts += sum_of_groups(counted_tokens.to(tl.float32))
     return counts
 
 

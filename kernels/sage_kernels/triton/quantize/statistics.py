@@ -366,15 +366,15 @@ def query_squares(
     total, _largest, _smallest, _finite = reduce_block(
         query, valid, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, HAS_VALID, True, True, step
     )
-    number = tl.maximum(count, 1).to(tl.float32)
-    square = tl.div_rn(total, tl.zeros_like(total) + number)
+    divisor = tl.maximum(count, 1).to(tl.float32)
+    square = tl.div_rn(total, tl.zeros_like(total) + divisor)
     square = tl.where(is_finite(square), square, 0.0)
     if SMOOTH:
         total, _largest, _smallest, _finite = reduce_block(
             query, valid, 0, 0, rows, channels, step * stride_token, stride_channel,
             CHANNELS, HAS_VALID, True, False, step,
         )  # fmt: skip
-        mean = tl.div_rn(total, tl.zeros_like(total) + number)
+        mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
         square = tl.where(square > 0.0, tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE), 0.0)
     tl.store(squares + pair * CHANNELS + tl.arange(0, CHANNELS), square)
 
