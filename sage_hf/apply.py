@@ -240,7 +240,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
     """Return the change of a transformers model: its `attn_implementation`, each layer's recipe, and its `generate`."""
     model = inner(target.model)
     if config.sparse is not None:
-        raise ValueError(f"sparse: {type(model).__name__} is no diffusers model, whose self-attention alone is routed")
+        raise ValueError(f"sparse: {type(model).__name__} is no diffusers model: remove `sparse`")
     if config.steps:
         timestep_argument(model)
     _check_config_is_its_own(model)

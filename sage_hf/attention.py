@@ -152,11 +152,11 @@ def sage_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
     options = Options(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback), return_lse)
-    output, lse = attend(query, key, value, attn_mask, options, blocks)
+    output, lse = attend_observed(query, key, value, attn_mask, options, blocks)
     return output if lse is None or not return_lse else (output, lse)
 
 
-def attend(
+def attend_observed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

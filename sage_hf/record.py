@@ -48,7 +48,7 @@ class AttentionCall:
     Attributes:
         layer: the module that made the call, or None.
         query, key, value: (batch, heads, tokens, channels), in autocast's dtype.
-        attn_mask, blocks, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend`.
+        attn_mask, blocks, is_causal, causal_offset, scale, enable_gqa: the arguments of `attention.attend_observed`.
         output: (batch, q_heads, q_len, v_head_dim).
         plan: the kernels that ran.
     """
@@ -192,7 +192,7 @@ def notify_observers(
     options: Options,
     output: torch.Tensor,
 ) -> None:
-    """Describe the thread's latest call to the observers; arguments as in `attention.attend`."""
+    """Describe the thread's latest call to the observers; arguments as in `attention.attend_observed`."""
     plan, _thread.latest = _thread.latest, None
     if plan is None:
         return

@@ -85,7 +85,7 @@ def calls_of(step) -> list[tuple[Case, bool]]:
 @pytest.mark.audit
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_every_real_architecture_attends_over_the_documented_tokens(model):
-    """With one block of each kind, without data."""
+    """Models have one block of each kind, and no data."""
     if model.name == "mochi":
         pytest.skip("finds the valid text tokens by their values; the next test runs it with data")
     if model.name == "sdxl":

@@ -47,7 +47,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_no_two_folders_import_each_other():
-    """But for a package's own files, which register what lies in its folders."""
+    """A package's own files are excepted, because they register its folders."""
     found = {folder: set(others) for folder, others in arrows().items() if "/" in folder}
     mutual = {(one, other) for one, others in found.items() for other in others if one in found.get(other, ())}
     assert not mutual
@@ -64,7 +64,7 @@ def test_a_backend_imports_the_floor_and_no_other_backend(folder):
 
 
 def test_the_floor_imports_neither_triton_nor_a_backend():
-    """But for the file that registers all of them."""
+    """The file that registers all of them is excepted."""
     floor = [name for name in kernel_modules() if not backend_of(name) and name != "sage_kernels.backends"]
     assert {"sage_kernels.dispatch.registry", "sage_kernels.dispatch.execution", "sage_kernels.ops"} <= set(floor)
     for name in floor:

@@ -188,7 +188,7 @@ def test_a_model_read_from_gguf_is_trained_in_float32_and_stays_as_it_is(model, 
 
 
 def test_answers_are_right_if_all_of_their_tokens_are_predicted():
-    """Not those that begin among the first tokens, nor one that the end of the text cuts."""
+    """Answers that begin among the first tokens, or that the end of the text cuts, do not count."""
     ids, labels = finetune_then_fp4.texts(Words(), random.Random(0), 3)
     assert ids.shape == labels.shape == (3, finetune_then_fp4.TOKENS)
     answers = labels != finetune_then_fp4.IGNORED

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("sage_hf", "kernels", "examples", "benchmarks", "studies", "docs", "integrations", "tests")
-FRAGMENTS = {"Of", "What", "Whether", "Why", "How", "As", "Where", "Those", "That"}
+FRAGMENTS = {"And", "As", "But", "For", "How", "Not", "Of", "That", "Those", "What", "Where", "Whether", "Why", "With"}
 # Nouns name modules and classes; a function does something, also where ruff's D401 does not look: in a property. A test
 # holds a promise, which its docstring may state.
 ARTICLES = {"A", "An", "The"}

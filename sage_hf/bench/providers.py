@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.attention import attend, sage_attention
+from sage_hf.attention import attend_observed, sage_attention
 from sage_hf.bench.cases import Case, Inputs
 from sage_hf.drop_in import STAND_INS
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
@@ -109,7 +109,7 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         options: dict[str, Any] = {"enable_gqa": inputs.grouped, "recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as in transformers, whose masks state causality
             behind = Options(True, case.causal_offset, **options)
-            return Prepared(lambda: attend(query, key, value, None, behind)[0])
+            return Prepared(lambda: attend_observed(query, key, value, None, behind)[0])
         options["is_causal"] = case.upper_left
         return Prepared(lambda: sage_attention(query, key, value, mask, **options))
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from sage_hf.attention import attend, chosen_fallback, sage_attention
+from sage_hf.attention import attend_observed, chosen_fallback, sage_attention
 from sage_hf.diffusers.bridge import Shards, add_backend, choose_backend, function_modes_are_active, scores_are_skipped
 from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.heads import end_trial
@@ -120,7 +120,7 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
             options = Options(
                 *(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback)), tokens_first=True
             )
-            return attend(query, key, value, attn_mask, options)[0]
+            return attend_observed(query, key, value, attn_mask, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if scores_are_skipped(query, value):
             if return_lse:

@@ -1,6 +1,6 @@
 """Routers choose the tiles of keys that a block of rows attends to, from means of Q and K and without training.
 
-Each router's PyTorch code is its specification; it runs by the kernels of `sage_kernels.triton.routing` where possible.
+Each router's PyTorch code is its specification; it runs by the kernels of `sage_kernels.triton.routers` where possible.
 Scores are float32, because ties between bfloat16 means would make the choice random.
 """
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from sage_kernels.spec.block_list import BLOCK_SIZES, BlockList
 from sage_kernels.spec.checks import check_memory
-from sage_kernels.triton.registration import routing_kernels
+from sage_kernels.triton.registration import router_kernels
 
 SCORES_AT_ONCE = 2**25
 """Number of parts' scores that `SubBlockRouter` holds at once."""
@@ -290,7 +290,7 @@ def _kernels(query: torch.Tensor, key: torch.Tensor, block_m: int, block_n: int,
     """Return the module of kernels for blocks of these sizes and number of parts; None: PyTorch computes."""
     check_memory(query, key)
     taken = block_m in BLOCK_SIZES and block_n in BLOCK_SIZES and parts <= MOST_PARTS
-    return routing_kernels(query, key) if taken else None
+    return router_kernels(query, key) if taken else None
 
 
 def _kept_counts(keep: Keep, heads: int, tiles: int) -> tuple[int, ...]:

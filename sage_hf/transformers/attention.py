@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sage_hf import record
-from sage_hf.attention import attend, chosen_fallback
+from sage_hf.attention import attend_observed, chosen_fallback
 from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.names import name_of
 from sage_hf.transformers.bridge import cuts_masks
@@ -136,7 +136,7 @@ class _ModelCall:
 
     Attributes:
         query, key, value: (batch, heads, tokens, head_dim).
-        mask: as in `sage_hf.attention.attend`.
+        mask: as in `sage_hf.attention.attend_observed`.
         is_causal: whether attention is causal among the keys of the mask.
         scale: factor of the scores; None: head_dim ** -0.5.
         dropout: dropout probability of the attention weights.
@@ -202,7 +202,7 @@ def _attend_by_recipe(
             mask = mask[..., : key.shape[2]]
         else:
             mask = None if causality.keys is None else causality.keys[:, None, None]
-    output, lse = attend(
+    output, lse = attend_observed(
         query,
         key,
         value,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
 
-from sage_hf.attention import attend, chosen_fallback
+from sage_hf.attention import attend_observed, chosen_fallback
 from sage_kernels.spec.options import Options
 
 
@@ -55,7 +55,7 @@ class Sage2Impl(AttentionImpl):
             fallback=chosen_fallback(None),
             tokens_first=True,
         )
-        output, _ = attend(query, key, value, mask, options)
+        output, _ = attend_observed(query, key, value, mask, options)
         return output
 
 

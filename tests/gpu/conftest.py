@@ -127,7 +127,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def enough_memory(device: torch.device) -> Iterator[None]:
-    """For tensors of more elements than 32 bits count."""
+    """Skip a test if the GPU has no memory for tensors of more elements than 32 bits count."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info(device)[0] < 60e9:
         pytest.skip("needs 60 GB of free GPU memory")

@@ -214,10 +214,10 @@ def test_gradients_run_by_the_kernels_over_lists_and_are_equal_at_every_run(devi
     "router", [MeanRouter(0.25), SubBlockRouter(0.25, 64, 64), SubBlockRouter((0.1, 0.2, 0.3, 0.4)), ShareRouter(0.8)]
 )
 def test_routers_kernels_keep_the_specifications_tiles(router, tokens, dense, device, monkeypatch):
-    """But for tiles whose scores are equal in 16 bits of the means' lengths."""
+    """Tiles may differ only where scores are equal to 16 bits of the means' lengths."""
     query, key, _ = draw(device, q_len=tokens, kv_len=tokens)
     found = router.route(query, key, dense=dense)
-    monkeypatch.setattr(routers, "routing_kernels", lambda query, key: None)
+    monkeypatch.setattr(routers, "router_kernels", lambda query, key: None)
     expected = router.route(query, key, dense=dense).kept(tokens)
     differ = found.kept(tokens) != expected
     assert differ.sum() <= 1e-3 * expected.sum()

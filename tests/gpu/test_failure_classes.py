@@ -111,7 +111,7 @@ def test_each_causal_row_sees_its_own_key_and_not_the_next(recipe, ahead, draw):
 
 
 def test_every_tile_of_keys_counts(recipe, draw, device):
-    """With uniform scores channel c tells the share of keys 16c … 16c + 15."""
+    """Uniform scores let channel c tell the share of keys 16c … 16c + 15."""
     tokens = 1024
     value = torch.eye(64, device=device).repeat_interleave(16, 0)[None, None]
     query, key = torch.zeros(1, 1, 80, 64, device=device), draw(1, 1, tokens, 64, dtype=torch.float32)

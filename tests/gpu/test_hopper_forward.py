@@ -73,7 +73,7 @@ class Operands:
         return calls.new_call(*inputs, self.recipe, valid=self.valid, return_lse=self.return_lse, **options)
 
     def quantize(self, valid=None):
-        """For calls without and with causality, whose heavy keys differ."""
+        """Quantise for calls without and with causality, because their heavy keys differ."""
         self.valid, self.padding = valid, None if valid is None else key_padding(valid)
         made = [self.call(is_causal=is_causal) for is_causal in (False, True)]
         self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in made]
@@ -293,7 +293,7 @@ def test_queries_quantised_by_the_kernel_follow_each_replay_and_stream():
 @pytest.mark.parametrize("group", range(20))
 @pytest.mark.parametrize("forms", [3, pytest.param(500, marks=pytest.mark.audit)])
 def test_ten_thousand_random_requests(group, forms, monkeypatch):
-    """In forms that share layouts, heads, head dimensions, recipe and whether the LSE is wanted."""
+    """Calls of a form share layouts, heads, head dimensions, recipe and whether the LSE is wanted."""
     choose = random.Random(group)
     ways = OF_CALL, lambda call, _: OF_CALL(call)
     dtype = choose.choice((torch.float16, torch.bfloat16))

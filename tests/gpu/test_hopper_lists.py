@@ -48,7 +48,7 @@ def for_all(blocks: BlockList) -> BlockList:
 
 
 def beyond_the_keys(blocks: BlockList) -> BlockList:
-    """With tiles that do not exist, which a GPU leaves out."""
+    """Name tiles that do not exist, which a GPU leaves out."""
     tiles = blocks.tiles.clone()
     tiles[..., ::3], tiles[..., 1::3] = 2**20, -1
     return blocks._replace(tiles=tiles)

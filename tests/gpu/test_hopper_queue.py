@@ -48,7 +48,7 @@ def draw(sizes, head_dim, dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("recipe", "head_dim", "dtype", "return_lse", "padded"), KERNELS)
 def test_rows_do_not_depend_on_the_blocks_that_take_them(recipe, head_dim, dtype, return_lse, padded, sizes):
-    """And the queue is left as it was, so that operands may be attended to again."""
+    """The queue is left as it was, so that operands may be attended to again."""
     inputs = draw(sizes, head_dim, dtype)
     batch, _, kv_len, _ = inputs[1].shape
     lengths = torch.tensor([max(1, kv_len >> number) for number in range(batch)], device="cuda")

@@ -163,7 +163,7 @@ def test_a_replay_without_room_stores_nothing_and_gives_nan():
 @pytest.mark.skipif(not NEW, reason="this transformers does not hand a cache's keywords to attention")
 @pytest.mark.parametrize("format", ["int8", "int4", "nvfp4"])
 def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(format, monkeypatch):
-    """In float32, and with as many parts in both, attention is equal to the bit and the rest nearly so."""
+    """Float32 and as many parts in both make attention is equal to the bit and the rest nearly so."""
     monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 3)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

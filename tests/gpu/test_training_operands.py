@@ -17,7 +17,7 @@ LENGTHS = (1, 15, 63, 64, 127, 128, 129, 300)
 
 
 def draw_call(recipe: str, case: int, device: torch.device) -> TrainingCall:
-    """With a channel of zeros, a loud one, means, strides, now and then a NaN, padding or packed sequences."""
+    """Draw a channel of zeros, a loud one, means, strides, now and then a NaN, padding or packed sequences."""
     choose = random.Random(case)
     draw = Draw(device, case, choose.choice((torch.float16, torch.bfloat16)))
     batch, q_heads, kv_heads = choose.choice(((1, 1, 1), (2, 2, 2), (1, 6, 2), (3, 2, 1)))

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
-from sage_hf.attention import attend
+from sage_hf.attention import attend_observed
 from sage_kernels import ops, training
 from sage_kernels.cuda.registration import HopperFusedBackward
 from sage_kernels.dispatch import registry
@@ -261,7 +261,7 @@ def call(kind: Kind, inputs: Inputs, query: torch.Tensor, key: torch.Tensor, val
         return ops.attention(query, key, value, mask=mask, blocks=blocks, **options)
     if kind.door == "attend" and blocks is None:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = attend(*tensors, mask, Options(inputs.is_causal, tokens_first=True, **options))
+        output, lse = attend_observed(*tensors, mask, Options(inputs.is_causal, tokens_first=True, **options))
         return (output, lse) if kind.return_lse else output
     return sage_attention(query, key, value, mask, 0.0, inputs.is_causal, enable_gqa=True, blocks=blocks, **options)
 

@@ -114,7 +114,7 @@ def blocks_of(call: TrainingCall) -> tuple[int, int]:
 
 
 def of_exact_attention(call: TrainingCall) -> Gradients:
-    """In float64."""
+    """Compute exact attention and its gradients in float64."""
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
     tensors = call.output_gradient, call.query, call.key, call.value
     if call.lengths is None:

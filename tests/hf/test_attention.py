@@ -508,7 +508,7 @@ def test_tensors_of_any_leading_dimensions_are_served(name, recipe):
 
 
 def test_it_may_stand_in_the_place_of_pytorchs_function(monkeypatch):
-    """For exact calls too, which once called it again, or computed another recipe."""
+    """Exact calls must neither call it again nor compute another recipe."""
     inputs, mask = draw(), MASKS["bool"]["attn_mask"]
     layer = torch.nn.MultiheadAttention(64, 4, dropout=0.2, batch_first=True)
     x, exactly = torch.randn(2, 70, 64), F.scaled_dot_product_attention

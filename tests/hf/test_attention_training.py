@@ -173,7 +173,7 @@ def test_checkpointing_changes_no_gradient(reentrant, mask):
 
 @pytest.mark.parametrize("recipe", ["exact", "sage2"])
 def test_checkpointing_recomputes_what_exact_attention_saved_in_each_call(recipe):
-    """In the second call of a kind too, whose replay is compared with the call itself."""
+    """The second call of a kind counts too: its replay is compared with the call itself."""
     inputs = draw(q_len=71)
     for _ in range(4):
         output = checkpoint(lambda *x: sage_attention(*x, enable_gqa=True, recipe=recipe), *inputs, use_reentrant=False)

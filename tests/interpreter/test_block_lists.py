@@ -195,7 +195,7 @@ LISTS = {
 @pytest.mark.parametrize("recipe", ["sage_bwd", pytest.param("sage_bwd_int8", marks=pytest.mark.audit)])
 @pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.audit)])
 def test_gradients_are_the_references(recipe, case, heads):
-    """With one list for both heads of a group, and with one for each; the first rows have none."""
+    """Both heads of a group share a list, or have one each; the first rows have none."""
     (block_m, block_n), options = case[0], dict(case[1])
     generator = torch.Generator().manual_seed(2)
     inputs = [x.half() for x in draw(batch=2)]

@@ -227,7 +227,7 @@ def test_a_gradient_of_zeros_gives_zeros(recipe):
     "poison", [torch.nan, *(pytest.param(x, marks=pytest.mark.audit) for x in (torch.inf, -torch.inf))]
 )
 def test_a_non_finite_value_spoils_its_row_and_the_keys_it_sees(recipe, poison):
-    """And no other batch element, no other group of heads, no key that does not exist."""
+    """No other batch element, group of heads or missing key is spoiled."""
     inputs = draw(batch=2, q_len=140)
     inputs[3][0, 1, 20, 3] = poison
     valid = exist(100, 150, tokens=150)

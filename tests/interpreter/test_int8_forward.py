@@ -220,7 +220,7 @@ def test_the_largest_biases_stay_finite_and_nan_stays_nan(dtype):
 
 @each_format_once
 def test_scores_that_float32_rounds_coarsely_make_no_weight_above_the_largest(recipe, is_causal):
-    """In INT8 such a weight would be a negative number."""
+    """Such a weight would, in INT8, be a negative number."""
     inputs = [x * factor for x, factor in zip(draw(), (200, 200, 1), strict=True)]
     options = {"is_causal": is_causal, "causal_offset": 80 if is_causal else 0}
     truth, lse = sdpa.attention(*inputs, **options)

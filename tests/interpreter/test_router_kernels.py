@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
-from sage_kernels.triton import routing
+from sage_kernels.triton import routers as kernels
 
 
 def draw(q_len=300, kv_len=270, batch=1, q_heads=2, kv_heads=1, channels=24):
@@ -22,19 +22,19 @@ def draw(q_len=300, kv_len=270, batch=1, q_heads=2, kv_heads=1, channels=24):
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Make routers take the kernels, wherever their tensors are."""
-    monkeypatch.setattr(routers, "routing_kernels", lambda query, key: routing)
+    monkeypatch.setattr(routers, "router_kernels", lambda query, key: kernels)
 
 
 @pytest.mark.parametrize("sizes", [(16, 64), (32, 32), (128, 64)])
 @pytest.mark.parametrize("tokens", [300, pytest.param(256, marks=pytest.mark.audit), 7])
 def test_means_and_similarities_are_the_specifications(sizes, tokens):
     for query, key in (draw(tokens), [x.bfloat16()[..., ::2] for x in draw(tokens)]):
-        found = routing.block_means(query, key, *sizes, similarity=True)
+        found = kernels.block_means(query, key, *sizes, similarity=True)
         for x, size, mean, similarity in zip((query, key), sizes, found[:2], found[2:], strict=True):
             expected = routers.block_means(x, size)
             assert ((mean.float().sum(0) - expected).abs() <= 2**-17 * expected.abs() + 1e-6).all()
             assert torch.allclose(similarity, routers.block_similarity(x, size), atol=1e-6)
-    assert routing.block_means(query, key, *sizes)[2:] == (None, None)
+    assert kernels.block_means(query, key, *sizes)[2:] == (None, None)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), pytest.param((64, 64), marks=pytest.mark.audit), (128, 64)])
@@ -42,8 +42,8 @@ def test_means_and_similarities_are_the_specifications(sizes, tokens):
 @pytest.mark.parametrize("tokens", [300, pytest.param(257, marks=pytest.mark.audit)])
 def test_scores_are_the_specifications(sizes, parts, tokens):
     query, key = draw(tokens, tokens - 60)
-    means = routing.block_means(query, key, *(size // n for size, n in zip(sizes, parts, strict=True)))
-    found = routing.block_scores(means.query, means.key, 0.2, *parts)
+    means = kernels.block_means(query, key, *(size // n for size, n in zip(sizes, parts, strict=True)))
+    found = kernels.block_scores(means.query, means.key, 0.2, *parts)
     expected = SubBlockRouter(0.5, *sizes, *parts).scores(query, key, 0.2)
     assert found.shape == expected.shape
     lengths = [
@@ -70,7 +70,7 @@ def test_scores_are_the_specifications(sizes, parts, tokens):
 def test_routers_keep_the_specifications_tiles(router, dense, monkeypatch):
     query, key = draw()
     found = router.route(query, key, dense=dense)
-    monkeypatch.setattr(routers, "routing_kernels", lambda query, key: None)
+    monkeypatch.setattr(routers, "router_kernels", lambda query, key: None)
     expected = router.route(query, key, dense=dense)
     assert torch.equal(found.counts, expected.counts)
     assert torch.equal(found.kept(270), expected.kept(270))
@@ -85,7 +85,7 @@ def test_of_equal_scores_the_first_tiles_are_kept(number):
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([0.0, -0.0, 1.0, 1.0 + 2**-23, -3.0, 1e-40, -torch.inf, torch.inf])
     scores = values[torch.randint(len(values), (2, 3, 5, 40), generator=generator)]
-    counts, tiles = routing.list_most(scores, (number,) * 3)
+    counts, tiles = kernels.list_most(scores, (number,) * 3)
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :number].sort(-1).values
     assert (counts == number).all()
     assert torch.equal(tiles.long(), best)
@@ -95,5 +95,5 @@ def test_tiles_are_kept_until_their_share_reaches_the_bound():
     """Keep the first of equal shares, and the tile that crosses the bound too."""
     scores = torch.tensor([0.1, 0.3, 0.1, 0.1, 0.3, 0.1]).log().expand(1, 1, 1, -1)
     for share, expected in ((0.05, [1]), (0.35, [1, 4]), (0.65, [0, 1, 4]), (0.85, [0, 1, 2, 3, 4]), (1.0, range(6))):
-        counts, tiles = routing.list_share(scores, share)
+        counts, tiles = kernels.list_share(scores, share)
         assert tiles[0, 0, 0, : counts.item()].tolist() == list(expected)

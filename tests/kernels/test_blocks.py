@@ -59,7 +59,7 @@ QUICK = {*itertools.product(("exact", "sage2"), SIZES), ("sage3", (128, 64))}
 )
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": 30}, {"keys": True}])
 def test_a_call_with_a_block_list_equals_the_call_with_its_mask(recipe, options, block_m, block_n):
-    """In few bits without heavy and recent keys, to the bit."""
+    """Low bits without heavy and recent keys agree to the bit."""
     inputs, options = draw(), dict(options)
     blocks = draw_blocks(2, 4, 300, 330, block_m, block_n)
     mask = as_mask(blocks, 300, 330)

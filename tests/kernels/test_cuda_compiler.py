@@ -296,7 +296,7 @@ def test_threads_compile_a_source_once(cache, calls, tmp_path, monkeypatch):
 
 
 def test_the_kernels_of_a_call_compile_at_the_same_time(folder, tmp_path, monkeypatch):
-    """And one that does not compile keeps the others from nothing."""
+    """A kernel that does not compile does not stop the others."""
     from cuda.bindings import nvrtc
 
     both, compile_program = threading.Barrier(3, timeout=60), nvrtc.nvrtcCompileProgram

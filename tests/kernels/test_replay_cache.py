@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_hf import record, sage_attention
-from sage_hf.attention import attend
+from sage_hf.attention import attend_observed
 from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.exact import sdpa as exact
@@ -145,7 +145,9 @@ def test_calls_with_tokens_before_heads_equal_transposed_calls(replayed, recipe,
     expected = sage_attention(*transposed, MASKS[mask], recipe=recipe)
     for _ in range(4):
         with record.observe(seen.append):
-            output, _ = attend(*inputs, MASKS[mask], Options(recipe=recipe, enable_gqa=False, tokens_first=True))
+            output, _ = attend_observed(
+                *inputs, MASKS[mask], Options(recipe=recipe, enable_gqa=False, tokens_first=True)
+            )
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
         assert torch.equal(call.output, expected) and torch.equal(call.query, transposed[0])
@@ -357,7 +359,7 @@ def test_a_call_at_hand_has_gradients_where_they_are_wanted(first):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_prepared_step_of_decoding_with_padding_does_without_cudnn(monkeypatch, replayed, enabled):
-    """And reads grouped keys as rows of one head, as the first time."""
+    """It reads grouped keys as rows of one head, as the first time."""
     monkeypatch.setattr(execution, "select", lambda request, fallback: exact_plan(request, kernel="sdpa_without_cudnn"))
     query, key, value = (torch.randn(2, heads, tokens, 32) for heads, tokens in ((8, 1), (2, 40), (2, 40)))
     mask = (torch.arange(40) >= torch.tensor([[3], [40]]))[:, None, None]

@@ -324,11 +324,11 @@ def register_kernels() -> None:
     register_kv_kernel(TritonKVKernel())
 
 
-def routing_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
-    """Return `triton.routing`, the kernels of routers, or None if they cannot take Q and K (batch, heads, …)."""
+def router_kernels(query: torch.Tensor, key: torch.Tensor) -> ModuleType | None:
+    """Return `triton.routers`, the kernels of routers, or None if they cannot take Q and K (batch, heads, …)."""
     if 0 in (*query.shape, *key.shape) or query.shape[3] > MAX_HEAD_DIM:
         return None
-    return None if TritonKernel().unsupported(Request.of(query, key, key)) else _load("routing")
+    return None if TritonKernel().unsupported(Request.of(query, key, key)) else _load("routers")
 
 
 @cache

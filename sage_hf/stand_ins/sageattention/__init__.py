@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_hf.attention import attend, chosen_fallback
+from sage_hf.attention import attend_observed, chosen_fallback
 from sage_kernels.packed import attend_packed
 from sage_kernels.spec.derivatives import wants_gradient
 from sage_kernels.spec.layout import Lengths
@@ -201,7 +201,7 @@ def _attend(
         )
     options = _options(recipe, (q, k, v), is_causal, sm_scale, kwargs)
     options = options.but(tokens_first=tensor_layout == "NHD", return_lse=return_lse)
-    output, lse = attend(q, k, v, attn_mask, options)
+    output, lse = attend_observed(q, k, v, attn_mask, options)
     return output if lse is None or not return_lse else (output, lse)
 
 
@@ -227,7 +227,7 @@ def _options(
         raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
     return Options(
         is_causal=is_causal,
-        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # `attend` checks it
+        scale=scale if sm_scale is None else sm_scale,  # type: ignore[arg-type]  # `attend_observed` checks it
         dropout_p=dropout_p,  # type: ignore[arg-type]
         recipe="sage_bwd" if wants_gradient(*tensors) else recipe,
         fallback=chosen_fallback(None),

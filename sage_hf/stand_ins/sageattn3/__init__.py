@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_hf.attention import attend, chosen_fallback
+from sage_hf.attention import attend_observed, chosen_fallback
 from sage_kernels.spec.derivatives import wants_gradient
 from sage_kernels.spec.options import Options
 
@@ -41,5 +41,5 @@ def sageattn3_blackwell(
         raise TypeError(f"sage-hf's stand-in for sageattn3 does not know the keyword {next(iter(kwargs))!r}")
     recipe = "sage_bwd" if wants_gradient(q, k, v) else "sage3"
     options = Options(is_causal=is_causal, recipe=recipe, fallback=chosen_fallback(None))
-    output, _ = attend(q, k, v, attn_mask, options)
+    output, _ = attend_observed(q, k, v, attn_mask, options)
     return output

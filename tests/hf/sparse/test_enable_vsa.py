@@ -443,7 +443,7 @@ def test_blocks_compile_whole():
 @pytest.mark.audit
 @pytest.mark.usefixtures("compilable_dispatch")
 def test_a_compiled_model_follows_its_grid():
-    """In parts: the grid is read between them."""
+    """The model compiles in parts: the grid is read between them."""
     model = fill_gates_of(replace(CASE, config=CASE.config | {"num_layers": 1}).build())
     compiled = torch.compile(model, backend="eager")
     for inputs in (video(), video(5, 12, 36)):

@@ -74,7 +74,7 @@ def sparse_layers(model):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_known_family_computes_the_same(name, monkeypatch):
-    """With attention that is exact, so that a wrong place of one token is far above rounding."""
+    """Attention is exact, so that a wrong place of one token is far above rounding."""
     model, inputs = model_of(name), inputs_of(name)
     expected = run(model, inputs)
     calls, permuted = exactly(monkeypatch)
@@ -113,7 +113,7 @@ def test_threads_that_call_one_model_keep_their_own_order(monkeypatch):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_videos_of_several_sizes_have_orders_of_their_own(gradients, monkeypatch):
-    """In one process and one model, whether blocks get their tokens in order or attention permutes them."""
+    """One model serves all sizes, whether blocks get their tokens in order or attention permutes them."""
     model = model_of("wan-t2v").requires_grad_(False)
     _, permuted = exactly(monkeypatch)
     entered, indices = [], []

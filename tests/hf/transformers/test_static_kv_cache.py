@@ -55,7 +55,7 @@ def step(model, cache, token: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_generate_compiles_decoding_once_and_gives_the_growing_caches_tokens(format, backend, padding, graphs):
-    """And `explain` shows the device's count, the capacity's bytes and the kernel."""
+    """`explain` shows the device's count, the capacity's bytes and the kernel."""
     model = build()
     expected = greedy(model, new_cache(model, format), prompt(padding))
     for _ in range(2):

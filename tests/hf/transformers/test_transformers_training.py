@@ -257,7 +257,7 @@ def by_module(self: LlamaDecoderLayer, config: LlamaConfig, index: int) -> None:
 
 @pytest.mark.parametrize("model_class", [NearLlama, WrappedNearLlama, near_llama(by_table), near_llama(by_module)])
 def test_a_layer_of_your_own_that_computes_with_its_mask_keeps_causality(model_class: type) -> None:
-    """In one sequence padding alone would broadcast with what it is combined with."""
+    """Padding alone of one sequence would broadcast with what it is combined with."""
     inputs = {name: x[1:] for name, x in LLAMA.inputs("left").items()}
     outputs = []
     for implementation in ("sdpa", "sage_bwd_emulate"):
