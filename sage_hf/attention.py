@@ -129,9 +129,9 @@ def sage_attention(
             attn_mask may only say which keys exist, and all keys are quantised: no heavy keys stay in 16 bits.
 
     Returns:
-        output (batch, q_heads, q_len, v_head_dim) in query's dtype; with return_lse also lse (batch, q_heads, q_len)
-        float32. A row that may attend to no key gives output 0 and lse -inf (with recipe="exact" the output is
-        PyTorch's, which on a GPU need not be 0). lse carries no gradient.
+        output (batch, q_heads, q_len, v_head_dim) in query's dtype, or under autocast in autocast's; with return_lse
+        also lse (batch, q_heads, q_len) float32. A row that may attend to no key gives output 0 and lse -inf (with
+        recipe="exact" the output is PyTorch's, which on a GPU need not be 0). lse carries no gradient.
 
     When gradients are wanted, a recipe with gradients computes both passes in low bits, at any length, without a mask
     or with a bool mask that is the same for all queries and heads (padding). Otherwise, and for the other recipes,

@@ -11,7 +11,7 @@ from .dispatch import exact_choice, execution
 from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
-from .spec.autocast import autocast_dtype, in_autocast_dtype
+from .spec.autocast import in_autocast_dtype
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Mask
 from .spec.derivatives import has_tangent, wants_gradient
@@ -48,9 +48,7 @@ def attend(
     checks.check_kinds(query, key, value, mask, options)
     if mask is not None:
         mask, options = without_causal_bias(mask, options, query, key)
-    if autocast_dtype(query) is not None:
-        checks.check_memory(query, key, value)
-        query, key, value = in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses its kernel by the mask's dimensions
     if mask is not None and mask.dim() < (least := 2 if keeps_dims else 4):
         mask = mask[(None,) * (least - mask.dim())]

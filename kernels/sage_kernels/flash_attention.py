@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .attend import attend
-from .packed import attend_packed, check_packed
+from .packed import attend_packed, checked_call
 from .spec.derivatives import wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options
@@ -67,7 +67,8 @@ def flash_attn_func(
         s_aux: (q_heads,) logits of attention sinks, without a gradient.
 
     Returns:
-        (batch, q_len, q_heads, v_head_dim) in q's dtype; 0 for a query that attends to no key.
+        (batch, q_len, q_heads, v_head_dim) in q's dtype, or under autocast in autocast's; 0 for a query that attends to
+        no key.
 
     Raises:
         NotImplementedError: there are sinks and gradients are wanted.
@@ -97,7 +98,8 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """Compute `flash_attn_func` within each of several sequences that are packed one after another.
 
-    With windows, or if causal offsets differ, each sequence is a separate call; the host reads the lengths.
+    With windows, or if causal offsets differ, each sequence is a separate call; the host reads the lengths. The host
+    also reads and compares them in causal calls whose cu_seqlens_q and cu_seqlens_k are two tensors.
 
     Args:
         q: (total queries, q_heads, head_dim).
@@ -107,7 +109,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, s_aux: as in `flash_attn_func`.
 
     Returns:
-        (total queries, q_heads, v_head_dim) in q's dtype.
+        (total queries, q_heads, v_head_dim) in q's dtype, or under autocast in autocast's.
 
     Raises:
         NotImplementedError, ValueError, TypeError: see `flash_attn_func`; also if lengths do not fit.
@@ -120,7 +122,8 @@ def flash_attn_varlen_func(
         return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(0, 1), s_aux)
     arguments = (dropout_p, softmax_scale, causal, window_size, s_aux)
     outputs, end = [], 0
-    for queries, keys in sequence_slices(check_packed(q, k, v, lengths, options)):
+    q, k, v, lengths = checked_call(q, k, v, lengths, options)
+    for queries, keys in sequence_slices(lengths):
         outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *arguments)[0])
         end = queries.stop
     outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences

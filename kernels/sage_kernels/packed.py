@@ -9,7 +9,9 @@ import torch
 from . import ops, training
 from .attend import Result, attend
 from .dispatch import exact_choice
+from .dispatch.plan import KernelUnavailableError
 from .spec import checks
+from .spec.autocast import in_autocast_dtype
 from .spec.call import NO_MASK
 from .spec.derivatives import has_tangent, wants_gradient
 from .spec.layout import Lengths, sequence_slices
@@ -31,15 +33,15 @@ def attend_packed(
         options: the options of each sequence's call; `tokens_first` is ignored.
 
     Returns:
-        (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype; lse (q_heads, total queries)
-        float32, valid with `return_lse` only.
+        (output, lse): output (total queries, q_heads, v_head_dim) in query's dtype, or under autocast in autocast's;
+        lse (q_heads, total queries) float32, valid with `return_lse` only.
 
     Raises:
         ValueError, TypeError, KernelUnavailableError: see `sage_hf.sage_attention`; also if lengths do not fit.
     """
-    lengths = check_packed(query, key, value, lengths, options)
+    query, key, value, lengths = checked_call(query, key, value, lengths, options)
     q, k, v = map(ops.as_one_sequence, (query, key, value))
-    if not _is_served(q, k, v, options):
+    if not _is_served(q, k, v, lengths, options):
         return _attend_one_by_one(q, k, v, lengths, options)
     keywords: dict[str, Any] = lengths._asdict()
     for name in ("is_causal", "causal_offset", "scale", "recipe", "fallback"):
@@ -49,31 +51,39 @@ def attend_packed(
     return ops.packed_attention(query, key, value, **keywords, return_lse=options.return_lse)
 
 
-def check_packed(
+def checked_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
-) -> Lengths:
-    """Return the lengths in int32; raise an error for lengths that `attend_packed` refuses."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Lengths]:
+    """Return the tensors in autocast's dtype, if it is on, and the lengths in int32.
+
+    Raises:
+        ValueError, TypeError: `attend_packed` refuses such a call.
+    """
     checks.check_kinds(query, key, value, None, options)
+    query, key, value = in_autocast_dtype(query, key, value)
     lengths = lengths._replace(
         cu_seqlens_q=lengths.cu_seqlens_q.int(),
         cu_seqlens_k=lengths.cu_seqlens_k.int(),
         max_seqlen_q=int(lengths.max_seqlen_q),
         max_seqlen_k=int(lengths.max_seqlen_k),
     )
-    query, key, value = map(ops.as_one_sequence, (query, key, value))
-    checks.check_tensors(query, key, value, None, options.enable_gqa)
-    checks.check_lengths(query, key, lengths)
-    return lengths
+    q, k, v = map(ops.as_one_sequence, (query, key, value))
+    checks.check_tensors(q, k, v, None, options.enable_gqa)
+    checks.check_lengths(q, k, lengths)
+    return query, key, value, lengths
 
 
-def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> bool:
+def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options) -> bool:
     """Return whether the operators for packed sequences take a call with tensors (1, heads, tokens, channels)."""
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
     if not derivative:
         return not options.dropout_p
     if options.recipe == "exact" or options.return_lse:
         return False
-    return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True)[1]
+    try:
+        return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
+    except KernelUnavailableError:  # with fallback "error"; a kernel may serve each sequence alone
+        return False
 
 
 def _attend_one_by_one(

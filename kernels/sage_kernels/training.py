@@ -184,7 +184,7 @@ def forward(
 
 
 def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
-    """Return which keys exist, and the block list; None for each that the call lacks."""
+    """Return the `Mask` of existing keys and of a block list."""
     call_mask = Mask.of_keys(valid)
     if blocks is None:
         return call_mask
@@ -230,12 +230,11 @@ def _training_attention_backward(
     *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
     saved, arguments = Saved(*parts), Arguments(*flat[_PARTS + 3 :])
     recipe, mask = get_recipe(arguments.recipe), _mask(valid, arguments.blocks)
-    scale = softmax_scale(arguments.scale, head_dim)
+    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, head_dim)
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
-        forward = Call(output, value, value, recipe, mask, arguments.is_causal, lengths=arguments.lengths)
+        forward = Call(output, value, value, recipe, mask, *causality, lengths=arguments.lengths)
         request = replace(execution.request_of(forward, grad=True), head_dim=head_dim)
         kernel = execution.plan_training(request, arguments.fallback).backward
-    causality = arguments.is_causal, arguments.causal_offset
     tensors = output_gradient, value, output, saved
     call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, arguments.lengths)
     return tuple(map(with_tokens_first, execution.backward(call, kernel)))

@@ -160,7 +160,7 @@ def test_an_action_that_raises_leaves_the_import_alone_and_says_what_will_not_wo
         when_imported(name, lambda module: module.moved_away, "switching its models")
         when_imported(name, seen.append, "this")
         assert importlib.import_module(name).answer == 42
-        assert f"switching its models will not work, for {name} is not as expected: AttributeError" in caplog.text
+        assert f"switching its models will not work: {name} is not as expected: AttributeError" in caplog.text
         caplog.clear()
     assert [module.__name__ for module in seen] == ["hooked_broken_before", "hooked_broken_after"]
 

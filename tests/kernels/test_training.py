@@ -14,8 +14,10 @@ from sage_kernels.dispatch.exact_choice import choose_training
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.verdicts import FAILED
 from sage_kernels.exact.gradients import exact_gradients
+from sage_kernels.packed import attend_packed
 from sage_kernels.reference import backward as reference_backward
 from sage_kernels.spec.call import NO_MASK, Mask
+from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
@@ -391,6 +393,44 @@ def test_inside_the_compiler_the_backward_kernel_is_chosen_when_it_runs(ran):
     with another_choice(ran):
         compiled(*inputs).sum().backward()
     assert ran == ["fast", "other_backward"]
+
+
+def test_inside_the_compiler_the_backward_kernel_is_chosen_by_the_causal_offset():
+    asked = []
+    backward = StandInBackward("asked", "sage_bwd", native=False, reason=lambda request: asked.append(request) or "")
+    with preferred(backward, registry.backwards):
+        attend = partial(training.attention, is_causal=True, causal_offset=-5)
+        compiled = torch.compile(lambda *tensors: attend(*tensors)[0], fullgraph=True, backend="aot_eager")
+        output = compiled(*draw())
+        asked.clear()
+        registry.forget_choices()
+        output.sum().backward()
+    assert asked and all(request.shifted for request in asked)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_packed_call_is_judged_by_its_sequences(compiled):
+    """Three sequences of 32 tokens are no sequence of 96, for which other kernels may exist."""
+    asked = []
+    inputs = [x.detach().flatten(0, 1).requires_grad_() for x in torch.randn(3, 3, 32, 2, 64)]
+    lengths, stand_in = Lengths(*[pack([32] * 3)] * 2, 32, 32), partial(StandInTraining, "asked", "sage_bwd")
+    with preferred(stand_in(reason=lambda request: asked.append(request) or "serves nothing")):
+        attend = torch.compile(attend_packed, backend="eager") if compiled else attend_packed
+        attend(*inputs, lengths, OPTIONS)
+    assert asked and all(request.packed for request in asked)
+    sizes = {(request.batch, request.q_len, request.kv_len) for request in asked}
+    assert (3, 32, 32) in sizes and sizes <= {(3, 32, 32), (1, 1, 1)}  # the compiler asks for a small call
+
+
+@pytest.mark.parametrize("fallback", ["native", "error"])
+def test_packed_sequences_that_only_a_kernel_of_batches_trains_run_one_by_one(ran, fallback):
+    unpacked = partial(StandInTraining, "batches", "sage_bwd", ran=ran.append)
+    inputs, sequences, _ = packed_call()
+    with registry.without("reference", "fast"):
+        registry.register_forward(unpacked(reason=lambda request: "no packed sequences" if request.packed else ""))
+        output, _ = attend_packed(*inputs, Lengths(*sequences), OPTIONS._replace(fallback=fallback))
+        output.sum().backward()
+    assert ran == ["batches"] * 4 + ["fast_backward"] * 4
 
 
 BAD_CALLS = {

@@ -6,13 +6,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_kernels.dispatch import cost_model, exact_choice
+from sage_kernels.attend import attend
+from sage_kernels.dispatch import cost_model, exact_choice, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Weights
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import set_routing
+from sage_kernels.packed import attend_packed
 from sage_kernels.runtime import torch_private
+from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.options import Options
+from tests.helpers.calls import pack
+from tests.helpers.kernels import StandInBackward, StandInTraining, preferred
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
 REQUEST = Request(
@@ -98,3 +104,19 @@ def test_emulation_and_calls_without_routing_run_the_recipe():
     assert not why(512, numerics="emulated")
     set_routing(False)
     assert not why(512)
+
+
+@pytest.mark.parametrize("kind", ["batch", "lse", "packed"])
+def test_calls_that_exact_attention_serves_badly_are_trained_by_the_recipe(kind):
+    """Exact attention would run packed sequences one by one, and compute the LSE apart."""
+    ran = []
+    query = torch.randn(1, 2, 64, 64, requires_grad=True)
+    options = Options(recipe="sage_bwd", return_lse=kind == "lse")
+    forward, backward = StandInTraining("fast", "sage_bwd", ran=ran.append), StandInBackward("gradients", "sage_bwd")
+    with preferred(forward), preferred(backward, registry.backwards):
+        if kind == "packed":
+            tokens = query[0].transpose(0, 1)
+            attend_packed(tokens, tokens, tokens, Lengths(*[pack([32, 32])] * 2, 32, 32), options)
+        else:
+            attend(query, query, query, None, None, options)
+    assert ran == ([] if kind == "batch" else ["fast"])

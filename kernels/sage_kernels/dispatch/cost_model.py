@@ -271,6 +271,8 @@ def why_slower_training(
 ) -> str:
     """Return why these kernels would not train faster than exact attention; "" if they would.
 
+    Low bits are always faster for packed sequences and if the LSE is wanted: see `why_slower`.
+
     Args:
         request: the facts of the call.
         recipe, kernel, quantizer, backward: the recipe and kernels that would run.

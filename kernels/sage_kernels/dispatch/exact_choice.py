@@ -15,6 +15,7 @@ from ..runtime import dynamo, torch_private
 from ..runtime.hardware import capability_of
 from ..spec.call import Call, Mask, MaskKind
 from ..spec.derivatives import has_tangent
+from ..spec.layout import Lengths
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import cost_model, execution
@@ -26,7 +27,13 @@ DROPOUT = "attention dropout is computed by exact attention alone"
 
 
 def decide(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, wants_gradient: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    options: Options,
+    wants_gradient: bool,
+    lengths: Lengths | None = None,
 ) -> tuple[Plan | None, str]:
     """Decide whether exact attention runs in place of the recipe; with gradients, choose the kernels of both passes.
 
@@ -34,13 +41,14 @@ def decide(
         query, key, value, mask: the call's tensors; with gradients, the mask is none, key padding or a block list.
         options: the call's options.
         wants_gradient: whether a derivative is wanted of one of the tensors.
+        lengths: the lengths of packed sequences; None: an ordinary batch.
 
     Returns:
         (plan, reason): as in `choose_training`. Without gradients there is no plan yet, and the reason is "" if kernels
         decide (`select.select`).
 
     Raises:
-        KernelUnavailableError: exact attention would run, and fallback is "error".
+        KernelUnavailableError: exact attention would run, and fallback is "error"; see also `choose_training`.
     """
     reason = _why_exact(query, key, value, mask, options, wants_gradient)
     if reason and options.fallback == "error":
@@ -48,7 +56,7 @@ def decide(
         raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
     if reason or not wants_gradient or options.recipe == "exact":
         return None, reason
-    return choose_training(query, key, value, mask, options)
+    return choose_training(query, key, value, mask, options, lengths)
 
 
 def _why_exact(
@@ -74,16 +82,23 @@ def _why_exact(
 
 
 def choose_training(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    options: Options,
+    lengths: Lengths | None = None,
 ) -> tuple[Plan | None, str]:
     """Choose the kernels of a call with gradients.
 
-    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype and head
-    dimensions. If a call's sizes exceed a kernel's limits, `training.attention` then raises KernelUnavailableError.
+    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype, head
+    dimensions, the kind of mask, and whether sequences are packed. If a call's sizes exceed a kernel's limits,
+    `training.attention` then raises KernelUnavailableError.
 
     Args:
         query, key, value, options: the call's tensors and options.
         mask: none, key padding, or a block list.
+        lengths: the lengths of packed sequences; None: an ordinary batch.
 
     Returns:
         (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs instead, or "".
@@ -97,9 +112,12 @@ def choose_training(
         if fallback == "error":
             return None, ""  # the operator raises and gives the reason
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
-        facts = str(query.device), str(query.dtype), mask.kind, *head_dims
+        facts = str(query.device), str(query.dtype), mask.kind, lengths is not None, *head_dims
         return None, _why_exact_at_any_size(recipe, fallback, *facts)
-    call = Call(query, key, value, get_recipe(recipe), mask, options.is_causal, options.causal_offset)
+    causality = options.is_causal, options.causal_offset
+    call = Call(
+        *(query, key, value, get_recipe(recipe), mask, *causality), lengths=lengths, return_lse=options.return_lse
+    )
     plan = execution.choose(execution.request_of(call, grad=True), fallback)
     if plan.numerics == "exact":
         return plan, plan.reason
@@ -120,7 +138,14 @@ def why_training_slower(plan: Plan) -> str:
 
 @dynamo.assume_constant_result
 def _why_exact_at_any_size(
-    recipe: str, fallback: Fallback, device: str, dtype: str, mask: MaskKind, head_dim: int, v_head_dim: int
+    recipe: str,
+    fallback: Fallback,
+    device: str,
+    dtype: str,
+    mask: MaskKind,
+    packed: bool,
+    head_dim: int,
+    v_head_dim: int,
 ) -> str:
     """Return why no kernel serves a small call. Arguments are names, as the compiler's constants are plain data."""
     options = {"dtype": getattr(torch, dtype.removeprefix("torch.")), "device": "meta"}
@@ -128,5 +153,6 @@ def _why_exact_at_any_size(
     request = Request.of(query, query, value, recipe=recipe, grad=True)
     where = torch.device(device)
     capability = capability_of(where)
-    plan = select(replace(request, device_type=where.type, capability=capability, mask=mask), fallback)
+    request = replace(request, device_type=where.type, capability=capability, mask=mask, packed=packed)
+    plan = select(request, fallback)
     return plan.reason if plan.numerics == "exact" else ""

@@ -55,9 +55,10 @@ def register_kv_kernel(kernel: KVKernel) -> None:
 def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
     """Return the kernel that serves a call, and why preferred kernels do not; the reference serves all calls."""
     reasons: list[str] = []
-    about = verdicts.KV + cache.format.name, cache.head_dim, capability_of(cache.device)
+    name, capability = verdicts.KV + cache.format.name, capability_of(cache.device)
     for kernel in _kernels.values():
-        reason = kernel.unsupported(cache, query) or verdicts.failure(kernel.name, *about)
+        reason = kernel.unsupported(cache, query)
+        reason = reason or verdicts.failure(kernel.name, name, cache.head_dim, capability)
         if not reason:
             return kernel, "; ".join(reasons)
         reasons.append(f"{kernel.name}: {reason}")

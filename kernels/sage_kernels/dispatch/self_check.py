@@ -76,17 +76,17 @@ def check_kv(format: str, head_dim: int, device: torch.device) -> None:
 
 
 def _check_one(name: str, head_dim: int, device: torch.device, examine: Callable[[], Verdict]) -> None:
-    capability, about = capability_of(device), verdicts.subject(name, name, head_dim)
-    if capability is not None and _is_due(about, capability):
+    capability, subject_key = capability_of(device), verdicts.subject(name, name, head_dim)
+    if capability is not None and _is_due(subject_key, capability):
 
         def check() -> bool:
-            return verdicts.is_known(about, capability) or keep_one(examine(), name, head_dim, capability)
+            return verdicts.is_known(subject_key, capability) or keep_one(examine(), name, head_dim, capability)
 
-        _check_once(about, capability, check)
+        _check_once(subject_key, capability, check)
 
 
-def _is_due(about: str, capability: Capability | None) -> bool:
-    if capability in TESTED or (capability, about) in _checked or not verdicts.enabled() or _thread.checking:
+def _is_due(subject_key: str, capability: Capability | None) -> bool:
+    if capability in TESTED or (capability, subject_key) in _checked or not verdicts.enabled() or _thread.checking:
         return False
     return not (
         (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -98,15 +98,17 @@ def _is_due(about: str, capability: Capability | None) -> bool:
 
 def passes(plan: Plan) -> bool:
     """Return whether the kernels of a plan are right, by a stored verdict, or by running them now."""
-    about, capability = _subject(plan), plan.request.capability
+    subject_key, capability = _subject(plan), plan.request.capability
 
     def check() -> bool:
-        return verdicts.passed(about, capability) or keep(plan, examine(plan, Case.like(plan), device_of(capability)))
+        return verdicts.passed(subject_key, capability) or keep(
+            plan, examine(plan, Case.like(plan), device_of(capability))
+        )
 
-    return _check_once(about, capability, check)
+    return _check_once(subject_key, capability, check)
 
 
-def _check_once(about: str, capability: Capability | None, check: Callable[[], bool]) -> bool:
+def _check_once(subject_key: str, capability: Capability | None, check: Callable[[], bool]) -> bool:
     """Run a check and return its result; after True, the check is not due again."""
     _thread.checking = True
     try:
@@ -115,10 +117,10 @@ def _check_once(about: str, capability: Capability | None, check: Callable[[], b
     except torch.OutOfMemoryError:  # a later call that leaves room repeats the check
         return True
     except Exception as error:  # the reference's error: no fact about the kernel, and no reason to end a caller's work
-        logger.warning("%s: the self-check did not run: %s: %s", about, type(error).__name__, error)
+        logger.warning("%s: the self-check did not run: %s: %s", subject_key, type(error).__name__, error)
     finally:
         _thread.checking = False
-    _checked.add((capability, about))
+    _checked.add((capability, subject_key))
     return True
 
 

@@ -49,20 +49,20 @@ def failure(kernel: str, recipe: str, head_dim: int, capability: Capability | No
     return f"{FAILED}: {reason}" if reason else ""
 
 
-def passed(about: str, capability: Capability | None) -> bool:
+def passed(subject_key: str, capability: Capability | None) -> bool:
     """Return whether kernels passed their self-check, in this process or an earlier one."""
-    return _verdicts(capability).get(about) == ""
+    return _verdicts(capability).get(subject_key) == ""
 
 
-def is_known(about: str, capability: Capability | None) -> bool:
+def is_known(subject_key: str, capability: Capability | None) -> bool:
     """Return whether kernels passed or failed their self-check, in this process or an earlier one."""
-    return about in _verdicts(capability)
+    return subject_key in _verdicts(capability)
 
 
-def record(about: str, reason: str, capability: Capability | None) -> None:
+def record(subject_key: str, reason: str, capability: Capability | None) -> None:
     """Store a verdict, on disk too if it is writable: why a kernel failed, or "" if it passed."""
     verdicts = _verdicts(capability)
-    verdicts[about] = reason
+    verdicts[subject_key] = reason
     path, machine = _path(capability), machine_of(capability)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -199,7 +199,7 @@ class _NoMemory(torch_private.TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave `__torch_dispatch__` undecorated: hiding it from the compiler imports that, which takes seconds."""
+        """Leave `__torch_dispatch__` undecorated: the decorator would import the compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(

@@ -96,7 +96,7 @@ def _run_pending(name: str) -> None:
             action(sys.modules[name])
         except Exception as error:
             logger.warning(
-                f"{purpose} will not work, for {name} is not as expected: {type(error).__name__}: {error}. Install a "
+                f"{purpose} will not work: {name} is not as expected: {type(error).__name__}: {error}. Install a "
                 "version that sage-hf supports",
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )

@@ -34,7 +34,9 @@ def without_causal_bias(
         return mask, options
     bias_lengths, lengths = (mask.seq_len_q, mask.seq_len_kv), (*query.shape[-2:-1], *key.shape[-2:-1])
     if bias_lengths != lengths:
-        raise ValueError(f"a CausalBias of (queries, keys) {bias_lengths} was given for {lengths}: make one for these")
+        raise ValueError(
+            f"a CausalBias of (queries, keys) {bias_lengths} was given for {lengths}: make a CausalBias for {lengths}"
+        )
     offset = bias_lengths[1] - bias_lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
     offset = min(offset, options.causal_offset) if options.is_causal else offset
     return None, options.but(is_causal=True, causal_offset=offset)

@@ -266,7 +266,7 @@ def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, valid: 
     Scores are products with a mean query, times `scale`. The mean is over rows 0, n, 2n … of all heads of Q that share
     the head of K, one head after another, with n = ceil(number of rows / HEAVY_QUERIES). Elements that are not finite
     count as 0. A score's magnitude is used if it exceeds the sum of the magnitudes of the other 15 keys that share its
-    scale in INT8 (`layout.thread_order`): so loud a key would leave these keys no bits, whichever rows attend to it.
+    scale in INT8 (`layout.thread_order`): such a loud key would take all bits of the shared scale.
     """
     rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
     sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]

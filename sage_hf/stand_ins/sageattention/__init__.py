@@ -166,7 +166,7 @@ def sageattn_varlen(
         kwargs: as in `sageattn`; and `tensor_layout="NHD"`, which is the only layout of packed sequences.
 
     Returns:
-        (total queries, q_heads, head_dim) in q's dtype.
+        (total queries, q_heads, head_dim) in q's dtype, or under autocast in autocast's.
 
     Raises:
         ValueError, TypeError: see `sageattn`; also if lengths do not fit.

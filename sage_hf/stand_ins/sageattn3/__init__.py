@@ -31,7 +31,7 @@ def sageattn3_blackwell(
         kwargs: none is known.
 
     Returns:
-        (batch, q_heads, q_len, head_dim) in q's dtype. No input is changed.
+        (batch, q_heads, q_len, head_dim) in q's dtype, or under autocast in autocast's. No input is changed.
 
     Raises:
         TypeError: a keyword is given.

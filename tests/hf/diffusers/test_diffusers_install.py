@@ -51,7 +51,7 @@ attention = Attention(query_dim=16, heads=2, dim_head=8)
 attention.set_processor(AttnProcessor())
 assert attention(__import__("torch").randn(1, 3, 16)).shape == (1, 3, 16)
 """)
-    assert output.count("will not work, for diffusers.models.attention_dispatch is not as expected") == 1
+    assert output.count("will not work: diffusers.models.attention_dispatch is not as expected") == 1
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,23 @@ def test_low_bits_run_with_their_recipes():
         assert torch.equal(output, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 7)])
+def test_under_autocast_packed_sequences_have_its_dtype_as_batches_have(window, grad):
+    """Autocast makes one dtype of several, as models with float32 norms give them; tokens of no sequence are 0."""
+    inputs = draw((2, 70, 4, 64), (2, 70, 2, 64), (2, 70, 2, 64), dtype=torch.float32)
+    inputs[2] = inputs[2].bfloat16()
+    inputs = [x.requires_grad_(grad) for x in inputs]
+    starts = torch.tensor([0, 70])
+    with torch.autocast("cpu", torch.bfloat16):
+        batch = flash_attention.flash_attn_func(*(x[:1] for x in inputs), window_size=window)
+        packed = flash_attention.flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in inputs), starts, starts, 70, 70, window_size=window
+        )
+    assert batch.dtype == packed.dtype == torch.bfloat16
+    assert torch.equal(packed[:70], batch[0]) and not packed[70:].any()
+
+
 @pytest.fixture(params=["flash", "sdpa"])
 def loaded(request, kernel, monkeypatch) -> Iterator[str]:
     """transformers that finds the kernel: all of it, or only what it calls with the masks of `sdpa`."""

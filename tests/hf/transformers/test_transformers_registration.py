@@ -92,9 +92,7 @@ config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidd
                                   num_attention_heads=2)
 transformers.LlamaModel(config)
 """)
-    assert (
-        output.count("siblings will not work, for transformers.modeling_utils is not as expected: AttributeError") == 1
-    )
+    assert output.count("siblings will not work: transformers.modeling_utils is not as expected: AttributeError") == 1
 
 
 def test_from_config_from_pretrained_and_set_attn_implementation_switch(tmp_path: Path) -> None:
