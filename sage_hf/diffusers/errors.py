@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UnsupportedAttentionError(ValueError):
     """Error that names an attention module, or a mode of running it, that low-bit attention cannot serve."""
@@ -9,3 +12,14 @@ class UnsupportedAttentionError(ValueError):
 
 class FixedBackendError(UnsupportedAttentionError):
     """Error for a processor that attends only by a backend of its own choice: its layer is not changed."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let an UnsupportedAttentionError name the layer in which it is raised; a FixedBackendError holds for a class."""
+    try:
+        yield
+    except FixedBackendError:
+        raise
+    except UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(f"{name}: {error}") from None

@@ -33,7 +33,7 @@ def refused(model: Any, match: str, **degrees: int) -> None:
 
 
 def test_more_processes_than_heads_are_refused():
-    refused(family("mochi").build(), r"ulysses_degree 4 .* 2 heads of transformer_blocks\.0\.attn1", ulysses_degree=4)
+    refused(family("mochi").build(), r"transformer_blocks\.0\.attn1: ulysses_degree 4 .* 2 heads", ulysses_degree=4)
 
 
 def test_sparse_attention_is_refused_in_a_ring():
