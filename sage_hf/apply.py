@@ -196,17 +196,17 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
 
     processors, backend_error = {}, None
     for name, layer in target.layers.items():
-        try:
-            processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
-            with naming(name):
+        with naming(name):
+            try:
+                processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
                 check_parallelism(inner(target.model), layer, layer_of(layer))
-            processors[name] = processor
-        except FixedBackendError as error:
-            backend_error = error
-            log_kept(layer, error)
-        except UnsupportedAttentionError:
-            if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
-                raise
+                processors[name] = processor
+            except FixedBackendError as error:
+                backend_error = error
+                log_kept(layer, error)
+            except UnsupportedAttentionError:
+                if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
+                    raise
     if not processors and backend_error is not None:
         raise backend_error
     schedule = sparse = None

@@ -16,10 +16,8 @@ class FixedBackendError(UnsupportedAttentionError):
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Let an UnsupportedAttentionError name the layer in which it is raised; a FixedBackendError holds for a class."""
+    """Raise an UnsupportedAttentionError again with the name of the layer in which it was raised."""
     try:
         yield
-    except FixedBackendError:
-        raise
     except UnsupportedAttentionError as error:
         raise UnsupportedAttentionError(f"{name}: {error}") from None

@@ -48,14 +48,13 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
     bound = {}
     for name, module in layers.items():
-        try:
-            with naming(name):
-                processor = bind(module, recipe, fallback)
+        with naming(name):
+            try:
+                bound[name] = bind(module, recipe, fallback)
                 check_parallelism(model, module, layer_of(module))
-            bound[name] = processor
-        except FixedBackendError as error:
-            backend_error = error
-            log_kept(module, error)
+            except FixedBackendError as error:
+                backend_error = error
+                log_kept(module, error)
     if not bound:
         raise backend_error
     return bound
@@ -70,12 +69,12 @@ def _check_supported(model: Any, processor: Any) -> None:
     for name, module in layers.items():
         layer_processor = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
         if isinstance(layer_processor, SageAttnProcessor):
-            try:
-                with naming(name):
+            with naming(name):
+                try:
                     layer, is_sparse = layer_for(module, layer_processor), layer_processor.sparse is not None
                     check_parallelism(model, module, layer, is_sparse=is_sparse)
-            except FixedBackendError as error:
-                backend_errors.append(error)
+                except FixedBackendError as error:
+                    backend_errors.append(error)
     if backend_errors and len(backend_errors) == len(layers):
         raise backend_errors[0]
 

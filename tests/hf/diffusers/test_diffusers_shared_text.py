@@ -52,6 +52,18 @@ def test_a_processor_that_is_not_known_is_refused():
     refused(model, r"transformer_blocks\.0\.attn: .*OfAUser", ring_degree=2)
 
 
+def test_a_processor_with_a_backend_of_its_own_is_refused():
+    class Fixed:
+        _SUPPORTED_BACKENDS = ("flex",)
+
+        def __call__(self, attn: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+            return dispatch_attention_fn(hidden_states, hidden_states, hidden_states)
+
+    model = family("sd3").build()
+    model.transformer_blocks[0].attn.set_processor(Fixed())
+    refused(model, r"transformer_blocks\.0\.attn: Fixed works with", ring_degree=2)
+
+
 @pytest.mark.parametrize("switch", [False, True])
 def test_a_processor_that_would_see_the_tokens_of_one_process_is_refused(switch):
     class Local:
