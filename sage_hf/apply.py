@@ -188,36 +188,38 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
         VSALayer,
         bind,
         check_parallelism,
-        check_whole,
         exchange_processor,
         layer_of,
         log_kept,
+        naming,
     )
 
     processors, backend_error = {}, None
     for name, layer in target.layers.items():
-        try:
-            processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
-            check_parallelism(inner(target.model), layer_of(layer))
-            processors[name] = processor
-        except FixedBackendError as error:
-            backend_error = error
-            log_kept(error)
-        except UnsupportedAttentionError:
-            if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
-                raise
+        with naming(name):
+            try:
+                processor = bind(layer, _recipe(config, name), config.fallback, config.training_recipe(name))
+                check_parallelism(inner(target.model), layer, layer_of(layer))
+                processors[name] = processor
+            except FixedBackendError as error:
+                backend_error = error
+                log_kept(layer, error)
+            except UnsupportedAttentionError:
+                if (rule := config.layer_rule(name)) is None or rule.recipe != "exact":
+                    raise
     if not processors and backend_error is not None:
         raise backend_error
     schedule = sparse = None
     denoiser = inner(target.model)
     settings = settings_for(config.sparse, denoiser, target.layers)
     if settings is not None:
-        check_whole(denoiser)
         sparse = SparseModel(settings, denoiser)
         for name, processor in processors.items():
             layer = target.layers[name]
             if isinstance(layer_of(layer), VSALayer):
                 raise ValueError(f"sparse: {name} has VSA, which chooses its tiles itself: apply a recipe alone")
+            with naming(name):
+                check_parallelism(denoiser, layer, layer_of(layer), is_sparse=True)
             crosses = bool(getattr(layer, "is_cross_attention", False))
             processor.sparse = SparseLayer(sparse, settings.is_dense(name), crosses)
     if config.steps or (settings is not None and settings.dense_steps):
@@ -329,6 +331,6 @@ def _set_attribute(module: nn.Module, name: str, value: object, undo: Undo) -> N
 
 
 def _put_back(module: nn.Module, name: str, earlier_attribute: dict[str, object]) -> None:
-    """Give a module back its own attribute from before, or the class's if it had none, whatever it has now."""
+    """Restore a module's own attribute; delete it if it had none."""
     vars(module).pop(name, None)
     vars(module).update(earlier_attribute)

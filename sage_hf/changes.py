@@ -18,7 +18,7 @@ class Change:
     """Change of a model that is in force until it is undone.
 
     The model holds the change, not a table: the functions that undo it may refer to the model, and are deleted or
-        copied with the model.
+    copied with the model.
     """
 
     def __init__(self, model: nn.Module, undo: Undo) -> None:

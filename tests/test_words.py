@@ -62,6 +62,34 @@ def find_faults(tree: ast.Module, articles: set[str] = ARTICLES) -> list[str]:
     ]
 
 
+def find_indented(tree: ast.Module) -> list[str]:
+    """Return the names of classes and functions whose docstring has prose that goes on with more indentation."""
+    return [
+        node.name
+        for node, text in find_openings(tree)
+        if not isinstance(node, ast.Module)
+        if any(re.match(r"(?!\d+\.|- )(\S.*\n)*\S.*[^:\n]\n ", part) for part in text.split("\n\n"))
+    ]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_paragraph_of_a_docstring_is_indented_as_one(folder):
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    found = {path: find_indented(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+    assert not {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
+
+
+def test_a_line_that_is_indented_after_prose_is_found():
+    prose, section = (
+        "Add.\n\n    A sum\n        goes on.\n    ",
+        "Add.\n\n    Args:\n        x: a\n            sum.\n    ",
+    )
+    trees = [
+        ast.parse(f'def add():\n    """{text}"""') for text in (prose, section, "Add.\n\n    1. one\n       step.")
+    ]
+    assert [find_indented(tree) for tree in trees] == [["add"], [], []]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_docstring_opens_with_a_fragment(folder):
     paths = sorted((ROOT / folder).rglob("*.py"))

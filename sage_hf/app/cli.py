@@ -286,7 +286,8 @@ def _env(args: argparse.Namespace) -> None:
     if triton_version() is None:
         print(
             "\nTriton is not installed, and most kernels are written in it: GPUs run exact attention, but for calls of "
-            "sage2 and sage1 without a mask on Hopper. Where there is a wheel, `pip install triton` brings it."
+            "sage2, sage1 and sage_bwd on Hopper, without a mask or with a key-padding mask. Where there is a wheel, "
+            "`pip install triton` brings it."
         )
     if not devices:
         print("\nNo CUDA device: low-bit recipes are emulated, with their true numerics and without their speed.")

@@ -109,7 +109,7 @@ def compare_text(
         num_same_top += int((exact.argmax(-1) == low.argmax(-1)).sum())
         tokens += len(targets)
     if not tokens:
-        raise ValueError(f"--text: {path} has no three tokens to predict one through a KV cache")
+        raise ValueError(f"--text: {path} has fewer than three tokens: give a longer text")
     return TextComparison(
         label,
         tokens,
@@ -132,7 +132,7 @@ def load_language_model(pretrained: str, dtype: torch.dtype, device: torch.devic
 
     if (Path(pretrained) / "model_index.json").is_file():
         raise ValueError(
-            f"{pretrained} is a diffusers pipeline: --text compares causal language models, --prompt these"
+            f"{pretrained} is a diffusers pipeline: use --prompt for pipelines; --text is for causal language models"
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
@@ -154,7 +154,7 @@ def read_windows(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tor
         raise ValueError(f"--text: cannot read {path}: {error}") from error
     windows = list(_windows(model, tokenizer, text))
     if not windows:
-        raise ValueError(f"--text: {path} has no two tokens to predict one from the other")
+        raise ValueError(f"--text: {path} has fewer than two tokens: give a longer text")
     return windows
 
 

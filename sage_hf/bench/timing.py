@@ -251,7 +251,7 @@ class TimingStream:
         """Replay all graphs in turns, in random orders, and wait until the last has ended.
 
         Before each timed replay the GPU is kept busy; otherwise the calls of a short replay would wait for the host's
-            launch.
+        launch.
         """
         for turn, order in enumerate(drawn_orders(timed, REPLAYS + 1)):
             for call in order:

@@ -20,12 +20,12 @@ _HOME = {
     "attention_layers": "processor",
     "bind": "processor",
     "check_parallelism": "parallel",
-    "check_whole": "parallel",
     "context_parallel_plan": "plans",
     "enable_vsa": "gates",
     "exchange_processor": "processor",
     "layer_of": "processor",
     "log_kept": "processor",
+    "naming": "errors",
     "remove_processors": "processor",
 }
 

@@ -18,7 +18,7 @@ from sage_hf.attention import attend_observed, chosen_fallback, sage_attention
 from sage_hf.diffusers.bridge import Shards, add_backend, choose_backend, function_modes_are_active, scores_are_skipped
 from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.heads import end_trial
-from sage_hf.diffusers.parallel import NO_SHARDS
+from sage_hf.diffusers.parallel import NO_SPARSE_SHARDS
 from sage_hf.diffusers.shards import SplitTokens
 from sage_hf.names import NAMES
 from sage_hf.record import note_bypassed
@@ -98,7 +98,7 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
                 _thread.choice.reached = True
         if (split := _split_of(_parallel_config)) is not None:
             if sparse is not None and (split is not _parallel_config or split.shards.ring > 1):
-                raise UnsupportedAttentionError(NO_SHARDS)
+                raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
             if is_causal or enable_gqa or return_lse:
                 raise UnsupportedAttentionError(
                     "attention across processes serves no is_causal=True, enable_gqa=True or return_lse=True"

@@ -301,7 +301,8 @@ class Shards:
 
     @classmethod
     def of(cls, config: Any) -> Shards:
-        """Read a ContextParallelConfig."""
+        """Read a ParallelConfig or a ContextParallelConfig."""
+        config = getattr(config, "context_parallel_config", None) or config
         uneven = getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
         return cls(config.ring_degree, config.ulysses_degree, uneven, config)
 

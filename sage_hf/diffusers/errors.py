@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UnsupportedAttentionError(ValueError):
     """Error that names an attention module, or a mode of running it, that low-bit attention cannot serve."""
@@ -9,3 +12,12 @@ class UnsupportedAttentionError(ValueError):
 
 class FixedBackendError(UnsupportedAttentionError):
     """Error for a processor that attends only by a backend of its own choice: its layer is not changed."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Raise an UnsupportedAttentionError again with the name of the layer in which it was raised."""
+    try:
+        yield
+    except UnsupportedAttentionError as error:
+        raise UnsupportedAttentionError(f"{name}: {error}") from None

@@ -20,7 +20,7 @@ from sage_hf.diffusers.bridge import is_offloaded_in_groups, parallel_config_of
 from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.parallel import splits_tokens
 from sage_hf.diffusers.processor import layer_of, sage_of
-from sage_hf.diffusers.vsa import GATE, NO_SHARDS, VSAModel, VSAProcessor, mark_rotary
+from sage_hf.diffusers.vsa import GATE, NO_VSA_SHARDS, VSAModel, VSAProcessor, mark_rotary
 from sage_hf.identity import name_in_diffusers
 from sage_hf.targets import DENOISERS
 
@@ -167,7 +167,7 @@ def _check(model: Any, makes_gates: bool) -> None:
     if name_in_diffusers(type(model)) not in MODELS:
         raise UnsupportedAttentionError(f"VSA is for {', '.join(MODELS)}; got {type(model).__name__}")
     if splits_tokens(parallel_config_of(model)):
-        raise UnsupportedAttentionError(NO_SHARDS)
+        raise UnsupportedAttentionError(f"{type(model).__name__}: {NO_VSA_SHARDS}")
     if any(block.attn1.to_q.weight.is_meta and hasattr(block.attn1.to_q, "_hf_hook") for block in model.blocks):
         raise UnsupportedAttentionError(
             "accelerate keeps the weights elsewhere until they are used, and a gate made now would be left out: "

@@ -32,7 +32,7 @@ from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionErro
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
 from sage_hf.diffusers.heads import agrees, plan_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
-from sage_hf.diffusers.vsa import NO_SHARDS, VSAProcessor
+from sage_hf.diffusers.vsa import NO_VSA_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 from sage_kernels.runtime import dynamo
@@ -288,7 +288,7 @@ class VSALayer(Layer):
 
     def check_parallel(self) -> None:
         """Raise UnsupportedAttentionError: tiles are chosen among all tokens."""
-        raise UnsupportedAttentionError(NO_SHARDS)
+        raise UnsupportedAttentionError(NO_VSA_SHARDS)
 
     def __call__(self, sage: Sage, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.original.attend(attn, *args, **kwargs, recipe=sage.recipe_of(attn), fallback=sage.fallback)

@@ -11,10 +11,9 @@ import torch
 from huggingface_hub.utils import logging
 
 from sage_hf.diffusers.bridge import for_each_subclass, parallel_config_of, parallel_plan_of
-from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
-from sage_hf.diffusers.layers import Layer
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError, naming
 from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
-from sage_hf.diffusers.plans import SharedTextPlan, check_split, context_parallel_plan, split_attention
+from sage_hf.diffusers.plans import SharedTextPlan, check_layers, check_split, context_parallel_plan, split_attention
 from sage_hf.diffusers.processor import (
     SageAttnProcessor,
     attention_layers,
@@ -28,6 +27,7 @@ from sage_hf.diffusers.processor import (
     replaceable,
     sage_of,
 )
+from sage_hf.diffusers.vsa import VSAProcessor
 from sage_hf.names import NAMES
 
 logger = logging.get_logger(__name__)
@@ -48,14 +48,13 @@ def _bind_all(model: Any, recipe: str, fallback: str | None) -> dict[str, SageAt
         raise UnsupportedAttentionError(_NO_ATTENTION.format(type(model).__name__))
     bound = {}
     for name, module in layers.items():
-        try:
-            bound[name] = bind(module, recipe, fallback)
-            check_parallelism(model, layer_of(module))
-        except FixedBackendError as error:
-            backend_error = error
-            log_kept(error)
-        except UnsupportedAttentionError as error:
-            raise UnsupportedAttentionError(f"{name}: {error}") from None
+        with naming(name):
+            try:
+                bound[name] = bind(module, recipe, fallback)
+                check_parallelism(model, module, layer_of(module))
+            except FixedBackendError as error:
+                backend_error = error
+                log_kept(module, error)
     if not bound:
         raise backend_error
     return bound
@@ -70,12 +69,12 @@ def _check_supported(model: Any, processor: Any) -> None:
     for name, module in layers.items():
         layer_processor = processor.get(f"{name}.processor") if isinstance(processor, dict) else processor
         if isinstance(layer_processor, SageAttnProcessor):
-            try:
-                check_parallelism(model, layer_for(module, layer_processor))
-            except FixedBackendError as error:
-                backend_errors.append(error)
-            except UnsupportedAttentionError as error:
-                raise UnsupportedAttentionError(f"{name}: {error}") from None
+            with naming(name):
+                try:
+                    layer, is_sparse = layer_for(module, layer_processor), layer_processor.sparse is not None
+                    check_parallelism(model, module, layer, is_sparse=is_sparse)
+                except FixedBackendError as error:
+                    backend_errors.append(error)
     if backend_errors and len(backend_errors) == len(layers):
         raise backend_errors[0]
 
@@ -209,27 +208,27 @@ def complete_parallelism(model_class: Any) -> None:
 
     @functools.wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
-        layers = _sage_layers(self) if splits_tokens(config) else {}
-        if layers and cp_plan is None and parallel_plan_of(self) is None:
+        modules = _modules_of_ours(self) if splits_tokens(config) else {}
+        if modules and cp_plan is None and parallel_plan_of(self) is None:
             cp_plan = context_parallel_plan(self)
         if isinstance(cp_plan, SharedTextPlan) and splits_tokens(config):
             check_split(self, config)
             enable(self, config=config, cp_plan=cp_plan, **kwargs)
             split_attention(self)
             return
-        for name, layer in layers.items():
-            try:
-                layer.check_parallel()
-            except UnsupportedAttentionError as error:
-                raise UnsupportedAttentionError(f"{name}: {error}") from None
+        if modules:
+            check_layers(modules, config, by_our_plan=False)
         enable(self, config=config, cp_plan=cp_plan, **kwargs)
-        for layer in layers.values():
-            layer.parallelize(parallel_config_of(self))
+        for module in modules.values():
+            layer_of(module).parallelize(parallel_config_of(self))
 
     model_class.enable_parallelism = enable_parallelism
 
 
-def _sage_layers(model: torch.nn.Module) -> dict[str, Layer]:
-    """Return the computations of the layers with a SageAttnProcessor, by dotted name."""
-    modules = attention_layers(model).items()
-    return {name: layer_of(module) for name, module in modules if sage_of(module) is not None}
+def _modules_of_ours(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the attention modules that a SageAttnProcessor or a VSAProcessor serves, by dotted name."""
+    return {
+        name: module
+        for name, module in attention_layers(model).items()
+        if sage_of(module) is not None or isinstance(getattr(module, "processor", None), VSAProcessor)
+    }

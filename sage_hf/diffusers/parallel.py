@@ -7,36 +7,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from sage_hf.diffusers.bridge import parallel_config_of
+from sage_hf.diffusers.bridge import Shards, parallel_config_of
 from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.shards import split_of
 
-NO_SHARDS = (
+NO_SPARSE_SHARDS = (
     "sparse attention chooses tiles among all tokens, and this context parallelism gives a process a part of them, or "
     "all in another order: use ulysses_degree alone with a plan of sage_hf, apply a configuration without `sparse`, or "
     "run this model without enable_parallelism()"
 )
 
 
-def check_parallelism(model: Any, layer: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism, which its `layers.Layer` does not
-    support.
-
-    With our plans (`plans`), every layer that runs our functions does.
-    """
-    if splits_tokens(parallel_config_of(model)):
-        check = layer.check_parallel if split_of(model) is None else layer.check_split
-        check()
-
-
-def check_whole(model: Any) -> None:
-    """Raise UnsupportedAttentionError if `model` runs under context parallelism in which sparse attention cannot run.
+def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, is_sparse: bool) -> None:
+    """Raise UnsupportedAttentionError if an attention module cannot attend across processes.
 
     Sparse attention runs in Ulysses with a plan of sage-hf: each process then has all tokens of its heads, in order.
+
+    Args:
+        module: the attention module.
+        layer: its `layers.Layer`.
+        shards: the processes.
+        by_our_plan: whether a plan of sage-hf (`plans`) splits the tokens; every layer that runs our functions
+            supports such a plan.
+        is_sparse: whether the module runs sparse attention.
     """
-    split = split_of(model)
-    if splits_tokens(parallel_config_of(model)) and (split is None or split.shards.ring > 1):
-        raise UnsupportedAttentionError(NO_SHARDS)
+    check = layer.check_split if by_our_plan else layer.check_parallel
+    check()
+    heads = getattr(module, "heads", None)
+    if heads is not None and heads < shards.ulysses:
+        raise UnsupportedAttentionError(
+            f"ulysses_degree {shards.ulysses} is more than the layer's {heads} heads: use ring_degree too"
+        )
+    if is_sparse and not (by_our_plan and shards.ring == 1):
+        raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
+
+
+def check_parallelism(model: Any, module: Any, layer: Any, *, is_sparse: bool = False) -> None:
+    """Raise UnsupportedAttentionError if `model` runs under context parallelism, which its `module` does not support.
+
+    Args:
+        model: the model.
+        module: an attention module of the model. A module whose tokens our plan does not split is supported.
+        layer: the `layers.Layer` of the module.
+        is_sparse: whether the module runs sparse attention.
+    """
+    config, by_our_plan = parallel_config_of(model), split_of(model) is not None
+    if splits_tokens(config) and (not by_our_plan or split_of(module) is not None):
+        check_layer(module, layer, Shards.of(config), by_our_plan=by_our_plan, is_sparse=is_sparse)
 
 
 def splits_tokens(config: Any) -> bool:

@@ -17,8 +17,8 @@ import torch
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
 from sage_hf.diffusers.bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
-from sage_hf.diffusers.errors import UnsupportedAttentionError
-from sage_hf.diffusers.parallel import NO_SHARDS
+from sage_hf.diffusers.errors import UnsupportedAttentionError, naming
+from sage_hf.diffusers.parallel import check_layer
 from sage_hf.diffusers.processor import attention_layers, bind, exchange_processor, layer_of, sage_of
 from sage_hf.diffusers.shards import SplitTokens, split_of
 from sage_hf.identity import name_in_diffusers
@@ -132,19 +132,26 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
         model: the model for which the plan was made.
         config: diffusers' ParallelConfig or ContextParallelConfig.
     """
-    shards = Shards.of(getattr(config, "context_parallel_config", None) or config)
     layers = _split_layers(model)
     if not layers:
         raise UnsupportedAttentionError(f"the plan was made for another model than {type(model).__name__}")
-    for name, layer in layers.items():
-        if layer.heads < shards.ulysses:
-            raise UnsupportedAttentionError(
-                f"ulysses_degree {shards.ulysses} is more than the {layer.heads} heads of {name}: use ring_degree too"
-            )
-        sage = sage_of(layer)
-        _check_layer(name, layer)
-        if sage is not None and sage.sparse is not None and shards.ring > 1:
-            raise UnsupportedAttentionError(f"{name}: {NO_SHARDS}")
+    check_layers(layers, config, by_our_plan=True)
+
+
+def check_layers(modules: dict[str, Any], config: Any, *, by_our_plan: bool) -> None:
+    """Raise UnsupportedAttentionError, with the layer's name, if one of these cannot attend across processes.
+
+    Args:
+        modules: attention modules by dotted name.
+        config: diffusers' ParallelConfig or ContextParallelConfig.
+        by_our_plan: whether a plan of sage-hf splits the tokens.
+    """
+    shards = Shards.of(config)
+    for name, module in modules.items():
+        sage = sage_of(module)
+        is_sparse = sage is not None and sage.sparse is not None
+        with naming(name):
+            check_layer(module, layer_of(module), shards, by_our_plan=by_our_plan, is_sparse=is_sparse)
 
 
 def split_attention(model: torch.nn.Module) -> None:
@@ -185,12 +192,6 @@ def _bind_exact(name: str, layer: torch.nn.Module) -> Any:
         UnsupportedAttentionError: diffusers' processor is not known, or would see only the tokens of one process; the
             message names the layer.
     """
-    _check_layer(name, layer)
-    return bind(layer, "exact")
-
-
-def _check_layer(name: str, layer: torch.nn.Module) -> None:
-    try:
+    with naming(name):
         layer_of(layer).check_split()
-    except UnsupportedAttentionError as error:
-        raise UnsupportedAttentionError(f"{name}: {error}") from None
+        return bind(layer, "exact")

@@ -214,14 +214,20 @@ def bind(
     return processor
 
 
-def log_kept(error: FixedBackendError) -> None:
-    """Log once for each class of processors that its layers keep them."""
-    if str(error) not in _logged:
-        _logged.add(str(error))
-        logger.warning(f"{error}: those layers keep it, and attend as before")
+def log_kept(module: Any, error: FixedBackendError) -> None:
+    """Log that layers keep the processor of `module`, once for each class of processors."""
+    _log_once(type(module.processor), "stays", f"{error}: those layers keep it, and attend as before")
 
 
-_logged: set[str] = set()  # logged already: classes that replaced ours, and reasons why processors stayed
+def _log_once(processor_class: type, event: str, message: str) -> None:
+    """Log a message at the first event of its kind with a class of processors."""
+    if (processor_class, event) not in _logged:
+        _logged.add((processor_class, event))
+        logger.warning(message)
+
+
+_logged: set[tuple[type, str]] = set()
+"""Classes of processors with the events, "stays" or "replaces ours", that were logged already."""
 
 
 def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
@@ -236,7 +242,7 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
         try:
             layer = layer_for(module, processor)
         except FixedBackendError as error:
-            log_kept(error)
+            log_kept(module, error)
             return module.processor
         return _take_over(module, processor, layer)
     if isinstance(processor, ServedAdapter):
@@ -249,12 +255,13 @@ def replace_processor(module: torch.nn.Module, processor: Any) -> Any:
     if known_layer is not None and processor is known_layer.original:
         vars(module).pop(LAYER, None)
     elif sage is not None:
-        class_name = type(processor).__name__
-        if class_name not in _logged:
-            _logged.add(class_name)
-            logger.warning(
-                f"{class_name} replaces {sage}: those layers no longer attend in low bits; set it again if needed"
-            )
+        processor_class = type(processor)
+        _log_once(
+            processor_class,
+            "replaces ours",
+            f"{processor_class.__name__} replaces {sage}: those layers no longer attend in low bits; "
+            "set it again if needed",
+        )
     return processor
 
 

@@ -17,7 +17,7 @@ from sage_kernels.runtime import dynamo
 
 GATE = "to_gate_compress"
 """Name of a block's gate, as in FastVideo's checkpoints: `blocks.N.to_gate_compress.{weight,bias}`."""
-NO_SHARDS = (
+NO_VSA_SHARDS = (
     "VSA chooses tiles among all tokens, and context parallelism gives a process a part of them: run this model "
     "without enable_parallelism()"
 )
@@ -142,7 +142,7 @@ class VSAProcessor(ParallelProcessor):
     @parallel_config.setter
     def parallel_config(self, config: object) -> None:
         if config is not None:
-            raise UnsupportedAttentionError(NO_SHARDS)
+            raise UnsupportedAttentionError(NO_VSA_SHARDS)
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ def test_compare_predicts_through_the_configurations_kv_cache(tmp_path, capsys):
         found[format] = abs(float(printed.splitlines()[3].split()[2].rstrip("%")))
     assert 0 < found["int8"] < found["int4"]
     text.write_text("a red")
-    assert "no three tokens" in refused(capsys, "compare", *arguments, "--device", "cpu")
+    assert "fewer than three tokens: give a longer text" in refused(capsys, "compare", *arguments, "--device", "cpu")
 
 
 @pytest.mark.parametrize("config", [[], {"model_type": "llama", "hidden_size": "wide"}], ids=["a list", "a wrong type"])
@@ -198,7 +198,9 @@ def test_what_is_no_language_model_or_no_text_is_refused(folder, language_model,
     text = tmp_path / "text.txt"
     assert "cannot read" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
     text.write_text("")
-    assert "no two tokens" in refused(capsys, "compare", "--pretrained", language_model, "--text", text)
+    assert "fewer than two tokens: give a longer text" in refused(
+        capsys, "compare", "--pretrained", language_model, "--text", text
+    )
     assert "is a diffusers pipeline" in refused(capsys, "compare", "--pretrained", folder, "--text", text)
     assert "needs --pretrained" in refused(capsys, "compare", "--text", text)
     assert "--steps is for renderings" in refused(capsys, "compare", "--text", text, "--steps", "2")

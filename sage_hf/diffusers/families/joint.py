@@ -92,8 +92,8 @@ def joint_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute what `JointAttnProcessor2_0` does: attention over [sample, context], or over the sample alone.
 
-    The second attention of a dual block has no context. With `fused` as in `project_qkv`, norms are applied too, which
-    `FusedJointAttnProcessor2_0` leaves out, and with them what SD 3.5 was trained with.
+    The second attention of a dual block has no context. With `fused` as in `project_qkv`, norms are applied, as SD 3.5
+    was trained; diffusers' `FusedJointAttnProcessor2_0` leaves them out.
 
     Raises:
         ValueError: `attention_mask` is given: the joint attention of SD 3 has no mask (diffusers ignores one).

@@ -76,6 +76,44 @@ def test_a_layer_that_does_not_dispatch_is_refused_though_there_is_a_plan():
     assert model._parallel_config is None
 
 
+SPARSE = sage_hf.SageConfig("sage2", sparse=sage_hf.Sparse(keep=0.5))
+REFUSED = {
+    "sparse": (SPARSE, {"ulysses_degree": 2}, r"blocks\.0\.attn1: sparse attention chooses tiles"),
+    "sparse-ring": (SPARSE, {"ring_degree": 2}, r"blocks\.0\.attn1: sparse attention chooses tiles"),
+    "heads": ("sage2", {"ulysses_degree": 64}, r"blocks\.0\.attn1: ulysses_degree 64 is more than .* 2 heads"),
+}
+
+
+@pytest.mark.parametrize("split_first", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_diffusers_plan_cannot_serve_is_refused_before_a_change(case: str, split_first: bool):
+    recipe, degrees, match = REFUSED[case]
+    model, config = family("wan-t2v").build(), diffusers.ContextParallelConfig(**degrees)
+    if split_first:
+        model._parallel_config = SimpleNamespace(context_parallel_config=config)  # as enable_parallelism leaves it
+    else:
+        sage_hf.apply(model, recipe)
+    processors = [layer.processor for layer in attention_layers(model).values()]
+    with pytest.raises(UnsupportedAttentionError, match=match):
+        if split_first:
+            sage_hf.apply(model, recipe)
+        else:
+            model.enable_parallelism(config=config)
+    assert [layer.processor for layer in attention_layers(model).values()] == processors
+    assert split_first or model._parallel_config is None
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_vsa_is_refused_before_a_change(applied: bool):
+    model = family("wan-t2v").build()
+    sage_hf.enable_vsa(model)
+    if applied:
+        sage_hf.apply(model, "sage2")
+    with pytest.raises(UnsupportedAttentionError, match=r"blocks\.0\.attn1: VSA chooses tiles"):
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    assert model._parallel_config is None
+
+
 DOORS = {
     "shared": lambda model: model.set_attn_processor(SageAttnProcessor("sage3")),
     "dictionary": lambda model: model.set_attn_processor(

@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models import attention_processor
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, AttnProcessor, CustomDiffusionAttnProcessor2_0
 
 import sage_hf
@@ -351,6 +352,25 @@ def test_other_processors_that_take_over_are_logged(sage_log):
     assert len(sage_log) == 1 and "SlicedAttnProcessor replaces SageAttn3Processor" in sage_log[0]
     model.set_attn_processor(originals)
     assert not any("sage" in attribute for module in model.modules() for attribute in vars(module))
+
+
+def test_each_class_that_takes_over_is_logged_whatever_its_name(sage_log):
+    for _ in range(2):
+        model = family("unet").build()
+        model.set_attn_processor(SageAttn3Processor())
+        model.set_attn_processor(type("Namesake", (AttnProcessor,), {})())
+    assert len(sage_log) == 2 and all("Namesake replaces" in message for message in sage_log)
+
+
+def test_each_class_that_stays_is_logged_whatever_its_name(sage_log):
+    def attend(self, attn, hidden_states, *args):
+        return dispatch_attention_fn(hidden_states, hidden_states, hidden_states)
+
+    model = family("wan-t2v").build()
+    for layer in (model.blocks[0].attn1, model.blocks[0].attn2):
+        layer.set_processor(type("Namesake", (), {"__call__": attend, "_SUPPORTED_BACKENDS": ("flex",)})())
+    model.set_attention_backend("sage2")
+    assert len(sage_log) == 2 and all("Namesake works with" in message for message in sage_log)
 
 
 @pytest.mark.parametrize("way", ["set_processor", "assigned", "set_attention_slice"])

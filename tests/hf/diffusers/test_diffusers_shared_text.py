@@ -33,7 +33,7 @@ def refused(model: Any, match: str, **degrees: int) -> None:
 
 
 def test_more_processes_than_heads_are_refused():
-    refused(family("mochi").build(), r"ulysses_degree 4 .* 2 heads of transformer_blocks\.0\.attn1", ulysses_degree=4)
+    refused(family("mochi").build(), r"transformer_blocks\.0\.attn1: ulysses_degree 4 .* 2 heads", ulysses_degree=4)
 
 
 def test_sparse_attention_is_refused_in_a_ring():
@@ -50,6 +50,18 @@ def test_a_processor_that_is_not_known_is_refused():
     model = family("sd3").build()
     model.transformer_blocks[0].attn.set_processor(OfAUser())
     refused(model, r"transformer_blocks\.0\.attn: .*OfAUser", ring_degree=2)
+
+
+def test_a_processor_with_a_backend_of_its_own_is_refused():
+    class Fixed:
+        _SUPPORTED_BACKENDS = ("flex",)
+
+        def __call__(self, attn: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+            return dispatch_attention_fn(hidden_states, hidden_states, hidden_states)
+
+    model = family("sd3").build()
+    model.transformer_blocks[0].attn.set_processor(Fixed())
+    refused(model, r"transformer_blocks\.0\.attn: Fixed works with", ring_degree=2)
 
 
 @pytest.mark.parametrize("switch", [False, True])

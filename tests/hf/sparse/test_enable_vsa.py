@@ -277,7 +277,7 @@ def test_weights_are_offloaded_in_groups_after_the_gates_are_made_and_not_before
 def test_context_parallelism_is_refused_before_and_after():
     model = build()
     model._parallel_config = type("Config", (), {"context_parallel_config": object()})()
-    with pytest.raises(ValueError, match="VSA chooses tiles among all tokens"):
+    with pytest.raises(ValueError, match="WanTransformer3DModel: VSA chooses tiles among all tokens"):
         sage_hf.enable_vsa(model)
     model = build()
     sage_hf.enable_vsa(model)
