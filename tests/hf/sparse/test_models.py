@@ -339,7 +339,8 @@ def test_pairs_of_guidance_choose_their_own_tiles():
 
 def test_context_parallelism_is_refused():
     model = tiny.transformer()
-    model._parallel_config = type("Config", (), {"context_parallel_config": object()})()
+    degrees = SimpleNamespace(ring_degree=2, ulysses_degree=1)
+    model._parallel_config = SimpleNamespace(context_parallel_config=degrees)
     with pytest.raises(ValueError, match="sparse attention chooses tiles among all tokens"):
         sage_hf.apply(model, SageConfig("sage2", sparse=EAGER, layers=(LayerRule("*", "exact"),)))
 
