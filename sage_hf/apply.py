@@ -213,13 +213,15 @@ def _diffusers_change(target: Target, config: SageConfig, pipe: object | None) -
     denoiser = inner(target.model)
     settings = settings_for(config.sparse, denoiser, target.layers)
     if settings is not None:
+        for name in processors or target.layers:  # sparse attention of no layer is refused too
+            layer = target.layers[name]
+            with naming(name):
+                check_parallelism(denoiser, layer, layer_of(layer), is_sparse=True)
         sparse = SparseModel(settings, denoiser)
         for name, processor in processors.items():
             layer = target.layers[name]
             if isinstance(layer_of(layer), VSALayer):
                 raise ValueError(f"sparse: {name} has VSA, which chooses its tiles itself: apply a recipe alone")
-            with naming(name):
-                check_parallelism(denoiser, layer, layer_of(layer), is_sparse=True)
             crosses = bool(getattr(layer, "is_cross_attention", False))
             processor.sparse = SparseLayer(sparse, settings.is_dense(name), crosses)
     if config.steps or (settings is not None and settings.dense_steps):

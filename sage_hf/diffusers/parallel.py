@@ -31,6 +31,8 @@ def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, i
             supports such a plan.
         is_sparse: whether the module runs sparse attention.
     """
+    if is_sparse and not (by_our_plan and shards.ring == 1):
+        raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
     check = layer.check_split if by_our_plan else layer.check_parallel
     check()
     heads = getattr(module, "heads", None)
@@ -38,8 +40,6 @@ def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, i
         raise UnsupportedAttentionError(
             f"ulysses_degree {shards.ulysses} is more than the layer's {heads} heads: use ring_degree too"
         )
-    if is_sparse and not (by_our_plan and shards.ring == 1):
-        raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
 
 
 def check_parallelism(model: Any, module: Any, layer: Any, *, is_sparse: bool = False) -> None:
