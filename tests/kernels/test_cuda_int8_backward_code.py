@@ -187,3 +187,17 @@ def test_kernels_compile_beforehand_and_calls_only_allocate_and_launch(
             int8_backward.backward(call)
         launched = traced.compilations if compiles_only else traced.steps
         assert len(launched) == 4 + padded
+
+
+def test_a_full_round_of_causal_blocks_is_split(monkeypatch):
+    """33 heads of 4 blocks are as many as the multiprocessors: each block has two parts, whose sums are added."""
+    fake_gpu.install(monkeypatch)
+    query, key = (torch.empty(1, 33, tokens, 64, dtype=torch.bfloat16) for tokens in (4096, 512))
+    recipe = RECIPES["sage_bwd"]
+    tensors = [query, key, query, *empty_saved(Call(query, key, key, recipe), torch.empty(1, 33, 4096))]
+    with trace.tracing() as traced:
+        gradient, value, output, *saved = map(traced.stand_in, tensors)
+        call = BackwardCall(gradient, value, output, Saved(*saved), 64, recipe, Mask.of_keys(None), True)
+        int8_backward.backward(call)
+    assert len(traced.steps) == 5
+    assert [step.grid[0] for step in traced.steps][2] == 2 * 132

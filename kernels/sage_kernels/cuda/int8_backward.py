@@ -70,8 +70,10 @@ FLOAT16_KEYS = 2**15
 """Keys up to which dQ may be summed in float16."""
 SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
 """Names in CUDA C++ of the dtypes in which dQ is summed."""
-HEADS_AT_ONCE, FEW_ROUNDS = 4, 4
-"""Heads of Q whose blocks are taken in turn, and rounds of the multiprocessors up to which all heads may be."""
+HEADS_AT_ONCE = 4
+"""Heads of Q whose blocks are taken in turn, if there are many rounds of the multiprocessors."""
+FEW_ROUNDS = 4
+"""Rounds up to which the blocks of all heads may be taken in turn."""
 MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
 STEPS_OF_CAUSAL_PART = 32
 """Fewest tiles of a part of the longest block of a causal call with one round."""
@@ -457,7 +459,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     sums = torch.empty_like(saved.query, dtype=summed_in)
     blocks_at_once = multiprocessors(call.value.get_device())
     blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, blocks_at_once), None
-    split_blocks = blocks % blocks_at_once if parts > 1 else 0
+    split_blocks = blocks % blocks_at_once or blocks if parts > 1 else 0
     if split_blocks:
         partials = saved.lse.new_empty((split_blocks, parts, 2, BLOCK, channels))
     order = Order(call.batch * kv_heads, kv_heads, heads_at_once(call, blocks_at_once), blocks - split_blocks)

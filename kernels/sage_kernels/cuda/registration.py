@@ -40,7 +40,7 @@ MAX_COORDINATE = 2**31  # limit of the tensor memory accelerator
 NOT_FASTER = "not measured to be faster than the other kernel here: `sage-hf tune` measures both"
 
 _enforced: list[bool] = []
-"""Whether calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere; the last counts. Empty: by costs."""
+"""Choices for the CUDA kernel of NVFP4, the last of which counts: wherever it serves, or nowhere. Empty: by costs."""
 
 
 class CudaKernel(Declared):
