@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     # on CPUs, to see that the program runs
 
 Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
-<gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model), gpus, mode, p2p, ms (the
-median step, host time included), peak_bytes of the fullest GPU, and rel_l1, the output's distance from the unmodified
-model's output on one GPU. The row of a failed measurement holds the reason. Rows of the same commit and versions are
-not measured again, so an interrupted run continues.
+<gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model; "-compiled" behind a name:
+with compiled blocks), gpus, mode, p2p, ms (the median step, host time included), peak_bytes of the fullest GPU, and
+rel_l1, the output's distance from the unmodified model's output on one GPU. The row of a failed measurement holds the
+reason. Rows of the same commit and versions are not measured again, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from diffusers import ContextParallelConfig
 import sage_hf
 from sage_hf import SageConfig, Sparse
 from sage_hf.bench import models, results
+from sage_hf.bench.measure_models import compiled_blocks
 from sage_hf.bench.model_inputs import Draw, flux
 from sage_hf.bench.models import Loaded, Model
 from sage_hf.bench.results import Row, reason
@@ -48,6 +50,8 @@ NAMES = {
     "flux": "flux-1024",
 }
 """Names on the command line -> names in `sage_hf.bench.models`, the most important first."""
+COMPILED = "-compiled"
+"""End of the name of a provider whose blocks are compiled."""
 KEYS = "model", "provider", "gpus", "mode", "p2p"
 UNFINISHED = "the run ended while this was measured"
 WARM_UP = 3
@@ -203,9 +207,10 @@ def print_kinds(step: Callable[[], object], device: torch.device) -> None:
 
 def config_of(provider: str) -> SageConfig | None:
     """Return the configuration of a provider: a recipe, or "<recipe>-keep<share>" for sparse attention."""
-    if provider == "default":
+    name = provider.removesuffix(COMPILED)
+    if name == "default":
         return None
-    recipe, _, keep = provider.partition("-keep")
+    recipe, _, keep = name.partition("-keep")
     return SageConfig(recipe, sparse=Sparse("subblock", float(keep)) if keep else None)
 
 
@@ -266,23 +271,24 @@ class Applied:
 
     def __init__(self, loaded: Loaded, provider: str, sharded: Callable[[], None] = lambda: None) -> None:
         self.loaded, self.provider, self.sharded = loaded, provider, sharded
-        self.handle: Any = None
+        self.changes = ExitStack()
 
     def __enter__(self) -> Applied:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.handle is not None:
-            self.handle.restore()
+        self.changes.close()
 
     def __call__(self) -> Callable[[], torch.Tensor]:
         """Return the step."""
         config: Any = config_of(self.provider)
         if config is not None:
-            self.handle = sage_hf.apply(self.loaded.module, config)
+            self.changes.enter_context(sage_hf.apply(self.loaded.module, config))
         elif isinstance(self.sharded, Sharded) and getattr(self.sharded.module, "_cp_plan", None) is None:
             raise UnsupportedAttentionError("diffusers has no plan for this model")
         self.sharded()
+        if self.provider.endswith(COMPILED):
+            self.changes.enter_context(compiled_blocks(self.loaded.module))
         return torch.no_grad()(self.loaded.step)
 
 

@@ -473,8 +473,10 @@ def parallel_table(result: dict[str, Any]) -> str:
     """Return a table of whole steps on one GPU and on two of a kind."""
     ms: dict[str, dict[tuple[str, int, str, str], float]] = {}
     for row in result["rows"]:
+        provider, *compiled = row["provider"].split("-compiled")
+        model = f"{row['model']}, compiled" if compiled else row["model"]
         if "ms" in row:
-            ms.setdefault(row["model"], {})[row["provider"], row["gpus"], row["mode"], row["p2p"]] = row["ms"]
+            ms.setdefault(model, {})[provider, row["gpus"], row["mode"], row["p2p"]] = row["ms"]
     commits = " and ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
         f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
@@ -489,7 +491,7 @@ def parallel_table(result: dict[str, Any]) -> str:
         ):
             one, found = times.get((provider, 1, "", "")), times.get((provider, 2, mode, "on"))
             if not mode:
-                cells.append(f"{one:.0f}")
+                cells.append("–" if one is None else f"{one:.0f}")
             else:
                 cells.append("–" if one is None or found is None else f"{found:.0f} ({one / found:.2f})")
         lines.append(cells)

@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.audit
 def test_rows_are_measured_once_and_say_why_they_cannot_be(tmp_path: Path):
-    arguments = ["--tiny", "--models", "cogvideox-2b", "--providers", "default,sage2", "--modes", "ulysses"]
+    arguments = [
+        "--tiny",
+        "--models",
+        "cogvideox-2b",
+        "--providers",
+        "default,sage2,sage2-compiled",
+        "--modes",
+        "ulysses",
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "benchmarks/parallel.py"), *arguments, "--output", str(tmp_path)]
 
@@ -27,10 +35,13 @@ def test_rows_are_measured_once_and_say_why_they_cannot_be(tmp_path: Path):
     assert [(row["provider"], row["gpus"], row["mode"]) for row in rows] == [
         ("default", 1, ""),
         ("sage2", 1, ""),
+        ("sage2-compiled", 1, ""),
         ("default", 2, "ulysses"),
         ("sage2", 2, "ulysses"),
+        ("sage2-compiled", 2, "ulysses"),
     ]
-    assert "no plan" in str(rows[2]["unavailable"])
+    assert "no plan" in str(rows[3]["unavailable"])
     assert rows[0]["rel_l1"] == 0
-    assert 0 < rows[3]["rel_l1"] <= 1.1 * rows[1]["rel_l1"]
+    for one, two in ((rows[1], rows[4]), (rows[2], rows[5])):
+        assert 0 < two["rel_l1"] <= 1.1 * one["rel_l1"]
     assert run() == rows
