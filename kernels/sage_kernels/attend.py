@@ -96,7 +96,14 @@ def _attend_tokens_first(
     blocks: BlockList | None,
     options: Options,
 ) -> Result:
-    """Attend to tensors (batch, tokens, heads, channels)."""
+    """Attend to tensors (batch, tokens, heads, channels).
+
+    Raises:
+        ValueError: a tensor has fewer or more dimensions, so heads and tokens could be mistaken for each other.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, channels)")
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     output, lse = attend(query, key, value, mask, blocks, options.but(tokens_first=False))
     return output.transpose(1, 2), lse

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -34,6 +33,7 @@ from sage_hf.diffusers.heads import agrees, plan_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
 from sage_hf.diffusers.vsa import NO_VSA_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
+from sage_hf.sources import source_of
 from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
 from sage_kernels.runtime import dynamo
 
@@ -308,9 +308,8 @@ def calls_dispatch(processor: Any) -> bool:
 @functools.cache
 def _leaves_choice(call: Callable[..., Any]) -> bool:
     """Check whether a processor's code calls diffusers' dispatch without a backend, or with None."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
-    except (OSError, SyntaxError):  # code that is not in a file
+    tree = source_of(call)
+    if tree is None:
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)]
     backends = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -137,14 +137,25 @@ def implies_causality(mask_function: Any) -> bool:
     """Check whether a mask function includes causality; False if unknown.
 
     transformers makes masks of windows, chunks and packed sequences by `and_masks`, whose functions are in its closure.
+    Causality of packed sequences may compare positions: in one sequence, they rise by 1 from token to token.
     """
-    masking_utils = sys.modules[MASKING_UTILS]
     if is_causal_mask(mask_function):
         return True
+    parts = _closure_of(mask_function, "and_masks").get("mask_functions", ())
+    if any(_closure_of(part, "packed_sequence_mask_function") for part in parts):
+        by_position = [_closure_of(part, "remap_positions_for_packed_sequence").get("mask_function") for part in parts]
+        parts = (*parts, *by_position)
+    return any(map(implies_causality, parts))
+
+
+def _closure_of(mask_function: Any, maker: str) -> Mapping[str, Any]:
+    """Return the variables that a mask function has from the function that made it; empty if `maker` did not make
+    it."""
     code = getattr(mask_function, "__code__", None)
-    if code is None or code not in masking_utils.and_masks.__code__.co_consts:
-        return False
-    return any(map(implies_causality, inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())))
+    made_by = getattr(sys.modules[MASKING_UTILS], maker, None)
+    if code is None or made_by is None or code not in made_by.__code__.co_consts:
+        return {}
+    return inspect.getclosurevars(mask_function).nonlocals
 
 
 def is_full_mask(mask_function: object) -> bool:

@@ -7,13 +7,13 @@ import contextlib
 import dis
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
 
+from sage_hf.sources import source_of
 from sage_hf.transformers.bridge import EVERY_MODEL, INTERFACE, asks_for_implementation, runs_other_attention
 
 Result = TypeVar("Result")
@@ -152,14 +152,6 @@ def _computes_with_masks(code: CodeType) -> bool:
             handed_on += [node.body, node.orelse]
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     return any(name.id.endswith("mask") and name not in handed_on for name in names)
-
-
-def source_of(code: CodeType) -> ast.Module | None:
-    """Return the syntax tree of a function's source; None if there is no source file."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):  # a part of a statement, such as a lambda
-        return None
 
 
 def _named_by_constructor(module_class: type) -> list[type]:

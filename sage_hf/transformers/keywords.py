@@ -9,8 +9,9 @@ from types import CodeType
 
 from torch import nn
 
+from sage_hf.sources import source_of
 from sage_hf.transformers.bridge import EAGER, INTERFACE, is_paged_cache
-from sage_hf.transformers.inspection import methods, once_per_class, source_of
+from sage_hf.transformers.inspection import methods, once_per_class
 from sage_kernels.flash_attention import HARMLESS
 
 NAMED = frozenset(

@@ -118,7 +118,7 @@ def _reading_of(config_class: type) -> str:
 
 def _causality(kwargs: dict[str, Any]) -> Causality | None:
     """Return the causality of the mask for these arguments; None if it is not known to be causal."""
-    if not kwargs.get("allow_is_causal_skip", True) or not implies_causality(kwargs["mask_function"]):
+    if not implies_causality(kwargs["mask_function"]):
         return None
     first, q_len = first_query_of(kwargs), queries_of(kwargs)
     if first is None or q_len is None:
@@ -127,6 +127,8 @@ def _causality(kwargs: dict[str, Any]) -> Causality | None:
     offset = first - start
     if not is_causal_mask(kwargs["mask_function"]) or kwargs.get("local_size") is not None:
         return Causality(offset, hides_more=True) if q_len > 1 else None  # a single query's mask is complete
+    if not kwargs.get("allow_is_causal_skip", True):
+        return None
     padding: torch.Tensor | None = kwargs.get("attention_mask")
     if padding is None:
         return Causality(offset)

@@ -1,5 +1,6 @@
 """The front door: every argument is honoured, or refused with a message that says what to do."""
 
+import functools
 import logging
 from itertools import product
 
@@ -233,6 +234,18 @@ def test_fullgraph_compilation_equals_eager(grad):
     assert torch.allclose(compiled(*inputs), sage_attention(*inputs) * 2, atol=1e-6)
     longer = [x.requires_grad_(grad) for x in draw(q_len=100, kv_len=77)]
     assert torch.allclose(compiled(*longer), sage_attention(*longer) * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("recipe", ["exact", "sage3"])
+def test_grouped_queries_compile_for_dynamic_sizes(recipe, grad):
+    attend = functools.partial(sage_attention, recipe=recipe, enable_gqa=True)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for heads in (4, 6):
+        query, _, _ = draw(q_heads=heads)
+        _, key, value = draw(kv_heads=2)
+        query.requires_grad_(grad)
+        assert torch.equal(compiled(query, key, value), attend(query, key, value))
 
 
 def test_a_compiled_mask_may_have_dynamic_sizes_in_every_dimension():

@@ -65,6 +65,13 @@ def test_arguments_stand_where_the_documentation_has_them(sageattention, name):
     assert name == "sageattn_varlen" or "attn_mask" in inspect.signature(getattr(sageattention, name)).parameters
 
 
+@pytest.mark.parametrize("shape", [(70, 4, 64), (1, 2, 70, 4, 64)], ids=["3d", "5d"])
+def test_tokens_before_heads_are_refused_in_other_dimensions(sageattention, shape):
+    x = torch.randn(shape)
+    with pytest.raises(ValueError, match=r"expected \(batch, tokens, heads, channels\)"):
+        sageattention.sageattn(x, x, x, tensor_layout="NHD")
+
+
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -195,7 +195,8 @@ def sdpa(
     Returns:
         (batch, q_heads, q_len, v_head_dim) in query's dtype.
     """
-    enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
+    if query.shape[1] == key.shape[1]:  # a branch, because PyTorch's function takes no SymBool
+        enable_gqa = False
     if enable_gqa and mask is not None:
         group = query.shape[1] // max(1, key.shape[1])
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

@@ -95,6 +95,15 @@ def test_packed_sequences_do_not_see_each_other(tiny: TinyModel) -> None:
     assert (run(model, input_ids=tokens, use_cache=False) - judge).abs().max() > 100 * rounding
 
 
+@pytest.mark.parametrize("tiny", [MODELS["llama"], MODELS["mistral"]], ids=["llama", "mistral"])
+def test_latest_keys_of_packed_sequences_stay_in_16_bits(tiny: TinyModel) -> None:
+    """Each token of a sequence shorter than 64 sees no other keys, so that nothing is rounded to 4 bits."""
+    positions = torch.cat([torch.arange(30), torch.arange(TOKENS - 30)])[None]
+    packed = {"input_ids": tiny.inputs()["input_ids"][:1], "position_ids": positions, "use_cache": False}
+    expected, found = (run(tiny.build(name), **packed) for name in ("sage_exact", "sage3_emulate"))
+    assert (found - expected).norm() <= torch.finfo(torch.float16).eps * expected.norm()
+
+
 def test_queries_dropped_after_masking_keep_their_causality() -> None:
     """Gemma 4 computes its last layers for the last tokens only, where it knows what the mask is."""
     transformers = pytest.importorskip("transformers", minversion="5.0")

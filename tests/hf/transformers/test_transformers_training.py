@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import sage_hf
 from sage_hf import SageConfig, record
 from sage_hf.config import LayerRule
+from sage_hf.sources import source_of
 from sage_hf.transformers import attention_layers
 from sage_hf.transformers.attention import sage_attention_forward
-from sage_hf.transformers.inspection import models_of, source_of
+from sage_hf.transformers.inspection import models_of
 from sage_hf.transformers.masks import sage_mask, sage_training_mask
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.tiny_transformers import (
@@ -275,6 +277,20 @@ FUNCTIONS = {
 
 def test_code_whose_source_is_a_part_of_a_statement_may_compute_with_its_mask() -> None:
     assert source_of(FUNCTIONS["near"].__code__) is None
+
+
+def test_source_is_parsed_again_if_another_thread_disturbed_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that are built in several threads at once have their source read; Python before 3.12.2 may fail then."""
+    parse, disturbed = ast.parse, []
+
+    def disturbed_once(text: str) -> ast.Module:
+        if not disturbed:
+            disturbed.append(text)
+            raise SystemError("AST constructor recursion depth mismatch")
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", disturbed_once)
+    assert source_of(Near.forward) is not None and disturbed
 
 
 CASES = [
