@@ -81,7 +81,7 @@ class Explanation:
         sparse: (layer, the shares that its calls kept, and why calls were dense) for each layer that ran sparse
             attention or VSA.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
-        qk_norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the
+        qk_norm_rope: number of layers whose QK-norm or RoPE one kernel has computed, in place of the
             model's operators.
         kv_caches: the content of each low-bit KV cache that layers used last, and the kernel that decoded.
     """
@@ -137,9 +137,7 @@ class Explanation:
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
         if self.qk_norm_rope:
-            text.append(
-                f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
-            )
+            text.append(f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel computes QK-norm or RoPE")
         if any("attention weight" in sparsity for _, sparsity in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the kept weight is measured on 64 sampled rows a head:")
         text += [

@@ -30,7 +30,7 @@ from sage_hf.diffusers.bridge import (
 )
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
-from sage_hf.diffusers.heads import agrees, plan_fused_norms
+from sage_hf.diffusers.fused_norms import agrees, plan_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
 from sage_hf.diffusers.vsa import NO_VSA_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
@@ -136,7 +136,7 @@ class Layer:
     def _with_own_norms(
         self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Return `run(attn, *args, **kwargs)`; if possible, a kernel normalises and rotates queries and keys in it."""
+        """Return `run(attn, *args, **kwargs)`; if possible, a kernel computes QK-norm and RoPE in it."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
         fused = plan_fused_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)

@@ -72,7 +72,7 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
     """Extend the check of `attn_implementation` in a model's `__init__` and `set_attn_implementation`."""
     from sage_hf.transformers.inspection import models_of
     from sage_hf.transformers.layers import refusal
-    from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
+    from sage_hf.transformers.rotary import forget_model, use_rope_kernel
 
     check = pretrained_model.get_correct_attn_implementation
 
@@ -86,7 +86,7 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
             return implementation
         models_of.cache_clear()
         if refusal(type(self)) is None:
-            rotate_by_kernel(self)
+            use_rope_kernel(self)
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:

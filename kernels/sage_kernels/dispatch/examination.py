@@ -18,14 +18,14 @@ from ..exact.gradients import exact_gradients
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
-from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache, get_format
 from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
+from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import Recipe, get_recipe
 from . import kv_kernels
-from .head_kernels import head_kernel, reference_kernel
 from .plan import Plan
+from .qk_norm_rope_kernels import qk_norm_rope_kernel, reference_kernel
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -184,7 +184,7 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         return _judge(kernel, lambda: exact_kernel.attend(call), distance, device)
 
 
-def examine_heads(head_dim: int, device: torch.device) -> Verdict:
+def examine_qk_norm_rope(head_dim: int, device: torch.device) -> Verdict:
     """Run the kernel `qk_norm_rope`, forward and backward; compare with PyTorch's operators."""
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -196,7 +196,7 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = head_kernel(x, norm, rope, grad=True), reference_kernel()
+        kernel, reference = qk_norm_rope_kernel(x, norm, rope, grad=True), reference_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
