@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from sage_hf import kv_notes, record
+from sage_hf import kv_record, record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.bridge import backend_of
 from sage_hf.diffusers.errors import UnsupportedAttentionError
@@ -168,7 +168,7 @@ def explain(pipe_or_model: object) -> Explanation:
     outside_layers = tuple(record.outcomes_outside_layers().items())
     fused = sum(layer in record.with_qk_norm_rope for target in targets for layer in target.layers.values())
     layers = [layer for target in targets for layer in target.layers.values()]
-    caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
+    caches = {id(found): str(found) for layer in layers if (found := kv_record.records.get(layer)) is not None}
     return Explanation(
         tuple(rows),
         outside_layers,

@@ -53,7 +53,7 @@ def _register_masks(masking_utils: ModuleType) -> None:
 
 def _keep_causality(hooks: ModuleType) -> None:
     """Let masks that accelerate copies for layers on another GPU keep the originals' statement of causality."""
-    from sage_hf.transformers.masks import say_again
+    from sage_hf.transformers.masks import copy_causality
 
     send = hooks.send_to_device
 
@@ -62,7 +62,7 @@ def _keep_causality(hooks: ModuleType) -> None:
         sent = send(tensor, device, *args, **options)
         if isinstance(tensor, dict):  # a layer's keywords
             for name, mask in tensor.items():
-                say_again(mask, sent[name])
+                copy_causality(mask, sent[name])
         return sent
 
     hooks.send_to_device = send_to_device  # type: ignore[attr-defined]

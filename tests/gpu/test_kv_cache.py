@@ -177,4 +177,4 @@ def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(form
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert format == "nvfp4" or not counters["inductor"]["cudagraph_skips"]
-    assert str(cache.note).count("decoded by kv_decode") == (format != "nvfp4")
+    assert str(cache.record).count("decoded by kv_decode") == (format != "nvfp4")

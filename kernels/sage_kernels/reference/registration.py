@@ -110,7 +110,7 @@ class ReferenceKVKernel:
         scale: float,
     ) -> torch.Tensor:
         """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError if the cache is full."""
-        if cache.is_ahead:
+        if cache.counts_on_device:
             cache.read_counts()
             valid = None if valid is None else valid[:, : cache.length + key.shape[2]]
         kv_cache.append(cache, key, value)

@@ -370,7 +370,7 @@ def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch, request
         request.getfixturevalue("compilable_dispatch")
     case, said = family(name), []
     monkeypatch.setattr(layer.logger, "warning", said.append)
-    layer.say_that_graphs_are_dense.cache_clear()
+    layer.log_dense_graphs.cache_clear()
     model, inputs = case.build().eval(), case.make_inputs()
     with sage_hf.apply(model, "sage2"):
         expected = run(model, inputs)
