@@ -144,7 +144,7 @@ PROVIDERS: dict[tuple[str, str], Callable[[Shape], list[Step]]] = {
 }
 
 
-def milliseconds(steps: list[Step], repeats: int = 5) -> float:
+def milliseconds(steps: list[Step]) -> float:
     """Return the GPU time of one step: the median of replays of a graph of all steps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -168,7 +168,7 @@ def milliseconds(steps: list[Step], repeats: int = 5) -> float:
 
     timed(2)
     number = max(2, min(200, int(25 / max(timed(2), 1e-3))))
-    return statistics.median(timed(number) for _ in range(repeats)) / len(steps)
+    return statistics.median(timed(number) for _ in range(5)) / len(steps)
 
 
 def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
@@ -225,7 +225,7 @@ def model_row(
         forward(ids[:, :1])
     taken = statistics.median(forward(ids[:, :1]) for _ in range(steps))
     if isinstance(cache, QuantizedKVCache):
-        size, provider = sum(cache.note.bytes.values()), f"sage_hf ({', '.join(cache.note.kernels)})"
+        size, provider = sum(cache.record.bytes.values()), f"sage_hf ({', '.join(cache.record.kernels)})"
     elif format in BACKENDS:
         size, provider = held_bytes, "transformers"
     else:

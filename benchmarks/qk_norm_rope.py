@@ -1,4 +1,4 @@
-"""Measure norm and rotation of queries as models call them: with PyTorch's operators, compiled, and with our kernel.
+"""Measure norm and RoPE of queries as models call them: with PyTorch's operators, compiled, and with our kernel.
 
 The "rows" of <gpu>-qk_norm_rope.json have model, batch, tokens, heads, head_dim, direction ("forward" or
 "forward_backward"), "copy_ms", which a copy of the tensor takes, and in ms: "operators_ms" of the model's own code,
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sage_hf.bench import command, results, timing
 from sage_kernels.qk_norm_rope import qk_norm_rope
-from sage_kernels.spec.heads import Norm, Rope
+from sage_kernels.spec.qk_norm_rope import Norm, Rope
 
 CALLS = 20
 

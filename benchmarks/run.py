@@ -3,7 +3,7 @@
     python benchmarks/run.py --output benchmarks/results               # forward attention at named shapes
     python benchmarks/run.py --grid --output benchmarks/results        # and so on, with all options of `sage-hf bench`
     python benchmarks/run.py --unseen 33 --output benchmarks/results   # random calls of the grid's kinds, by a seed
-    python benchmarks/run.py qk-norm-rope --output benchmarks/results  # norm and rotation of queries
+    python benchmarks/run.py qk-norm-rope --output benchmarks/results  # norm and RoPE of queries
     python benchmarks/run.py first-calls --output benchmarks/results   # first calls, with empty and with full caches
     python benchmarks/run.py sparse --output benchmarks/results        # attention over block lists
     python benchmarks/run.py kv-cache --output benchmarks/results      # low-bit KV caches of a layer; or --model

@@ -49,7 +49,7 @@ KV_CACHE = "nvidia-h200-kv_cache"
 FINETUNED = "nvidia-h200-finetune_then_fp4"
 """Name of the result of a language model that was fine-tuned in low bits."""
 NORM_ROPE = "nvidia-h200-qk_norm_rope"
-"""Name of the result with the times of norm and rotation of queries."""
+"""Name of the result with the times of norm and RoPE of queries."""
 FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
@@ -341,7 +341,7 @@ def first_calls() -> str:
 
 
 def qk_norm_rope() -> str:
-    """Return a table of the times of norm and rotation of queries."""
+    """Return a table of the times of norm and RoPE of queries."""
     result = read_result(NORM_ROPE)
     header = ["queries", "batch × tokens × heads × head_dim", "operators, ms", "compiled, ms", "ours, ms", "a copy, ms"]
     rows = [

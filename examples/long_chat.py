@@ -27,7 +27,7 @@ def tiny_model() -> LlamaForCausalLM:
 def bytes_of(cache: DynamicCache | sage_hf.QuantizedKVCache) -> int:
     """Return the bytes of a cache's tensors."""
     if isinstance(cache, sage_hf.QuantizedKVCache):
-        return sum(cache.note.bytes.values())
+        return sum(cache.record.bytes.values())
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from sage_hf import kv_notes, record
+from sage_hf import kv_record, record
 from sage_hf.attributes import FALLBACK, IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.changes import Change, Undo, changes_of, inner
 from sage_hf.config import SageConfig
@@ -159,9 +159,9 @@ def restore(pipe_or_model: object) -> None:
 def _forget_plans(target: Target, undo: Undo) -> None:
     """Forget the layers' plans and KV caches, now and when the change is undone."""
     for layer in target.layers.values():
-        for notes in (record, kv_notes):
-            notes.forget(layer)
-            undo.append(partial(notes.forget, layer))
+        for module in (record, kv_record):
+            module.forget(layer)
+            undo.append(partial(module.forget, layer))
 
 
 def _check_architecture(config: SageConfig, targets: list[Target]) -> None:

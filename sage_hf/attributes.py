@@ -1,6 +1,6 @@
 """The attributes that sage_hf sets on objects of other libraries.
 
-sage_hf also sets methods of diffusers' classes (`diffusers.models`); forward passes and rotations in transformers'
+sage_hf also sets methods of diffusers' classes (`diffusers.models`); forward passes and RoPE functions in transformers'
 modelling files, while a model runs our recipe (`transformers.rotary`); and VSA's gates in Wan's blocks, which are
 modules with weights (`diffusers.gates`). It sets nothing else.
 

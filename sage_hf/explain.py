@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from sage_hf import kv_notes, record
+from sage_hf import kv_record, record
 from sage_hf.attributes import IMPLEMENTATION, RECIPE, TRAINING
 from sage_hf.diffusers.bridge import backend_of
 from sage_hf.diffusers.errors import UnsupportedAttentionError
@@ -81,7 +81,7 @@ class Explanation:
         sparse: (layer, the shares that its calls kept, and why calls were dense) for each layer that ran sparse
             attention or VSA.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
-        qk_norm_rope: number of layers whose queries and keys one kernel has normalised or rotated, in place of the
+        qk_norm_rope: number of layers whose QK-norm or RoPE one kernel has computed, in place of the
             model's operators.
         kv_caches: the content of each low-bit KV cache that layers used last, and the kernel that decoded.
     """
@@ -137,9 +137,7 @@ class Explanation:
             if name in RECIPES and RECIPES[name].heavy_keys:
                 text.append(f"* {name}: {_in_16_bits(name, self.rows)}")
         if self.qk_norm_rope:
-            text.append(
-                f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel normalises or rotates queries and keys"
-            )
+            text.append(f"qk_norm_rope: in {self.qk_norm_rope} layers one kernel computes QK-norm or RoPE")
         if any("attention weight" in sparsity for _, sparsity in self.sparse):
             text.append("sparse calls have no keys in 16 bits; the kept weight is measured on 64 sampled rows a head:")
         text += [
@@ -170,7 +168,7 @@ def explain(pipe_or_model: object) -> Explanation:
     outside_layers = tuple(record.outcomes_outside_layers().items())
     fused = sum(layer in record.with_qk_norm_rope for target in targets for layer in target.layers.values())
     layers = [layer for target in targets for layer in target.layers.values()]
-    caches = {id(note): str(note) for layer in layers if (note := kv_notes.notes.get(layer)) is not None}
+    caches = {id(found): str(found) for layer in layers if (found := kv_record.records.get(layer)) is not None}
     return Explanation(
         tuple(rows),
         outside_layers,

@@ -78,7 +78,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
-"""Layers whose queries or keys `sage_kernels.qk_norm_rope` has normalised or rotated."""
+"""Layers whose QK-norm or RoPE `sage_kernels.qk_norm_rope` has computed."""
 bypassed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Reason why the latest such call of a layer with a recipe did not run our attention."""
 _uncounted: deque[Plan] = deque()

@@ -184,8 +184,8 @@ def gradients(
     (kv_heads, kv_len), (q_heads, q_len) = value.shape[1:3], gradient.shape[1:3]
     group = q_heads // kv_heads
 
-    def padded(x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        return F.pad(x.float(), (0, 0, 0, -x.shape[2] % TILE), value=fill)
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x.float(), (0, 0, 0, -x.shape[2] % TILE))
 
     query, query_scale = padded(operands.query[:, :, :q_len]), padded(operands.query_scale[:, :, :q_len])
     key, key_scale = padded(operands.key[:, :, :kv_len]), padded(operands.key_scale[:, :, :kv_len])

@@ -78,9 +78,7 @@ def dit_like(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) 
     return query, key, correlated() + 0.5 * draw(1, heads, 1, head_dim)
 
 
-def video_activations(
-    folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...], seed: int = 0
-) -> list[Triple]:
+def video_activations(folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...]) -> list[Triple]:
     """Return Q, K, V of every attention layer of a CogVideoX pipeline, at some denoising steps of one exact generation.
 
     Args:
@@ -88,7 +86,6 @@ def video_activations(
         prompt: the prompt to generate.
         steps: number of denoising steps.
         at_steps: the steps whose tensors are kept.
-        seed: seed of the initial noise.
     """
     from sage_hf import record
 
@@ -104,13 +101,11 @@ def video_activations(
             triples.append((call.query.clone(), call.key.clone(), call.value.clone()))
 
     with record.observe(keep):
-        _denoise(_exact_pipeline(folder), folder, prompt, steps, seed, enter)
+        _denoise(_exact_pipeline(folder), folder, prompt, steps, enter)
     return triples
 
 
-def video_gradients(
-    folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...], seed: int = 0
-) -> list[Sample]:
+def video_gradients(folder: str | Path, prompt: str, steps: int, at_steps: tuple[int, ...]) -> list[Sample]:
     """Return Q, K, V and dO of every attention layer, at some steps; arguments as in `video_activations`.
 
     dO is the gradient that each layer receives from a Gaussian gradient of the denoiser's output.
@@ -122,8 +117,8 @@ def video_gradients(
         if step in at_steps:
             inputs.append(arguments)
 
-    _denoise(pipe, folder, prompt, steps, seed, keep)
-    generator = torch.Generator().manual_seed(seed)
+    _denoise(pipe, folder, prompt, steps, keep)
+    generator = torch.Generator().manual_seed(0)
     samples: list[Sample] = []
     for arguments in inputs:
         samples += _record_layers(
@@ -150,7 +145,6 @@ def _denoise(
     folder: str | Path,
     prompt: str,
     steps: int,
-    seed: int,
     at_step: Callable[[int, dict[str, Any]], None],
 ) -> None:
     """Generate once; call `at_step` with each step's number and the denoiser's arguments before the step."""
@@ -171,7 +165,7 @@ def _denoise(
             width=settings["width"],
             guidance_scale=settings["guidance_scale"],
             num_inference_steps=steps,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(0),
             output_type="latent",
         )
     finally:

@@ -245,7 +245,7 @@ def test_a_gain_is_split_into_what_each_part_of_ours_saves():
     text = model_tables.model_gain({**FACTS, "rows": [*rows, *model_rows("b", training)]})
     lines = text.splitlines()
     assert lines[0].endswith(
-        "| exact kernel saves, ms | norms and rotation saves, ms | low bits saves, ms | without FA3, ms |"
+        "| exact kernel saves, ms | norms and RoPE saves, ms | low bits saves, ms | without FA3, ms |"
     )
     assert lines[2].endswith("| `sage2` | 2.00× | INT8 in 9 of 9 + fused norms | 5.0 | 15.0 | 30.0 | 62 |")
     assert lines[3].endswith("| `sage_bwd` | 1.54× | not recorded | 0.0 | 1.0 | 2.5 | – |")

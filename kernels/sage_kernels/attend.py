@@ -40,7 +40,12 @@ def attend(
         (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
     """
     if options.tokens_first:
-        return _attend_tokens_first(query, key, value, mask, blocks, options)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 4:  # heads and tokens could be mistaken for each other
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, channels)")
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        output, lse = attend(query, key, value, mask, blocks, options.but(tokens_first=False))
+        return output.transpose(1, 2), lse
     if 4 != getattr(query, "ndim", 4) == getattr(key, "ndim", 0) == getattr(value, "ndim", 0) >= 2:
         return _attend_in_four_dims(query, key, value, mask, blocks, options)
     check_fallback(options.fallback)
@@ -86,27 +91,6 @@ def attend(
     # A cache entry implies that no active mode wants to see the operator.
     call = ops.new_call(query, key, value, mask, blocks, None, options)
     return ops.forward(call, mask, options.fallback, entry)
-
-
-def _attend_tokens_first(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    blocks: BlockList | None,
-    options: Options,
-) -> Result:
-    """Attend to tensors (batch, tokens, heads, channels).
-
-    Raises:
-        ValueError: a tensor has fewer or more dimensions, so heads and tokens could be mistaken for each other.
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, channels)")
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    output, lse = attend(query, key, value, mask, blocks, options.but(tokens_first=False))
-    return output.transpose(1, 2), lse
 
 
 def _attend_in_four_dims(

@@ -1,4 +1,4 @@
-"""Normalise the heads of queries or keys and rotate them by their position, in one pass over memory.
+"""QK-norm and RoPE of the heads of queries or keys, in one pass over memory.
 
 PyTorch's operators read and write such a tensor about ten times. A recurring call is replayed, like attention calls
 (`replay.cache`).
@@ -15,11 +15,11 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
-from .dispatch.head_kernels import HeadKernel, head_kernel, reference_kernel
+from .dispatch.qk_norm_rope_kernels import QKNormRopeKernel, qk_norm_rope_kernel, reference_kernel
 from .replay import cache
 from .runtime import torch_private
 from .spec.checks import check_memory
-from .spec.heads import Norm, Rope, check_heads
+from .spec.qk_norm_rope import Norm, Rope, check_norm_and_rope
 
 DTYPES = torch.float16, torch.bfloat16
 
@@ -27,7 +27,7 @@ Tensors = list[torch.Tensor]
 
 
 def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
-    """Normalise heads and rotate them by their position; round after each, as models do.
+    """Apply QK-norm, then RoPE, to heads; round after each, as models do.
 
     On an NVIDIA GPU, float16 and bfloat16 run in one kernel, forward and backward. PyTorch's operators run everything
     else, including tables of `rope` that want gradients, and calls inside PyTorch's transforms (`torch.func`,
@@ -36,26 +36,26 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
     Args:
         x: (batch, tokens, heads, head_dim), of any strides.
         norm: the norm of each head, or of each token; None: no norm.
-        rope: the rotation; None: no rotation.
+        rope: the RoPE; None: no RoPE.
 
     Returns:
         Heads of the same size, contiguous, in the dtype of x.
 
     Raises:
-        ValueError: norm or rotation do not fit x.
+        ValueError: norm or RoPE does not fit x.
         RuntimeError: a tensor has elements but no memory.
     """
     if torch_private.modes_are_active():
-        check_heads(x, norm, rope)
+        check_norm_and_rope(x, norm, rope)
         return reference_kernel().forward(x, norm, rope)
     if not torch.is_grad_enabled():
         return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
     if not any(one.requires_grad for one in (x, *_tensors(norm, rope))):
         return _forward(x, norm, rope)
-    check_heads(x, norm, rope)
-    self_check.check_heads(x.shape[3], x.device)
-    kernel = head_kernel(x, norm, rope, grad=True)
+    check_norm_and_rope(x, norm, rope)
+    self_check.check_qk_norm_rope(x.shape[3], x.device)
+    kernel = qk_norm_rope_kernel(x, norm, rope, grad=True)
     if kernel.name == "reference":
         return kernel.forward(x, norm, rope)
     output: torch.Tensor = _NormRope.apply(x, *vectors, norm, rope)
@@ -81,7 +81,7 @@ def is_served(x: torch.Tensor) -> bool:
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-    def run(kernel: HeadKernel, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+    def run(kernel: QKNormRopeKernel, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
         return [kernel.forward(x, *_with_tensors(norm, rope, others))]
 
     return _run("qk_norm_rope", run, [x, *_tensors(norm, rope)], x, norm, rope)[0]
@@ -103,10 +103,10 @@ def _run(
     entry = cache.find(kind, tensors, facts)
     if entry is not None and entry.replay is not None:
         return cast(Tensors, entry.replay(*tensors))
-    check_heads(x, norm, rope)
+    check_norm_and_rope(x, norm, rope)
     check_memory(*tensors)
-    self_check.check_heads(x.shape[3], x.device)
-    kernel = head_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
+    self_check.check_qk_norm_rope(x.shape[3], x.device)
+    kernel = qk_norm_rope_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
     outputs = run(kernel, *tensors)
     if entry is not None and kernel.name != "reference":
         entry.consider(partial(cache.traced, None, partial(run, kernel), tensors, outputs, list))
@@ -114,7 +114,7 @@ def _run(
 
 
 def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
-    """Return all tensors of norm and rotation in a fixed order."""
+    """Return all tensors of norm and RoPE in a fixed order."""
     tensors = []
     if norm is not None and norm.weight is not None:
         tensors.append(norm.weight)
@@ -130,7 +130,7 @@ def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
 def _with_tensors(
     norm: Norm | None, rope: Rope | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[Norm | None, Rope | None]:
-    """Return norm and rotation with new tensors in place of the tensors that `_tensors` returns."""
+    """Return norm and RoPE with new tensors in place of the tensors that `_tensors` returns."""
     others = iter(tensors)
     if norm is not None:
         weight, bias = (None if one is None else next(others) for one in (norm.weight, norm.bias))
@@ -165,7 +165,7 @@ class _NormRope(torch.autograd.Function):
         if gradient.stride(-1) != 1:
             gradient = gradient.contiguous()
 
-        def run(kernel: HeadKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+        def run(kernel: QKNormRopeKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
             gradients = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
             return [one for one in gradients if one is not None]
 

@@ -109,10 +109,10 @@ def _examinations(
         if verdict.reason:
             self_check.keep_failure(verdict, "exact", case.head_dim, capability)
 
-    def examine_heads(head_dim: int) -> None:
-        verdict = examination.examine_heads(head_dim, device)
-        note(verdict, f"norm and rotation, head_dim {head_dim}")
-        self_check.keep_one(verdict, verdicts.HEADS, head_dim, capability)
+    def examine_qk_norm_rope(head_dim: int) -> None:
+        verdict = examination.examine_qk_norm_rope(head_dim, device)
+        note(verdict, f"QK-norm and RoPE, head_dim {head_dim}")
+        self_check.keep_one(verdict, verdicts.QK_NORM_ROPE, head_dim, capability)
 
     def examine_kv(format: str, head_dim: int) -> None:
         verdict = examination.examine_kv(format, head_dim, device)
@@ -125,7 +125,7 @@ def _examinations(
         for name in registry.exact_kernels(request):
             yield f"{name}, {where}", partial(examine_exact, name, where, case)
     for head_dim in head_dims:
-        yield f"norm and rotation, head_dim {head_dim}", partial(examine_heads, head_dim)
+        yield f"QK-norm and RoPE, head_dim {head_dim}", partial(examine_qk_norm_rope, head_dim)
     for format, head_dim in itertools.product(FORMATS, head_dims):
         yield f"{format} KV cache, head_dim {head_dim}", partial(examine_kv, format, head_dim)
     low_bit = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]

@@ -176,7 +176,7 @@ def _ours(
         recipe: name of the recipe.
         only_native: raise an error on a GPU that runs a fallback.
         low_bits: use low-bit kernels; if False, calls run by the fastest exact kernel.
-        norms: normalise and rotate queries and keys by one kernel.
+        norms: compute QK-norm and RoPE by one kernel.
         fa3: use FlashAttention 3, if a package of it is installed.
     """
     left_out = () if fa3 else tuple(name for name in exacts if name.startswith("fa3"))

@@ -61,7 +61,7 @@ class ModelGain:
 
 RECIPES_OF_GAIN = ("sage_hf:sage3", "sage_hf:sage2", "sage_hf:sage1", "sage_hf:sage_bwd")
 """Providers that compute a whole recipe; other providers leave out a part of it, or tiles."""
-PARTS = ("exact kernel", "norms and rotation", "low bits")
+PARTS = ("exact kernel", "norms and RoPE", "low bits")
 """Parts of a gain, in the order in which they are added."""
 LOW_BITS = ("INT8", "FP4")
 PIPELINES = ("cogvideox-2b", "hunyuanvideo-720p", "mochi")

@@ -17,7 +17,7 @@ import torch
 from sage_hf.attention import attend_observed, chosen_fallback, sage_attention
 from sage_hf.diffusers.bridge import Shards, add_backend, choose_backend, function_modes_are_active, scores_are_skipped
 from sage_hf.diffusers.errors import UnsupportedAttentionError
-from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.fused_norms import end_trial
 from sage_hf.diffusers.parallel import NO_SPARSE_SHARDS
 from sage_hf.diffusers.shards import SplitTokens
 from sage_hf.names import NAMES

@@ -29,12 +29,12 @@ from sage_hf.diffusers.bridge import (
 )
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
-from sage_hf.diffusers.heads import agrees, plan_fused_norms
+from sage_hf.diffusers.fused_norms import agrees, plan_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
 from sage_hf.diffusers.vsa import NO_VSA_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
 from sage_hf.sources import source_of
-from sage_hf.sparse.layer import SparseLayer, running, say_that_graphs_are_dense
+from sage_hf.sparse.layer import SparseLayer, log_dense_graphs, running
 from sage_kernels.runtime import dynamo
 
 logger = logging.get_logger(__name__)
@@ -110,7 +110,7 @@ class Layer:
         module_class: Any = type(attn)
         ignored = [name for name in kwargs if name not in self._names and drops(module_class, name)]
         if ignored:
-            say_ignored(type(self.original).__name__, *ignored)
+            log_ignored_keywords(type(self.original).__name__, *ignored)
         return {name: value for name, value in kwargs.items() if name not in ignored}
 
     def check_parallel(self) -> None:
@@ -136,7 +136,7 @@ class Layer:
     def _with_own_norms(
         self, sage: Sage, attn: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Return `run(attn, *args, **kwargs)`; if possible, a kernel normalises and rotates queries and keys in it."""
+        """Return `run(attn, *args, **kwargs)`; if possible, a kernel computes QK-norm and RoPE in it."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
         fused = plan_fused_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
@@ -168,7 +168,7 @@ def drops(module_class: Any, keyword: str) -> bool:
 
 @dynamo.assume_constant_result
 @functools.cache
-def say_ignored(family: str, *names: str) -> None:
+def log_ignored_keywords(family: str, *names: str) -> None:
     """Log once that a processor does not get these keywords; diffusers logs it at each call."""
     logger.warning(f"attention keywords {list(names)} are not expected by {family} and will be ignored")
 
@@ -256,11 +256,11 @@ class DispatchLayer(Layer):
         run = partial(type(self.original).__call__, original, attn, *args, **kwargs)
         if torch.compiler.is_compiling():
             if sage.sparse is not None:
-                say_that_graphs_are_dense()
+                log_dense_graphs()
             if self.calls_super:
                 return self._run_compiled_as_it_is(split, attn, *args, **kwargs)
             if self.leaves_choice:
-                say_that_graphs_leave_choice(f"{type(self.original).__name__} names no attention backend in some calls")
+                log_graphs_without_recipe(f"{type(self.original).__name__} names no attention backend in some calls")
             return run()
         with running(sage.sparse), choosing(backend) as choice:
             output = run()
@@ -276,7 +276,7 @@ class DispatchLayer(Layer):
                 f"{family} calls super(), and a compiled graph of it sees only the tokens in its process: run this "
                 "model without torch.compile, or without enable_parallelism()"
             )
-        say_that_graphs_leave_choice(f"{family} calls super() in some calls")
+        log_graphs_without_recipe(f"{family} calls super() in some calls")
         return type(self.original).__call__(self.original, attn, *args, **kwargs)
 
 
@@ -324,7 +324,7 @@ def _is_name(node: ast.expr) -> bool:
 
 @dynamo.assume_constant_result
 @functools.cache
-def say_that_graphs_leave_choice(processors: str) -> None:
+def log_graphs_without_recipe(processors: str) -> None:
     """Log once that `processors`, a text with their class and the reason, attend as before when they are compiled."""
     logger.warning(
         f"{processors}, which attend as before inside a compiled graph: call the model within diffusers' "

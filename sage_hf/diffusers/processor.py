@@ -16,7 +16,7 @@ from sage_hf.diffusers.adapters import ServedAdapter, serve
 from sage_hf.diffusers.backends import backend_member
 from sage_hf.diffusers.bridge import BackendProcessor, parallel_config_of, scores_are_skipped
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
-from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.fused_norms import end_trial
 from sage_hf.diffusers.layers import Layer, recognize, show_parameters_of_families
 from sage_hf.record import run_in_layer
 from sage_hf.sparse.layer import SparseLayer

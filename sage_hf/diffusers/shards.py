@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sage_hf.attributes import SPLIT
 from sage_hf.diffusers.bridge import Shards, scores_are_skipped
-from sage_hf.diffusers.heads import end_trial
+from sage_hf.diffusers.fused_norms import end_trial
 
 
 @dataclass(frozen=True)

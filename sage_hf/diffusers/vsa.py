@@ -99,7 +99,7 @@ class VSAProcessor(ParallelProcessor):
             attn: the WanAttention.
             hidden_states: the normalised states, from which the gate is computed too.
             encoder_hidden_states, attention_mask: must be None.
-            rotary_emb: cosines and sines (1, tokens, 1, head_dim), each twice; None: no rotation.
+            rotary_emb: cosines and sines (1, tokens, 1, head_dim), each twice; None: no RoPE.
             recipe, fallback: recipe and fallback of the fine stage, as in `sage_attention`.
 
         Raises:
@@ -118,7 +118,7 @@ class VSAProcessor(ParallelProcessor):
         query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value, gate = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value, gate))
         if rotary_emb is not None:
-            query, key = rotate(query, *rotary_emb), rotate(key, *rotary_emb)
+            query, key = apply_rope(query, *rotary_emb), apply_rope(key, *rotary_emb)
         query, key, value, gate = (x.transpose(1, 2) for x in (query, key, value, gate))
         order = self.model.order if rotary_emb is None else getattr(rotary_emb[0], ORDER, self.model.order)
         sparsity = self.model.sparsity
@@ -145,8 +145,8 @@ class VSAProcessor(ParallelProcessor):
             raise UnsupportedAttentionError(NO_VSA_SHARDS)
 
 
-def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs of channels (0, 1), (2, 3), … of x (batch, tokens, heads, head_dim), as Wan does."""
+def apply_rope(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to the pairs of channels (0, 1), (2, 3), … of x (batch, tokens, heads, head_dim), as Wan does."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = cosines[..., 0::2], sines[..., 1::2]
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1).flatten(-2).type_as(x)

@@ -193,7 +193,7 @@ class SparseLayer:
         """
         arguments = {"recipe": recipe, "fallback": fallback, **options}
         if torch.compiler.is_compiling():
-            say_that_graphs_are_dense()
+            log_dense_graphs()
             return sage_attention(query, key, value, attn_mask, **arguments)
         if reason := self._why_dense(query, key, value, attn_mask, recipe, fallback, options):
             self.statistics.dense[reason] += 1
@@ -324,6 +324,6 @@ def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 @dynamo.assume_constant_result
 @cache
-def say_that_graphs_are_dense() -> None:
+def log_dense_graphs() -> None:
     """Log once, when the first layer with sparse attention is compiled, that compiled layers attend densely."""
     logger.warning("sparse attention runs eagerly only: inside a compiled graph these layers attend densely")

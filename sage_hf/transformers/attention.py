@@ -19,8 +19,6 @@ from sage_hf.transformers.keywords import eager_attention_of, sort_keywords
 from sage_hf.transformers.masks import Causality, causality_of
 from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.request import Request
-from sage_kernels.exact.attend import attend_exactly
-from sage_kernels.spec.autocast import in_autocast_dtype
 from sage_kernels.spec.masks import with_causality
 from sage_kernels.spec.options import Fallback, Options
 from sage_kernels.spec.recipe import get_recipe
@@ -165,7 +163,7 @@ def _attend_by_recipe(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend by the recipe, or exactly for a softcap, for sinks that need gradients, and for dropout.
+    """Attend by the recipe, or exactly for a softcap, and for sinks that need gradients or dropout.
 
     Args:
         call: the attention call.
@@ -186,16 +184,11 @@ def _attend_by_recipe(
         call.report_exact(reason)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": call.dropout}
         return exact_attention(query, key, value, mask, **options, softcap=softcap, sinks=sinks)
-    if call.dropout:
-        call.report_exact("the model trains with attention dropout")
-        query, key, value = in_autocast_dtype(query, key, value)
-        exactly = Options(is_causal, 0, scale, enable_gqa, call.dropout)
-        return attend_exactly(query, key, value, mask, blocks=None, options=exactly)[0]
     # Kernels skip the tiles that causality hides, but read a mask. Recent keys stay in 16 bits only if causality is
     # stated. Exact attention and gradients do not support such an offset.
     causal_offset = 0
     causality = causality_of(mask, query.shape[2], key.shape[2])
-    if causality is not None and not wants_gradient and _gains(causality, call):
+    if causality is not None and not wants_gradient and not call.dropout and _gains(causality, call):
         causal_offset, is_causal = causality.offset, True
         key, value = (tensor[:, :, : query.shape[2] + causal_offset] for tensor in (key, value))
         if causality.hides_more and mask is not None:
@@ -212,6 +205,7 @@ def _attend_by_recipe(
             causal_offset=causal_offset,
             scale=scale,
             enable_gqa=enable_gqa,
+            dropout_p=call.dropout,
             recipe=call.recipe,
             fallback=call.fallback,
             return_lse=sinks is not None,

@@ -20,8 +20,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """Name of the global through which every modelling file looks up the attention function."""
 EAGER = "eager_attention_forward"
 """Name of a modelling file's own eager attention."""
-ROTATE = "apply_rotary_pos_emb"
-"""Name of a modelling file's own rotation: (query, key, cosine, sine) -> both rotated.
+ROPE_FUNCTION = "apply_rotary_pos_emb"
+"""Name of a modelling file's own RoPE: (query, key, cosine, sine) -> both with RoPE.
 
 Query and key are (batch, heads, tokens, head_dim), cosine and sine (batch, tokens, head_dim)."""
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"

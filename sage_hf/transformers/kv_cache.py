@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from sage_hf import kv_notes
+from sage_hf import kv_record
 from sage_hf.transformers.kv_layer import QuantizedLayer, warn_once
 from sage_hf.transformers.static_kv_layer import StaticQuantizedLayer
 from sage_kernels.spec.kv_cache import STRIP, get_format
@@ -63,7 +63,7 @@ class QuantizedKVCache(Cache):
             raise ValueError(f"{type(config).__name__}: layers share keys and values, which are not quantised")
         if getattr(config, "cross_attention_layers", None):
             raise ValueError(f"{type(config).__name__}: the model itself reads cached K and V of cross-attention")
-        self.note = kv_notes.KVNote(format)
+        self.record = kv_record.KVRecord(format)
         self.is_static = max_cache_len is not None
         layers: list[Any] = list(
             DynamicCache(config=config).layers
@@ -73,13 +73,13 @@ class QuantizedKVCache(Cache):
         latest: QuantizedLayer | None = None
         for number, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[number] = latest = QuantizedLayer(config, self.note, number, latest)
+                layers[number] = latest = QuantizedLayer(config, self.record, number, latest)
             elif type(layer) is StaticLayer:
-                layers[number] = latest = StaticQuantizedLayer(config, self.note, number, latest, layer, layers)
+                layers[number] = latest = StaticQuantizedLayer(config, self.record, number, latest, layer, layers)
             else:
-                self.note.exact_layers.setdefault(_kind_of(layer), []).append(number)
+                self.record.exact_layers.setdefault(_kind_of(layer), []).append(number)
         super().__init__(layers=layers)
-        for reason, numbers in self.note.exact_layers.items():
+        for reason, numbers in self.record.exact_layers.items():
             warn_once(f"KV cache: layers {', '.join(map(str, numbers))} stay in 16 bits: {reason}")
 
     @property

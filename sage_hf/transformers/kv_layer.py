@@ -17,7 +17,7 @@ from huggingface_hub.utils import logging
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from sage_hf import kv_notes
+from sage_hf import kv_record
 from sage_hf.names import NAMES
 from sage_hf.transformers.attention import sage_attention_forward
 from sage_hf.transformers.bridge import implementation_of_config, keeps_weights
@@ -56,9 +56,11 @@ class QuantizedLayer(DynamicLayer):
 
     supports_early_init = False  # None until the first K and V decide
 
-    def __init__(self, config: Any, note: kv_notes.KVNote, number: int, before: QuantizedLayer | None = None) -> None:
+    def __init__(
+        self, config: Any, record: kv_record.KVRecord, number: int, before: QuantizedLayer | None = None
+    ) -> None:
         super().__init__()
-        self.config, self.note, self.number, self.before = config, note, number, before
+        self.config, self.record, self.number, self.before = config, record, number, before
         self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
@@ -90,12 +92,12 @@ class QuantizedLayer(DynamicLayer):
             reason = f"{key.dtype}"
         self.is_decided = True
         if reason:
-            layers = self.note.exact_layers.setdefault(reason, [])
+            layers = self.record.exact_layers.setdefault(reason, [])
             if self.number not in layers:  # after reset() it exists already
                 layers.append(self.number)
             warn_once(f"KV cache: layers stay in 16 bits: {reason}")
         else:
-            self.cache = KVCache(get_format(self.note.format), key)
+            self.cache = KVCache(get_format(self.record.format), key)
             self.device, self.dtype, self.is_initialized = key.device, key.dtype, True
 
     @eagerly
@@ -202,7 +204,7 @@ class QuantizedLayer(DynamicLayer):
         if is_changed and past:
             raise RuntimeError("the model changes K and V after giving them to the KV cache, but did not at the prompt")
         self.pending = None
-        kv_notes.notes[module] = self.note
+        kv_record.records[module] = self.record
         if not past and (is_changed or (mask is not None and mask.dtype != torch.bool)):
             self.whole_reason = (
                 "the model changes K and V after giving them to the cache"
@@ -216,10 +218,10 @@ class QuantizedLayer(DynamicLayer):
                 scale = query.shape[3] ** -0.5 if scaling is None else scaling
                 valid = _keys_of(mask, query.shape[2], past)
                 output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
-                self.note.kernels[kernel] = why
+                self.record.kernels[kernel] = why
                 self._note_size()
                 return output.transpose(1, 2).contiguous(), None
-            self.note.kernels[WHOLE] = reason
+            self.record.kernels[WHOLE] = reason
         result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
         valid = None if past else _tokens_of(mask, query.shape[2])
         self._store(None if is_changed else query, new_key, new_value, valid)
@@ -311,13 +313,13 @@ class QuantizedLayer(DynamicLayer):
 
     def _note_size(self) -> None:
         assert self.cache is not None
-        self.note.tokens = self.cache.length
+        self.record.tokens = self.cache.length
         size = self.cache.batch, self.cache.capacity
         if size != self.noted_size:
-            self.noted_size, self.note.bytes[self.number] = size, self.cache.bytes
+            self.noted_size, self.record.bytes[self.number] = size, self.cache.bytes
 
     def _note_whole(self, reason: str) -> None:
-        self.note.kernels[WHOLE] = reason
+        self.record.kernels[WHOLE] = reason
         warn_once(f"KV cache: K and V are dequantised at every step, which is slow: {reason}")
 
 

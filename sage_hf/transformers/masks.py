@@ -71,7 +71,7 @@ class Causality:
 def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causality | None:
     """Return the causality of a mask that `sage_mask` made for these numbers of queries and keys; None if unknown.
 
-    Unknown: a mask that the model has changed since, a part of one, a copy not made by `say_again`, and a mask for
+    Unknown: a mask that the model has changed since, a part of one, a copy not made by `copy_causality`, and a mask for
     other lengths.
     """
     if mask is None or _is_traced(mask) or mask.shape[2:] != (q_len, kv_len):
@@ -80,7 +80,7 @@ def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causalit
     return causality if causality is not None and version == mask._version else None
 
 
-def say_again(mask: object, copy: object) -> None:
+def copy_causality(mask: object, copy: object) -> None:
     """Copy a mask's statement of causality, if it has any, to a copy of the mask on another device."""
     if not isinstance(mask, torch.Tensor) or not isinstance(copy, torch.Tensor) or copy is mask:
         return

@@ -53,7 +53,7 @@ def _register_masks(masking_utils: ModuleType) -> None:
 
 def _keep_causality(hooks: ModuleType) -> None:
     """Let masks that accelerate copies for layers on another GPU keep the originals' statement of causality."""
-    from sage_hf.transformers.masks import say_again
+    from sage_hf.transformers.masks import copy_causality
 
     send = hooks.send_to_device
 
@@ -62,7 +62,7 @@ def _keep_causality(hooks: ModuleType) -> None:
         sent = send(tensor, device, *args, **options)
         if isinstance(tensor, dict):  # a layer's keywords
             for name, mask in tensor.items():
-                say_again(mask, sent[name])
+                copy_causality(mask, sent[name])
         return sent
 
     hooks.send_to_device = send_to_device  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
     """Extend the check of `attn_implementation` in a model's `__init__` and `set_attn_implementation`."""
     from sage_hf.transformers.inspection import models_of
     from sage_hf.transformers.layers import refusal
-    from sage_hf.transformers.rotary import forget_model, rotate_by_kernel
+    from sage_hf.transformers.rotary import forget_model, use_rope_kernel
 
     check = pretrained_model.get_correct_attn_implementation
 
@@ -86,7 +86,7 @@ def _refuse_unsupported_models(pretrained_model: type[PreTrainedModel]) -> None:
             return implementation
         models_of.cache_clear()
         if refusal(type(self)) is None:
-            rotate_by_kernel(self)
+            use_rope_kernel(self)
             return implementation
         default = check(self, None, *args, **kwargs)
         if (type(self).__module__, implementation) not in _warned:

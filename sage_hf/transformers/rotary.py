@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by one kernel in transformers' models, whose own function runs ten operators.
+"""RoPE of queries and keys by one kernel in transformers' models, whose own function runs ten operators.
 
 Each modelling file has its own function `apply_rotary_pos_emb`. In layers that run our recipe, the kernel replaces it,
 if the kernel gives the same bits for random tensors. All other layers run the original function. The files are changed
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from sage_hf import record
 from sage_hf.attributes import RECIPE
 from sage_hf.names import NAMES
-from sage_hf.transformers.bridge import ROTATE, implementation_of
+from sage_hf.transformers.bridge import ROPE_FUNCTION, implementation_of
 from sage_hf.transformers.inspection import built_classes, calls_interface
 from sage_kernels.qk_norm_rope import is_served, qk_norm_rope
-from sage_kernels.spec.heads import Rope
+from sage_kernels.spec.qk_norm_rope import Rope
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +37,7 @@ LARGE = 2**18
 LARGE_WITH_GRADIENTS = 2**22
 """The same number with gradients, because autograd records calls at a cost."""
 
-Rotate = Callable[..., tuple[Tensor, Tensor]]
+RopeFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _Thread(threading.local):
@@ -47,7 +47,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_agreements: dict[tuple[Rotate, torch.dtype, int, torch.device], bool] = {}
+_agreements: dict[tuple[RopeFunction, torch.dtype, int, torch.device], bool] = {}
 """Bit-for-bit agreement of modelling files' functions with the kernel."""
 
 
@@ -63,15 +63,15 @@ _lock = threading.RLock()  # a model may be collected while the lock is held
 _replacements: dict[tuple[Any, str], _Replacement] = {}
 
 
-def rotate_by_kernel(model: nn.Module) -> None:
+def use_rope_kernel(model: nn.Module) -> None:
     """Let the layers of a model's class use the kernel while they run a low-bit recipe of ours."""
     for layer in filter(calls_interface, built_classes(type(model))):
         owner: Any = next((base for base in layer.__mro__ if "forward" in vars(base)), None)
-        if owner is None or ROTATE not in unwrap(owner.forward).__code__.co_names:
+        if owner is None or ROPE_FUNCTION not in unwrap(owner.forward).__code__.co_names:
             continue
         file = sys.modules.get(unwrap(owner.forward).__module__)
-        if hasattr(file, ROTATE):
-            _replace(file, ROTATE, _with_kernel, model)
+        if hasattr(file, ROPE_FUNCTION):
+            _replace(file, ROPE_FUNCTION, _with_kernel, model)
             _replace(owner, "forward", _noting_recipe, model)
             weakref.finalize(model, _put_back_unneeded).atexit = False
 
@@ -87,7 +87,7 @@ def _replace(place: Any, name: str, wrap: Callable[[Any], Any], model: nn.Module
 
 
 def forget_model(model: nn.Module) -> None:
-    """Undo `rotate_by_kernel` for a model and the models inside it, except where another model needs the kernel."""
+    """Undo `use_rope_kernel` for a model and the models inside it, except where another model needs the kernel."""
     with _lock:
         for replacement in list(_replacements.values()):
             for module in model.modules():
@@ -128,21 +128,21 @@ def _runs_ours(layer: Any) -> bool:
     return recipe != "exact" and vars(layer).get(RECIPE) != "exact"
 
 
-def _with_kernel(rotate: Rotate) -> Rotate:
-    """Return a function equal to `rotate`, which uses the kernel where it serves and gives the same bits."""
+def _with_kernel(original: RopeFunction) -> RopeFunction:
+    """Return a function equal to `original`, which uses the kernel where it serves and gives the same bits."""
 
-    @functools.wraps(rotate)
+    @functools.wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.layer is None or len(args) != 4 or kwargs or not _serves(*args):
-            return rotate(*args, **kwargs)
+            return original(*args, **kwargs)
         query = args[0]
-        key = rotate, query.dtype, query.shape[3], query.device
+        key = original, query.dtype, query.shape[3], query.device
         if key not in _agreements:
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
-                return rotate(*args)
+                return original(*args)
             _agreements[key] = _agrees(*key)
         if not _agreements[key]:
-            return rotate(*args)
+            return original(*args)
         record.with_qk_norm_rope.add(_thread.layer)
         return _by_kernel(*args)
 
@@ -170,7 +170,7 @@ def _by_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+def _agrees(original: RopeFunction, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Check that a function and the kernel give the same bits for random tensors; False if either raises an error."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (
@@ -181,7 +181,9 @@ def _agrees(rotate: Rotate, dtype: torch.dtype, head_dim: int, device: torch.dev
     )  # as compiled for most models
     samples = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
     try:
-        return all(map(torch.equal, _by_kernel(*samples), rotate(*samples)))
+        return all(map(torch.equal, _by_kernel(*samples), original(*samples)))
     except Exception as error:
-        logger.warning(f"{rotate.__module__}.{ROTATE} stays in use: comparing it with our kernel failed: {error!r}")
+        logger.warning(
+            f"{original.__module__}.{ROPE_FUNCTION} stays in use: comparing it with our kernel failed: {error!r}"
+        )
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from sage_hf import kv_notes
+from sage_hf import kv_record
 from sage_hf.transformers.kv_layer import Forward, QuantizedLayer, eagerly, limit_of_keywords
 from sage_kernels import kv_step
 from sage_kernels.runtime.torch_private import mark_static
@@ -27,7 +27,7 @@ class StaticQuantizedLayer(QuantizedLayer):
     def __init__(
         self,
         config: Any,
-        note: kv_notes.KVNote,
+        record: kv_record.KVRecord,
         number: int,
         before: QuantizedLayer | None,
         plain: StaticLayer,
@@ -36,13 +36,13 @@ class StaticQuantizedLayer(QuantizedLayer):
         """Make an empty layer.
 
         Args:
-            config, note, number, before: as in `QuantizedLayer`.
+            config, record, number, before: as in `QuantizedLayer`.
             plain: transformers' layer of the same capacity.
             layers: the cache's layers, in which `plain` replaces this layer if K and V cannot be quantised.
         """
         self.plain, self.layers, self.max_cache_len = plain, layers, plain.max_cache_len
         self.cache: KVCache | None = None
-        super().__init__(config, note, number, before)
+        super().__init__(config, record, number, before)
 
     def reset(self) -> None:
         """Forget all tokens and the transforms; the memory stays."""
@@ -161,7 +161,7 @@ class StaticQuantizedLayer(QuantizedLayer):
         if self.whole_reason:
             self._note_whole(self.whole_reason)
         kernel, reason, self.is_emulated = kv_step.serving_kernel(self.cache, query[:, :, -1:])
-        self.note.kernels[kernel] = reason
+        self.record.kernels[kernel] = reason
         return result
 
     def _store(
@@ -202,7 +202,7 @@ class StaticQuantizedLayer(QuantizedLayer):
     def _note_size(self) -> None:
         super()._note_size()
         assert self.cache is not None and self.cache.counts is not None
-        self.note.tokens = self.cache.counts
+        self.record.tokens = self.cache.counts
 
     def _note_whole(self, reason: str) -> None:
         """Raise ValueError: a static cache is not dequantised."""

@@ -259,17 +259,7 @@ def test_a_bad_element_is_not_laundered_and_spoils_no_other_head(recipe, bad, po
         assert torch.equal(output[:, 1, 256:], clean[:, 1, 256:])
 
 
-# 13. Masks: the base of additive ones, broadcasting, padding in the middle.
-
-
-@pytest.mark.parametrize(
-    "shape", [(2, 4, 200, 300), (2, 1, 200, 300), (1, 4, 200, 300), (1, 1, 200, 1), (2, 1, 1, 300)]
-)
-@pytest.mark.parametrize("additive", [False, True])
-def test_masks_of_every_shape_are_honoured(recipe, shape, additive, draw, device):
-    mask = 3 * torch.randn(shape, device=device) if additive else torch.rand(shape, device=device) < 0.5
-    inputs = draw(2, 4, 200, 64), draw(2, 2, 300, 64), draw(2, 2, 300, 64)
-    judge(*inputs, recipe, mask=mask).assert_as_small_as_the_references()
+# 13. Masks: padding in the middle; the base of additive ones and broadcasting: test_random_requests.py.
 
 
 @pytest.mark.parametrize("bias", [-torch.inf, -1e4, torch.finfo(torch.bfloat16).min])

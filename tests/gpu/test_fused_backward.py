@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sage_hf import sage_attention
-from sage_kernels.cuda import int8_backward
+from sage_kernels.cuda import int8_backward, item_order
 from sage_kernels.cuda.registration import HopperFusedBackward
 from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.registry import get_backward
@@ -242,7 +242,7 @@ def test_gradients_do_not_depend_on_how_many_heads_are_worked_through_together(m
     kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, kept=kept)
     for heads in (1, 4, 5, 100):
-        monkeypatch.setattr(int8_backward, "heads_at_once", lambda *_, heads=heads: heads)
+        monkeypatch.setattr(item_order, "key_heads_at_once", lambda *_, heads=heads: heads)
         assert_equal(gradients(call, kept=kept), expected)
 
 
@@ -254,11 +254,10 @@ def test_blocks_of_keys_may_be_split(monkeypatch, head_dim, kv_len, is_causal, d
         call = Draw(device).call("sage_bwd", 1, 2 * heads, heads, 600, kv_len, head_dim, is_causal=is_causal)
         kept = execution.attend_and_save(call.forward, "error")
         with monkeypatch.context() as patch:
-            patch.setattr(int8_backward, "parts_of_last", lambda *_: 1)
+            patch.setattr(item_order, "parts_of_key_blocks", lambda *_: 1)
             expected = gradients(call, kept=kept)
-        parts = 1 if is_causal and heads > whole else min(int8_backward.MOST_PARTS, 20 // int8_backward.STEPS_OF_PART)
-        backward_call = call.backward(*kept)
-        assert int8_backward.parts_of_last(backward_call, 2 * whole) == parts
+        parts = 1 if is_causal and heads > whole else min(item_order.MOST_PARTS, 20 // item_order.STEPS_OF_PART)
+        assert item_order.parts_of_key_blocks(call.backward(*kept), 2 * whole, steps=20) == parts
         query, *others = gradients(call, kept=kept)
         assert torch.equal(query, expected[0])  # sums of integers
         for x, y in zip(others, expected[1:], strict=True):

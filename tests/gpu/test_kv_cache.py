@@ -12,16 +12,13 @@ from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_decode
 from tests.helpers.cached_models import NEW, build, new_cache, prompt
+from tests.helpers.calls import draw_for_cache
 
 pytestmark = pytest.mark.gpu
 
 
 def draw(batch: int, head_dim: int, group: int, tokens: int, dtype: torch.dtype):
-    torch.manual_seed(tokens + head_dim)
-    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
-    query = torch.randn(batch, 2 * group, tokens, head_dim) / loud.sqrt()
-    key = torch.randn(batch, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
-    return [x.cuda().to(dtype) for x in (query, key, torch.randn(batch, 2, tokens, head_dim) * 40)]
+    return [x.cuda().to(dtype) for x in draw_for_cache(tokens, head_dim, batch, group)]
 
 
 def assert_same(one: KVCache, two: KVCache) -> None:
@@ -177,4 +174,4 @@ def test_generate_compiled_with_cuda_graphs_gives_the_growing_caches_tokens(form
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert format == "nvfp4" or not counters["inductor"]["cudagraph_skips"]
-    assert str(cache.note).count("decoded by kv_decode") == (format != "nvfp4")
+    assert str(cache.record).count("decoded by kv_decode") == (format != "nvfp4")

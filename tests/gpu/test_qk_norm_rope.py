@@ -1,21 +1,21 @@
-"""Norm and rotation of heads on a GPU: called, repeated, captured, with gradients, and beyond 2³¹ elements."""
+"""Norm and RoPE of heads on a GPU: called, repeated, captured, with gradients, and beyond 2³¹ elements."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from sage_kernels.dispatch.head_kernels import head_kernel
+from sage_kernels.dispatch.qk_norm_rope_kernels import qk_norm_rope_kernel
 from sage_kernels.qk_norm_rope import qk_norm_rope
 from sage_kernels.reference.qk_norm_rope import qk_norm_rope as reference
-from sage_kernels.spec.heads import Norm, Rope
-from tests.helpers.heads import CASES, HeadCase
+from sage_kernels.spec.qk_norm_rope import Norm, Rope
+from tests.helpers.qk_norm_rope import CASES, QKNormRopeCase
 
 LARGE = (
-    HeadCase((2, 1003, 30, 64), "layer"),
-    HeadCase((1, 1003, 24, 128), "rounded", "channels", -7),
-    HeadCase((1, 333, 40, 128), "tokens", "batch"),
-    HeadCase((2, 517, 32, 128), "", "own", halves=True, heads_first=True),
+    QKNormRopeCase((2, 1003, 30, 64), "layer"),
+    QKNormRopeCase((1, 1003, 24, 128), "rounded", "channels", -7),
+    QKNormRopeCase((1, 333, 40, 128), "tokens", "batch"),
+    QKNormRopeCase((2, 517, 32, 128), "", "own", halves=True, heads_first=True),
 )
 
 
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
-def test_repeated_calls_compute_the_reference(case: HeadCase, dtype: torch.dtype, repeated: list[object]):
+def test_repeated_calls_compute_the_reference(case: QKNormRopeCase, dtype: torch.dtype, repeated: list[object]):
     for _ in range(3):
         x, norm, rope = case.draw(dtype, "cuda")
-        assert head_kernel(x, norm, rope, grad=False).name == "qk_norm_rope"
+        assert qk_norm_rope_kernel(x, norm, rope, grad=False).name == "qk_norm_rope"
         case.judge(qk_norm_rope(x, norm, rope), x, norm, rope)
     assert len(repeated) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES + LARGE if not case.across_heads], ids=str)
-def test_gradients_match_the_reference(case: HeadCase, dtype: torch.dtype):
+def test_gradients_match_the_reference(case: QKNormRopeCase, dtype: torch.dtype):
     x, norm, rope = case.draw(dtype, "cuda")
     inputs = [one.requires_grad_() for one in (x, norm and norm.weight, norm and norm.bias) if one is not None]
     output = qk_norm_rope(x, norm, rope)
@@ -85,7 +85,7 @@ def test_what_the_kernel_does_not_take_runs_in_operators():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
     for other in (torch.stack((x, x), -1)[..., 0], torch._neg_view(-x)):
         qk_norm_rope(x, norm, rope)  # the kernel runs it
-        assert head_kernel(other, norm, rope, grad=False).name == "reference"
+        assert qk_norm_rope_kernel(other, norm, rope, grad=False).name == "reference"
         LARGE[1].judge(qk_norm_rope(other, norm, rope).contiguous(), x, norm, rope)
 
 

@@ -12,6 +12,28 @@ from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import Recipe, get_recipe
 
 
+def draw_tensors(
+    *, batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=90, head_dim=64, v_head_dim=32, dtype=torch.float32, means=False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw Q, K and V, the same each time; with `means`, each of their channels has its own mean."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        x = torch.randn(batch, *size, generator=generator)
+        return (x + torch.randn(size[-1], generator=generator) if means else x).to(dtype)
+
+    return draw(q_heads, q_len, head_dim), draw(kv_heads, kv_len, head_dim), draw(kv_heads, kv_len, v_head_dim)
+
+
+def draw_for_cache(tokens=300, head_dim=64, batch=2, group=2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw Q, K and V of two key heads, K with loud channels and a mean; the same each time."""
+    torch.manual_seed(tokens + head_dim)
+    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
+    query = torch.randn(batch, 2 * group, tokens, head_dim) / loud.sqrt()
+    key = torch.randn(batch, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
+    return query, key, torch.randn(batch, 2, tokens, head_dim) * 40
+
+
 def new_call(
     query: torch.Tensor,
     key: torch.Tensor,

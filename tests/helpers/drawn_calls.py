@@ -1,21 +1,15 @@
 """Drawn sequences of calls, each of whose outputs is compared with that of the same call on its own.
 
 A call's output, layout, flags and plan may depend on the call and on settings, never on what ran before, meanwhile, or
-in which tensors. A sequence is drawn from a seed. `python -m tests.helpers.drawn_calls --seconds 600 --device cuda`
-runs sequences of ascending seeds, prints each finding with the fewest steps that show it, and goes on.
+in which tensors. A sequence is drawn from a seed. `check` names the fewest steps that show a finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import faulthandler
 import random
-import sys
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -501,13 +495,13 @@ def _run_steps(program: Program, expected: Expected, device: torch.device, findi
             findings += [Finding(index, f"in the end, {what}") for what in compare_values(outcome, own)]
 
 
-def shrink(program: Program, device: torch.device, shows: Callable[[list[Finding]], bool]) -> Program:
-    """Return the program with the fewest steps and calls that still shows a finding."""
+def shrink(program: Program, device: torch.device) -> Program:
+    """Return the program with the fewest steps and calls that still has a finding."""
     changed = True
     while changed:
         changed = False
         for smaller in _smaller(program):
-            if shows(run(smaller, device)):
+            if run(smaller, device):
                 program, changed = smaller, True
                 break
     return program
@@ -532,7 +526,7 @@ def check(seed: int, device: torch.device) -> None:
     program = draw(seed, device)
     findings = run(program, device)
     if findings:
-        small = shrink(program, device, bool)
+        small = shrink(program, device)
         found = run(small, device) or findings
         raise AssertionError("\n".join([*dict.fromkeys(one.what for one in found), describe(small)]))
 
@@ -544,35 +538,3 @@ def describe(program: Program) -> str:
         kind = ", ".join(f"{field.name}={getattr(step.kind, field.name)}" for field in fields(Kind))
         lines.append(f"  {step.mode}, values {step.seeds} {step.inputs}{', freed' if step.freed else ''}: {kind}")
     return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run programs for some seconds; print each finding, and return 1 if there was one."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--programs", type=int, default=10**9, help="at most so many")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(argv)
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    device, end = torch.device(args.device), time.monotonic() + args.seconds
-    seen: Counter[str] = Counter()
-    seed = args.seed
-    while time.monotonic() < end and seed < args.seed + args.programs:
-        program = draw(seed, device)
-        print(f"seed {seed}", file=sys.stderr, flush=True)  # the last one, if the process dies
-        findings = run(program, device)
-        for what in dict.fromkeys(finding.what for finding in findings):
-            sort = what.split(":")[0].split(" differ")[0]
-            seen[sort] += 1
-            if seen[sort] <= 3:
-                small = shrink(program, device, lambda found, what=sort: any(f.what.startswith(what) for f in found))
-                print(f"{what}\n{describe(small)}", flush=True)
-        seed += 1
-    print(f"{seed - args.seed} programs; findings: {dict(seen) or 'none'}")
-    return 1 if seen else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_hf import record, sage_attention
-from sage_kernels.dispatch.examination import lse_tolerance, one_code
+from sage_kernels.dispatch.examination import code_error, lse_tolerance
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
@@ -91,7 +91,7 @@ def judge(query, key, value, recipe, *, mask=None, is_causal=False, scale=None, 
     if lse is not None:
         assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
         moved, tolerance = (lse - expected_lse)[expected_lse > -torch.inf].abs(), lse_tolerance(query, key, mask, scale)
-        assert (moved <= tolerance + one_code(query, key, RECIPES[recipe], scale)).all()
+        assert (moved <= tolerance + code_error(query, key, RECIPES[recipe], scale)).all()
         assert moved.numel() == 0 or moved.mean() <= tolerance
     return Error(*(per_head(x).sum().item() for x in (output - truth, expected - truth, truth)))
 

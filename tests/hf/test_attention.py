@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,16 +17,9 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.calls import draw_tensors
 
-
-def draw(q_heads=4, kv_heads=4, q_len=70, kv_len=90, head_dim=64, v_head_dim=64, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(2, q_heads, q_len, head_dim, generator=generator).to(dtype),
-        torch.randn(2, kv_heads, kv_len, head_dim, generator=generator).to(dtype),
-        torch.randn(2, kv_heads, kv_len, v_head_dim, generator=generator).to(dtype),
-    )
-
+draw = partial(draw_tensors, kv_heads=4, v_head_dim=64)
 
 MASKS = {
     "none": {},

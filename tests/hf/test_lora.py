@@ -21,8 +21,7 @@ def lora() -> "peft.LoraConfig":
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "mochi", "wan-i2v", "flux", "sd3", "unet", "lumina2"])
 def test_an_adapter_of_a_denoiser_counts_whether_loaded_before_or_after_the_switch(name):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     base = run(model, inputs)
 
     handle = sage_hf.apply(model, "exact")

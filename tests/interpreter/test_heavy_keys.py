@@ -1,6 +1,7 @@
 """Heavy keys in Triton's interpreter: both forward kernels and quantisers, against the reference."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from sage_kernels.spec import transforms
 from sage_kernels.spec.layout import Lengths, heavy_order
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
-from tests.helpers.calls import new_call, pack
+from tests.helpers.calls import draw_tensors, new_call, pack
 from tests.helpers.sinks import sink, uniform_but_where_sampled
 from tests.helpers.triton_calls import attend, quantize
 
@@ -32,13 +33,7 @@ SIZES = {
 }
 
 
-def draw(q_len=70, kv_len=150, *, batch=1, q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim))
-    return [
-        (torch.randn(batch, *shape, generator=generator) + torch.randn(shape[-1], generator=generator)).to(dtype)
-        for shape in shapes
-    ]
+draw = partial(draw_tensors, batch=1, q_heads=2, kv_heads=1, kv_len=150, v_head_dim=64, means=True)
 
 
 def run(inputs, recipe, **options):
@@ -122,7 +117,7 @@ def test_any_size_and_dtype_has_the_references_error(recipe, sizes):
 )
 def test_what_is_in_keys_that_no_row_sees_changes_nothing(recipe, kind, hidden):
     """NaN among the first keys, as padding on the left has."""
-    query, key, value = draw(20, q_heads=1)
+    query, key, value = draw(q_len=20, q_heads=1)
     allowed = (torch.arange(150) >= hidden).expand(1, 1, 1 if kind == "keys" else 20, 150)
     least = -torch.inf if kind == "additive" else -1e9
     mask = allowed if kind in ("keys", "bool") else torch.zeros(allowed.shape).masked_fill(~allowed, least)
@@ -168,13 +163,13 @@ def test_causal_rows_of_recent_and_heavy_keys_alone_are_exact(mask, heavy_keys):
 def test_causal_rows_have_the_references_error_before_and_behind_the_first_recent_key(mask, heavy_keys, offset):
     """The first block of rows has a tile in low bits, the second one two."""
     recipe = replace(RECIPES["sage3"], heavy_keys=heavy_keys)
-    inputs = draw(140, 400, head_dim=32, v_head_dim=48, dtype=torch.bfloat16)
+    inputs = draw(q_len=140, kv_len=400, head_dim=32, v_head_dim=48, dtype=torch.bfloat16)
     check(inputs, recipe, mask=masks(140, 400)[mask], is_causal=True, causal_offset=offset)
 
 
 @pytest.mark.parametrize("kind", ["padding", *(pytest.param(one, marks=pytest.mark.audit) for one in ("keys", "bool"))])
 def test_what_is_in_recent_keys_that_no_row_sees_changes_nothing(kind):
-    query, key, value = draw(20, q_heads=1)
+    query, key, value = draw(q_len=20, q_heads=1)
     allowed = ((torch.arange(150) < 100) | (torch.arange(150) >= 140)).expand(1, 1, 1 if kind == "keys" else 20, 150)
     mask = torch.zeros(allowed.shape).masked_fill(~allowed, -1e9) if kind == "padding" else allowed
     options = {"mask": mask, "is_causal": True, "causal_offset": 130}
@@ -191,7 +186,7 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe
     q_lengths, kv_lengths, used = (3, 20, 140, 5, 6), (10, 100, 300, 30, 9), (10, 64, 290, 0, 9)
     starts = pack(q_lengths), pack(kv_lengths)
     lengths = Lengths(*starts, 140, 300, torch.tensor(used, dtype=torch.int32))
-    inputs = draw(sum(q_lengths), sum(kv_lengths))
+    inputs = draw(q_len=sum(q_lengths), kv_len=sum(kv_lengths))
     inputs[1][:, :, 74:110] = torch.nan  # not used
     # Rows of short sequences see no key behind the first ones, or only recent ones; long ones have some in low bits.
     options = {"is_causal": is_causal, "causal_offset": {"sage1": 2, "sage3": 150}[recipe]}
@@ -252,7 +247,7 @@ def test_with_a_sink_the_error_is_much_smaller_than_without_heavy_keys(recipe, t
 )
 def test_keys_with_much_larger_scores_take_the_first_places(recipe, kind):
     """Grouped queries, a partial tile, sinks in the middle and at the end, some of which do not exist."""
-    query, key, value = draw(40, 203, batch=2, q_heads=2, kv_heads=1, head_dim=48)
+    query, key, value = draw(q_len=40, kv_len=203, batch=2, head_dim=48)
     query += 1.0
     for place, size in ((70, 3.0), (130, 4.0), (202, 2.0)):
         key[:, :, place] = size
@@ -277,7 +272,7 @@ def test_keys_with_much_larger_scores_take_the_first_places(recipe, kind):
 
 @pytest.mark.parametrize("recipe", ["sage2", "sage3"])
 def test_equal_keys_keep_their_places(recipe):
-    query, key, value = draw(20, 150)
+    query, key, value = draw(q_len=20)
     key = key[:, :, :1].expand_as(key)
     operands = quantize(new_call(query, key, value, RECIPES[recipe]))
     assert torch.equal(operands.heavy.value, value[:, :, :KEYS])
@@ -305,7 +300,7 @@ def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(late, pad
     ],
 )
 def test_sinks_behind_the_first_keys_are_late_keys_and_the_error_is_the_references(recipe, offset, kind):
-    query, key, value = draw(140, 203, batch=2, q_heads=2, kv_heads=1, head_dim=48)
+    query, key, value = draw(q_len=140, kv_len=203, batch=2, head_dim=48)
     query += 1.0
     for place, size in ((70, 3.0), (130, 4.0), (183, 2.0)):
         key[:, :, place] = size

@@ -1,6 +1,7 @@
 """The INT8 kernels in Triton's interpreter: operands to the bit, outputs against the reference."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.calls import new_call, pack
+from tests.helpers.calls import draw_tensors, new_call, pack
 from tests.helpers.codes import codes_agree, scales_agree
 from tests.helpers.triton_calls import attend, quantize
 
@@ -28,14 +29,7 @@ each_format_once = pytest.mark.parametrize(
 )
 
 
-def draw(*, batch=1, q_heads=4, kv_heads=2, q_len=70, kv_len=150, head_dim=64, v_head_dim=64, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, v_head_dim))
-    return [
-        (torch.randn(batch, *shape, generator=generator) + torch.randn(shape[-1], generator=generator)).to(dtype)
-        for shape in shapes
-    ]
-
+draw = partial(draw_tensors, batch=1, kv_len=150, v_head_dim=64, means=True)
 
 SIZES = {
     "float32": {},

@@ -12,6 +12,7 @@ from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_append, kv_decode
+from tests.helpers.calls import draw_for_cache
 
 decode = partial(kv_decode.decode, capability=(9, 0))
 CASES = [
@@ -26,11 +27,7 @@ CASES = [
 
 
 def draw(head_dim: int, group: int, tokens: int):
-    torch.manual_seed(tokens + head_dim)
-    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
-    query = torch.randn(2, 2 * group, tokens, head_dim) / loud.sqrt()
-    key = torch.randn(2, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
-    return [x.half() for x in (query, key, torch.randn(2, 2, tokens, head_dim) * 40)]
+    return [x.half() for x in draw_for_cache(tokens, head_dim, group=group)]
 
 
 def assert_same(one: KVCache, two: KVCache) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,17 +22,12 @@ from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 from sage_kernels.triton import registration
 from tests.helpers.blocks import as_mask, draw_blocks
+from tests.helpers.calls import draw_tensors
 
 SIZES = ((128, 128), (128, 64), (64, 64), (64, 128))
 
 
-def draw(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=330, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(batch, q_heads, q_len, 64, generator=generator).to(dtype),
-        torch.randn(batch, kv_heads, kv_len, 64, generator=generator).to(dtype),
-        torch.randn(batch, kv_heads, kv_len, 32, generator=generator).to(dtype),
-    )
+draw = partial(draw_tensors, q_len=300, kv_len=330)
 
 
 @pytest.mark.parametrize(("block_m", "block_n"), SIZES)

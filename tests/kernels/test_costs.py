@@ -195,17 +195,18 @@ def test_steps_of_decoding_do_without_cudnn_which_makes_a_plan_for_each_length(u
     assert select(grouped).kernel == "sdpa"  # else PyTorch would have its unfused attention only
 
 
-@pytest.mark.parametrize(("us", "runs"), [(50.0, cost_model.SPLIT_KV), (40.0, "sdpa_without_cudnn")])
-def test_steps_behind_a_growing_cache_share_keys_only_where_that_outweighs_preparing_each_length(use_table, us, runs):
+@pytest.mark.parametrize(
+    ("us", "other", "other_us", "runs"),
+    [
+        (50.0, cost_model.SPLIT_KV, 10.0, cost_model.SPLIT_KV),
+        (40.0, cost_model.SPLIT_KV, 10.0, "sdpa_without_cudnn"),  # preparing each length outweighs the gain
+        (50.0, "fa3", 40.0, "fa3"),  # which takes any length
+    ],
+)
+def test_steps_behind_a_growing_cache_run_by_what_is_faster_with_its_preparation(use_table, us, other, other_us, runs):
     few = {"regime": "few queries"}
-    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(cost_model.SPLIT_KV, launch=10.0, **few))
-    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), [cost_model.SPLIT_KV]) == runs
-
-
-def test_flash_attention_3_takes_any_length_so_steps_run_by_it_where_it_is_faster(use_table):
-    few = {"regime": "few queries"}
-    use_table(LOW_BIT, curve("flash", launch=50.0, **few), curve("fa3", launch=40.0, **few))
-    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), ["fa3"]) == "fa3"
+    use_table(LOW_BIT, curve("flash", launch=us, **few), curve(other, launch=other_us, **few))
+    assert cost_model.fastest_exact(replace(REQUEST, q_len=1), [other]) == runs
 
 
 @pytest.mark.parametrize(("pytorch_us", "fa3_us", "runs"), [(80, 60, "fa3"), (50, 30, "fa3"), (40, 20, "sdpa")])

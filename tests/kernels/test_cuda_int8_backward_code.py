@@ -146,28 +146,6 @@ def test_serves_the_recipes_with_gradients_in_16_bit():
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_len", "kv_len", "is_causal", "parts"),
-    [
-        (64, 8192, 8192, False, 8),  # 4 of 4096 blocks are left for 132 multiprocessors
-        (30, 17776, 17776, False, 1),  # 78 are: a second part of each would have to wait
-        (64, 8192, 8192, True, 1),
-        (33, 8192, 512, False, 1),  # none is
-        (8, 8192, 1024, True, 4),  # 64 blocks, on average half as long as the longest
-        (16, 1024, 1024, True, 1),  # 128 blocks, too short to split
-        (16, 4096, 1024, True, 2),
-        (8, 1024, 1024, False, 2),
-        (2, 1024, 128, False, 4),  # of 16 tiles
-        (2, 64, 128, False, 1),
-    ],
-)
-def test_the_last_blocks_of_keys_are_split_where_multiprocessors_would_wait(heads, q_len, kv_len, is_causal, parts):
-    query, key = (torch.empty(1, heads, n, 64, dtype=torch.bfloat16, device="meta") for n in (q_len, kv_len))
-    saved = Saved(*empty_saved(Call(query, key, key, RECIPES["sage_bwd"]), torch.empty(1, heads, q_len, device="meta")))
-    call = BackwardCall(query, key, query, saved, 64, RECIPES["sage_bwd"], Mask.of_keys(None), is_causal)
-    assert int8_backward.parts_of_last(call, 132) == parts
-
-
-@pytest.mark.parametrize(
     ("head_dim", "repeats", "padded", "is_causal"), product((64, 128), (False, True), (False, True), (False, True))
 )
 def test_kernels_compile_beforehand_and_calls_only_allocate_and_launch(

@@ -9,14 +9,7 @@ import torch
 from sage_kernels import kv_cache
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.spec.kv_cache import FORMATS, SINKS, WINDOW, KVCache, get_format
-
-
-def draw(tokens: int = 300, head_dim: int = 64, batch: int = 2):
-    torch.manual_seed(tokens + head_dim)
-    loud = torch.where(torch.arange(head_dim) % 16 == 3, 6.0, 1.0)
-    query = torch.randn(batch, 4, tokens, head_dim) / loud.sqrt()
-    key = torch.randn(batch, 2, tokens, head_dim) * loud + 3 * torch.randn(1, 2, 1, head_dim)
-    return query, key, torch.randn(batch, 2, tokens, head_dim) * 40
+from tests.helpers.calls import draw_for_cache
 
 
 def fill(format: str, query, key, value, valid=None, step: int | None = None) -> KVCache:
@@ -43,7 +36,7 @@ def exact(query, key, value, valid=None):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("format", FORMATS)
 def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_step(format, head_dim):
-    query, key, value = draw(head_dim=head_dim)
+    query, key, value = draw_for_cache(head_dim=head_dim)
     cache = fill(format, query, key, value)
     for which, found, x in zip(("key", "value"), reference.read_all(cache, torch.float64), (key, value), strict=True):
         rows = reference.transform_key(cache, x) if which == "key" else reference.transform_value(cache, x)
@@ -63,7 +56,7 @@ def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_ste
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
-    query, key, value = draw()
+    query, key, value = draw_for_cache()
     cache = fill(format, query[:, :, :100], key[:, :, :100], value[:, :, :100])
     other = fill(format, query[:, :, :100], key[:, :, :100], value[:, :, :100])
     for start in range(100, 300):
@@ -76,7 +69,7 @@ def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
-    query, key, value = draw()
+    query, key, value = draw_for_cache()
     valid = torch.ones(2, 300, dtype=torch.bool)
     valid[0, :17] = valid[1, 120:130] = False
     cache = fill(format, query[:, :, :290], key[:, :, :290], value[:, :, :290], valid[:, :290])
@@ -89,7 +82,7 @@ def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
 
 
 def test_values_behind_first_ones_that_are_nearly_zero_are_stored():
-    query, key, value = draw()
+    query, key, value = draw_for_cache()
     value[:, :, :1] *= 1e-8
     cache = KVCache(get_format("int8"), key)
     for part in (slice(0, 1), slice(1, 300)):
@@ -100,7 +93,7 @@ def test_values_behind_first_ones_that_are_nearly_zero_are_stored():
 
 
 def test_rows_without_a_key_are_zero():
-    query, key, value = draw(70)
+    query, key, value = draw_for_cache(70)
     cache = fill("int4", query[:, :, :69], key[:, :, :69], value[:, :, :69])
     output, _, _ = kv_cache.decode(
         cache, *(x[:, :, 69:] for x in (query, key, value)), torch.zeros(2, 70, dtype=torch.bool), 0.125
@@ -110,7 +103,7 @@ def test_rows_without_a_key_are_zero():
 
 @pytest.mark.parametrize("removed", [1, 40, 64, 150, 299])
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
-    query, key, value = draw(300)
+    query, key, value = draw_for_cache(300)
     cache = fill("int8", query, key, value, step=50)
     cache.crop(300 - removed)
     kept = 300 - removed
@@ -124,7 +117,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
 
 
 def test_sequences_are_selected_repeated_and_dropped():
-    query, key, value = draw(200)
+    query, key, value = draw_for_cache(200)
     cache = fill("nvfp4", query, key, value)
     before = reference.read_all(cache)
     cache.select(torch.tensor([1, 1, 0]))
@@ -133,14 +126,14 @@ def test_sequences_are_selected_repeated_and_dropped():
 
 
 def test_few_bits_take_few_bytes():
-    query, key, value = draw(4096, head_dim=128, batch=1)
+    query, key, value = draw_for_cache(4096, head_dim=128, batch=1)
     sixteen = 2 * 2 * key.numel()
     for format, ratio in (("int8", 1.7), ("int4", 3.0), ("nvfp4", 2.9)):
         assert fill(format, query, key, value).bytes * ratio < sixteen
 
 
 def test_more_tokens_than_there_are_cannot_be_kept():
-    query, key, value = draw(70)
+    query, key, value = draw_for_cache(70)
     cache = fill("int8", query, key, value)
     with pytest.raises(ValueError, match="71 of 70 tokens cannot be kept"):
         cache.crop(71)
@@ -152,7 +145,7 @@ def test_more_tokens_than_there_are_cannot_be_kept():
     "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"]
 )
 def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
-    query, key, value = draw(200)
+    query, key, value = draw_for_cache(200)
     cache = fill(format, query, key, value)
     before = reference.read_all(cache)
     other = copied(cache)
@@ -165,7 +158,7 @@ def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
 
 def misfits():
     """Return, by name of a fault: query, key, value and valid of one token behind a cache of 100, and the message."""
-    good = {name: x[:, :, :1] for name, x in zip(("query", "key", "value"), draw(100), strict=True)}
+    good = {name: x[:, :, :1] for name, x in zip(("query", "key", "value"), draw_for_cache(100), strict=True)}
     meta = good["key"].to("meta")
     return {
         "batch": (good | {"key": good["key"][:1]}, r"key and value must be \(2, 2, tokens, 64\).* got \(1, 2, 1, 64\)"),
@@ -185,7 +178,7 @@ def misfits():
 
 @pytest.mark.parametrize("wrong", misfits())
 def test_tensors_of_another_size_dtype_or_device_are_refused_and_leave_the_cache(wrong):
-    cache = fill("int4", *draw(100))
+    cache = fill("int4", *draw_for_cache(100))
     tensors, message = misfits()[wrong]
     tensors = {"valid": None} | tensors
     with pytest.raises(ValueError, match=message):
@@ -196,7 +189,7 @@ def test_tensors_of_another_size_dtype_or_device_are_refused_and_leave_the_cache
 
 
 def test_decoding_needs_a_past_few_tokens_a_scale_and_a_mask_of_bools():
-    query, key, value = draw(100)
+    query, key, value = draw_for_cache(100)
     last = [x[:, :, 99:] for x in (query, key, value)]
     cache = fill("int8", query, key, value)
     with pytest.raises(ValueError, match="after at least 1"):

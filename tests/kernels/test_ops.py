@@ -16,16 +16,7 @@ from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
-from tests.helpers.calls import new_call, pack
-
-
-def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32):
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(2, q_heads, q_len, 64, generator=generator).to(dtype),
-        torch.randn(2, kv_heads, kv_len, 64, generator=generator).to(dtype),
-        torch.randn(2, kv_heads, kv_len, v_head_dim, generator=generator).to(dtype),
-    )
+from tests.helpers.calls import draw_tensors, new_call, pack
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16])
@@ -41,26 +32,27 @@ def test_opcheck_passes(dtype, recipe, return_lse):
     for mask, is_causal in ((None, True), (keys, False)):
         options = Options(is_causal, recipe=recipe, return_lse=return_lse)
         torch.library.opcheck(
-            torch.ops.sage_kernels.attention.default, (*draw(dtype=dtype), mask, *Arguments.of(None, None, options))
+            torch.ops.sage_kernels.attention.default,
+            (*draw_tensors(dtype=dtype), mask, *Arguments.of(None, None, options)),
         )
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "exact"])
 def test_the_output_is_laid_out_so_that_merging_heads_is_free(recipe):
-    output, _ = ops.attention(*draw(), recipe=recipe)
+    output, _ = ops.attention(*draw_tensors(), recipe=recipe)
     assert output.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("recipe", ["sage3", "sage_bwd"])
 def test_backward_raises_instead_of_cutting_the_gradient(recipe):
-    query, key, value = draw()
+    query, key, value = draw_tensors()
     output, _ = ops.attention(query.requires_grad_(), key, value, recipe=recipe)
     with pytest.raises(NotImplementedError, match="forward only"):
         output.sum().backward()
 
 
 def test_forward_mode_raises_instead_of_cutting_the_tangent():
-    query, key, value = draw()
+    query, key, value = draw_tensors()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: ops.attention(x, key, value)[0], (query,), (query,))
     packed, sequences = [x[0].transpose(0, 1) for x in (query, key, value)], (pack([70]), pack([90]), 70, 90)
@@ -72,7 +64,7 @@ def test_forward_mode_raises_instead_of_cutting_the_tangent():
 @pytest.mark.parametrize("offset", [0, 20, -30])
 def test_a_causal_offset_moves_the_diagonal(recipe, offset):
     """20 = kv_len - q_len: aligned lower right, as decoding is. The first 30 rows of -30 may attend to nothing."""
-    inputs = draw()
+    inputs = draw_tensors()
     seen = torch.ones(70, 90, dtype=torch.bool).tril(offset)
     output, lse = ops.attention(*inputs, is_causal=True, causal_offset=offset, recipe=recipe, return_lse=True)
     truth, truth_lse = sdpa.attention(*inputs, mask=seen[None, None])
@@ -87,7 +79,7 @@ def test_a_causal_offset_moves_the_diagonal(recipe, offset):
 
 
 def test_pytorchs_causal_bias_moves_the_diagonal_too():
-    inputs = draw()
+    inputs = draw_tensors()
     expected = ops.attention(*inputs, is_causal=True, causal_offset=20, recipe="sage1")[0]
     assert torch.equal(ops.attention(*inputs, mask=causal_lower_right(70, 90), recipe="sage1")[0], expected)
 
@@ -119,7 +111,7 @@ def test_packed_sequences_match_separate_sequences(recipe, is_causal):
 
 
 def test_opcheck_passes_for_packed_sequences():
-    inputs = [x[:1] for x in draw()]
+    inputs = [x[:1] for x in draw_tensors()]
     lengths = Lengths(pack([30, 40]), pack([50, 40]), 40, 50, torch.tensor([45, 40], dtype=torch.int32))
     arguments = Arguments.of(None, lengths, Options(True, recipe="sage2", return_lse=True))
     torch.library.opcheck(torch.ops.sage_kernels.attention.default, (*inputs, None, *arguments))
@@ -139,7 +131,7 @@ KINDS = {
 @pytest.mark.parametrize(("change", "message"), KINDS.values(), ids=KINDS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_kinds_of_tensors_are_refused_with_what_is_taken(entry, change, message):
-    inputs = draw()
+    inputs = draw_tensors()
     lengths = ()
     if entry in (ops.packed_attention, training.packed_attention):
         inputs, lengths = [x[0].transpose(0, 1) for x in inputs], (pack([70]), pack([90]), 70, 90)
@@ -154,7 +146,7 @@ def test_a_mask_of_another_kind_is_refused():
     mask = torch.ones(2, 1, 1, 90, dtype=torch.int32)
     for bad in (mask, mask.bool().to_sparse()):
         with pytest.raises(TypeError, match=r"mask is a .*expected a dense one, bool"):
-            ops.attention(*draw(), mask=bad)
+            ops.attention(*draw_tensors(), mask=bad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

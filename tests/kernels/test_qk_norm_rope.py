@@ -1,4 +1,4 @@
-"""Norm and rotation of heads: the specification against PyTorch and complex numbers, and the door."""
+"""QK-norm and RoPE: the specification against PyTorch and complex numbers, and the entry point."""
 
 from functools import partial
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import qk_norm_rope as door
+from sage_kernels import qk_norm_rope as entry
 from sage_kernels.qk_norm_rope import qk_norm_rope
 from sage_kernels.reference import qk_norm_rope as reference
-from sage_kernels.spec.heads import Norm, Rope
-from tests.helpers.heads import CASES, HeadCase
+from sage_kernels.spec.qk_norm_rope import Norm, Rope
+from tests.helpers.qk_norm_rope import CASES, QKNormRopeCase
 
 SIZES = 2, 7, 3, 16
 
@@ -32,7 +32,7 @@ def test_norms_match_pytorch(across_heads):
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_the_rotation_is_a_product_of_complex_numbers(halves, repeated):
+def test_rope_is_a_product_of_complex_numbers(halves, repeated):
     x, angles = draw(), draw(7, 8)
     pairs = x.unflatten(-1, (2, 8)).transpose(-1, -2) if halves else x.unflatten(-1, (8, 2))
     turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(7, 8).double(), angles)[:, None]
@@ -40,24 +40,24 @@ def test_the_rotation_is_a_product_of_complex_numbers(halves, repeated):
     expected = expected.transpose(-1, -2).flatten(-2) if halves else expected.flatten(-2)
     if repeated:
         angles = torch.cat((angles, angles), -1) if halves else angles.repeat_interleave(2, -1)
-    torch.testing.assert_close(reference.rotate(x, Rope(angles.cos(), angles.sin(), halves=halves)), expected)
+    torch.testing.assert_close(reference.apply_rope(x, Rope(angles.cos(), angles.sin(), halves=halves)), expected)
 
 
 @pytest.mark.parametrize("offset", [-9, -3, 0, 2, 9])
 def test_tokens_without_a_row_are_not_rotated(offset):
     x, angles = draw(), draw(5, 8)
-    output = reference.rotate(x, Rope(angles.cos(), angles.sin(), offset))
+    output = reference.apply_rope(x, Rope(angles.cos(), angles.sin(), offset))
     for token in range(7):
         row = token + offset
         one = x[:, token : token + 1]
         if 0 <= row < 5:
             table = angles[row : row + 1]
-            one = reference.rotate(one, Rope(table.cos(), table.sin()))
+            one = reference.apply_rope(one, Rope(table.cos(), table.sin()))
         assert torch.equal(output[:, token : token + 1], one)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_door_runs_the_reference_on_a_cpu(case: HeadCase):
+def test_the_entry_point_runs_the_reference_on_a_cpu(case: QKNormRopeCase):
     x, norm, rope = case.draw(torch.bfloat16)
     assert torch.equal(qk_norm_rope(x, norm, rope), reference.qk_norm_rope(x, norm, rope))
 
@@ -95,7 +95,7 @@ def test_a_wrong_grid_or_sparsity_is_refused(norm, rope, message):
 
 def test_tensors_on_several_devices_are_refused():
     weight = draw(16).to("meta")
-    with pytest.raises(ValueError, match="x is on cpu, and norm or rotation on meta"):
+    with pytest.raises(ValueError, match="x is on cpu, and norm or RoPE on meta"):
         qk_norm_rope(draw(), Norm("rms", 1e-5, weight))
 
 
@@ -121,7 +121,7 @@ def test_no_tokens_give_no_tokens():
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_tensor_whose_memory_was_freed_is_refused(known):
-    x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
+    x, norm, rope = QKNormRopeCase(SIZES, "layer", "channels").draw(torch.bfloat16)
     for _ in range(3 * known):
         qk_norm_rope(x, norm, rope)
     for freed in (x, norm.weight, rope.cosine):
@@ -151,8 +151,8 @@ def transformed(x, norm, rope):
 
 
 def test_inside_of_transforms_pytorchs_operators_run(monkeypatch):
-    x, norm, rope = HeadCase(SIZES, "layer", "channels").draw(torch.bfloat16)
+    x, norm, rope = QKNormRopeCase(SIZES, "layer", "channels").draw(torch.bfloat16)
     expected = transformed(x, norm, rope)
-    monkeypatch.setattr(door, "head_kernel", None)  # no other kernel is asked for
+    monkeypatch.setattr(entry, "qk_norm_rope_kernel", None)  # no other kernel is asked for
     for own, theirs in zip(transformed(x, norm, rope), expected, strict=True):
         assert torch.equal(own, theirs)

@@ -1,4 +1,4 @@
-"""Machine code of norm and rotation on every architecture: 16 bytes at a time, and no spills. `make audit`."""
+"""Machine code of norm and RoPE on every architecture: 16 bytes at a time, and no spills. `make audit`."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.language.launch import recording
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import qk_norm_rope
-from tests.helpers.heads import HeadCase
+from tests.helpers.qk_norm_rope import QKNormRopeCase
 
 pytestmark = [
     pytest.mark.audit,
@@ -16,12 +16,12 @@ pytestmark = [
 ]
 
 CASES = (
-    HeadCase((1, 64, 24, 128), "rounded", "channels"),
-    HeadCase((2, 64, 30, 64), "layer"),
-    HeadCase((1, 64, 40, 128), "tokens", "batch"),
-    HeadCase((1, 64, 24, 128), "bare", "heads"),
-    HeadCase((1, 64, 24, 128), "rms", "complex"),
-    HeadCase((1, 64, 32, 128), "", "own", halves=True, heads_first=True),
+    QKNormRopeCase((1, 64, 24, 128), "rounded", "channels"),
+    QKNormRopeCase((2, 64, 30, 64), "layer"),
+    QKNormRopeCase((1, 64, 40, 128), "tokens", "batch"),
+    QKNormRopeCase((1, 64, 24, 128), "bare", "heads"),
+    QKNormRopeCase((1, 64, 24, 128), "rms", "complex"),
+    QKNormRopeCase((1, 64, 32, 128), "", "own", halves=True, heads_first=True),
 )
 
 

@@ -9,11 +9,19 @@ import torch
 import sage_hf
 from sage_hf import record
 from sage_kernels import kv_cache
-from sage_kernels.dispatch import examination, execution, head_kernels, kv_kernels, registry, self_check, verdicts
+from sage_kernels.dispatch import (
+    examination,
+    execution,
+    kv_kernels,
+    qk_norm_rope_kernels,
+    registry,
+    self_check,
+    verdicts,
+)
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
-from sage_kernels.reference.registration import ReferenceForward, ReferenceHeadKernel, ReferenceKVKernel
+from sage_kernels.reference.registration import ReferenceForward, ReferenceKVKernel, ReferenceQKNormRopeKernel
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import StandInBackward, StandInForward, StandInQuantizer, StandInTraining, only_the_reference
@@ -171,7 +179,7 @@ def test_it_checks_gradients_in_any_mode(mode, ran):
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     with mode(), torch.autocast("cpu", torch.bfloat16):
         assert execution.choose(TRAINING, "native").backward != "wrong"
-        assert examination.examine_heads(64, torch.device("cpu")).reason == ""
+        assert examination.examine_qk_norm_rope(64, torch.device("cpu")).reason == ""
 
 
 def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
@@ -238,7 +246,7 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
     assert torch.equal(output, registry.get_forward("reference").attend(call, None)[0])
 
 
-class DoubledHeads(ReferenceHeadKernel):
+class DoubledQKNormRope(ReferenceQKNormRopeKernel):
     """Returns heads twice as large."""
 
     name = "qk_norm_rope"
@@ -251,13 +259,14 @@ class DoubledHeads(ReferenceHeadKernel):
 
 
 def test_a_wrong_kernel_of_norms_gives_way_to_pytorchs_operators(monkeypatch):
-    monkeypatch.setattr(head_kernels, "_kernels", {"qk_norm_rope": DoubledHeads(), "reference": ReferenceHeadKernel()})
+    kernels = {"qk_norm_rope": DoubledQKNormRope(), "reference": ReferenceQKNormRopeKernel()}
+    monkeypatch.setattr(qk_norm_rope_kernels, "_kernels", kernels)
     x = torch.randn(2, 5, 3, 64).bfloat16()
-    assert head_kernels.head_kernel(x, None, None, grad=False).name == "qk_norm_rope"
-    found = examination.examine_heads(64, torch.device("cpu"))
+    assert qk_norm_rope_kernels.qk_norm_rope_kernel(x, None, None, grad=False).name == "qk_norm_rope"
+    found = examination.examine_qk_norm_rope(64, torch.device("cpu"))
     assert found.kernel == "qk_norm_rope" and "that rounding explains" in found.reason
-    assert not self_check.keep_one(found, verdicts.HEADS, 64, None)
-    assert head_kernels.head_kernel(x, None, None, grad=False).name == "reference"
+    assert not self_check.keep_one(found, verdicts.QK_NORM_ROPE, 64, None)
+    assert qk_norm_rope_kernels.qk_norm_rope_kernel(x, None, None, grad=False).name == "reference"
 
 
 class WrongCache(ReferenceKVKernel):

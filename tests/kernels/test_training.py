@@ -21,7 +21,7 @@ from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
-from tests.helpers.calls import new_backward_call, new_call, pack
+from tests.helpers.calls import draw_tensors, new_backward_call, new_call, pack
 from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
@@ -30,10 +30,8 @@ NO_BLOCKS = (None, None, 0, 0)
 NOTHING_PACKED = (None, None, 0, 0, None)
 
 
-def draw(q_heads=4, kv_heads=2, q_len=70, kv_len=90, dtype=torch.float32, v_head_dim=32, batch=2, grad=True):
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((q_heads, q_len, 64), (kv_heads, kv_len, 64), (kv_heads, kv_len, v_head_dim))
-    return [torch.randn(batch, *size, generator=generator).to(dtype).requires_grad_(grad) for size in sizes]
+def draw(grad=True, **sizes):
+    return [x.requires_grad_(grad) for x in draw_tensors(**sizes)]
 
 
 def output_gradient(output):

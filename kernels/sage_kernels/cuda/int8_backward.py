@@ -32,8 +32,7 @@ from ..spec.call import BackwardCall
 from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, ceil_div, is_aligned, power_of_two
 from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe
-from . import tokens
-from .item_order import last_parts
+from . import item_order, tokens
 from .launch import Kernel, Source, compile_together, launch
 from .padding import key_padding
 from .parameters import (
@@ -70,15 +69,6 @@ FLOAT16_KEYS = 2**15
 """Keys up to which dQ may be summed in float16."""
 SUMS = {torch.float32: "FLOAT32_SUMS", torch.float16: "FLOAT16_SUMS", torch.int32: "INT32_SUMS"}
 """Names in CUDA C++ of the dtypes in which dQ is summed."""
-HEADS_AT_ONCE = 4
-"""Heads of Q whose blocks are taken in turn, if there are many rounds of the multiprocessors."""
-FEW_ROUNDS = 4
-"""Rounds up to which the blocks of all heads may be taken in turn."""
-MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
-STEPS_OF_CAUSAL_PART = 32
-"""Fewest tiles of a part of the longest block of a causal call with one round."""
-SUMS_BYTES = 32 * 2**20
-"""Bytes of sums of dQ to which blocks may add at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
 
 @dataclass(slots=True)
@@ -381,44 +371,6 @@ def unsupported(request: Request) -> str:
     return needed.backward.source.unavailable() or needed.finish.source.unavailable()
 
 
-def heads_at_once(call: BackwardCall, blocks_at_once: int) -> int:
-    """Return the number of heads of K whose blocks are taken in turn.
-
-    Blocks of a causal head differ in length: taken head after head, the longest blocks of the last heads would start
-    when all others end, which matters if there are few rounds. More heads at once add to more sums, which should stay
-    in the cache. Equal numbers of heads are taken in turn, unless that would halve them.
-    """
-    if not call.is_causal:
-        return 1
-    kv_heads = call.value.shape[1]
-    group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
-    summed_in = sums_dtype(call.channels, call.value.dtype, call.kv_len)
-    max_heads = SUMS_BYTES // (summed_in.itemsize * group * call.channels * call.q_len)
-    if call.token_axes[1].blocks * heads > FEW_ROUNDS * blocks_at_once:
-        return max(1, min(HEADS_AT_ONCE // group, max_heads))
-    max_heads = max(1, min(heads, max_heads))
-    divisor = next(count for count in range(max_heads, 0, -1) if heads % count == 0)
-    return divisor if 2 * divisor >= max_heads else max_heads
-
-
-def parts_of_last(call: BackwardCall, blocks_at_once: int) -> int:
-    """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
-
-    Blocks of a causal call with more than one round are short, so they are not split. In one round the longest block
-    takes as long as the call, and twice as long as blocks take on average.
-    """
-    queries, keys = call.token_axes
-    q_heads, kv_heads = call.output.shape[1], call.value.shape[1]
-    blocks = keys.blocks * call.batch * kv_heads
-    if call.is_causal and blocks > blocks_at_once:
-        return 1
-    steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
-    parts = last_parts(blocks, blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
-    if not call.is_causal:
-        return parts
-    return max(parts, last_parts(blocks, 2 * blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_CAUSAL_PART))))
-
-
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of Q, K and V of a call that `registration.HopperFusedBackward` serves.
 
@@ -458,11 +410,14 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     of_queries = saved.lse.new_empty((*saved.query_scale.shape, statistics_per_query(summed_in)))
     sums = torch.empty_like(saved.query, dtype=summed_in)
     blocks_at_once = multiprocessors(call.value.get_device())
-    blocks, parts, partials = keys.blocks * call.batch * kv_heads, parts_of_last(call, blocks_at_once), None
+    steps = ceil_div(queries.tokens, TILE) * (q_heads // kv_heads)
+    blocks, partials = keys.blocks * call.batch * kv_heads, None
+    parts = item_order.parts_of_key_blocks(call, blocks_at_once, steps)
     split_blocks = blocks % blocks_at_once or blocks if parts > 1 else 0
     if split_blocks:
         partials = saved.lse.new_empty((split_blocks, parts, 2, BLOCK, channels))
-    order = Order(call.batch * kv_heads, kv_heads, heads_at_once(call, blocks_at_once), blocks - split_blocks)
+    heads_at_once = item_order.key_heads_at_once(call, blocks_at_once, summed_in.itemsize)
+    order = Order(call.batch * kv_heads, kv_heads, heads_at_once, blocks - split_blocks)
 
     restoring = _restoring(call.recipe, saved)
     valid, spans, valid_stride, spans_stride = _padding(padding)

@@ -1,13 +1,25 @@
-"""Order of the forward kernel's items, and their parts."""
+"""Order of the items of Hopper's INT8 kernels, and the parts of the last items.
+
+An item of the forward kernel is a block of queries of one head; an item of the backward kernel, a block of keys.
+"""
 
 from __future__ import annotations
 
-from ..spec.call import Call
+from ..spec.call import BackwardCall, Call
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for keys and values that blocks read at the same time
 LONG_KV_LEN = 8192  # keys
 LONG_BYTES = 12 * 2**20  # the same for causal calls with so many keys
+HEADS_AT_ONCE = 4
+"""Heads of Q whose blocks are taken in turn, if there are many rounds of the multiprocessors."""
+FEW_ROUNDS = 4
+"""Rounds up to which the blocks of all heads may be taken in turn."""
+MOST_PARTS, STEPS_OF_PART = 8, 4  # most parts of a block of keys (their partial sums are added); fewest tiles of a part
+STEPS_OF_CAUSAL_PART = 32
+"""Fewest tiles of a part of the longest block of a causal call with one round."""
+SUMS_BYTES = 32 * 2**20
+"""Bytes of sums of dQ to which blocks may add at the same time: the cache adds 3.0 TB/s, memory 1.1 to 1.4."""
 
 
 def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
@@ -29,10 +41,49 @@ def heads_at_once(call: Call) -> int:
     return max(2, heads_in_cache(call, LONG_BYTES))
 
 
-def last_parts(items: int, blocks: int, warpgroups: int) -> int:
+def last_parts(items: int, blocks: int, max_parts: int) -> int:
     """Return into how many parts to split the items that remain for a last round of so many blocks.
 
-    Each part has the rows of some of an item's warpgroups; with fewer warpgroups a block takes less time.
+    A part takes less time than its item: it has the rows of some warpgroups, or some of the tiles.
     """
     last_items = items % blocks
-    return min(warpgroups, blocks // last_items) if last_items else 1
+    return min(max_parts, blocks // last_items) if last_items else 1
+
+
+def key_heads_at_once(call: BackwardCall, blocks_at_once: int, bytes_of_sum: int) -> int:
+    """Return the number of heads of K whose blocks are taken in turn; dQ is summed in numbers of so many bytes.
+
+    Blocks of a causal head differ in length: taken head after head, the longest blocks of the last heads would start
+    when all others end, which matters if there are few rounds. More heads at once add to more sums, which should stay
+    in the cache. Equal numbers of heads are taken in turn, unless that would halve them.
+    """
+    if not call.is_causal:
+        return 1
+    kv_heads = call.value.shape[1]
+    group, heads = call.output.shape[1] // kv_heads, call.batch * kv_heads
+    max_heads = SUMS_BYTES // (bytes_of_sum * group * call.channels * call.q_len)
+    if call.token_axes[1].blocks * heads > FEW_ROUNDS * blocks_at_once:
+        return max(1, min(HEADS_AT_ONCE // group, max_heads))
+    max_heads = max(1, min(heads, max_heads))
+    divisor = next(count for count in range(max_heads, 0, -1) if heads % count == 0)
+    return divisor if 2 * divisor >= max_heads else max_heads
+
+
+def parts_of_key_blocks(call: BackwardCall, blocks_at_once: int, steps: int) -> int:
+    """Return into how many parts to split the blocks of keys that remain for a last round of the multiprocessors.
+
+    Blocks of a causal call with more than one round are short, so they are not split. In one round the longest block
+    takes as long as the call, and twice as long as blocks take on average.
+
+    Args:
+        call: the call.
+        blocks_at_once: number of blocks that run at the same time.
+        steps: number of tiles of queries that attend to the same keys.
+    """
+    blocks = call.token_axes[1].blocks * call.batch * call.value.shape[1]
+    if call.is_causal and blocks > blocks_at_once:
+        return 1
+    parts = last_parts(blocks, blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_PART)))
+    if not call.is_causal:
+        return parts
+    return max(parts, last_parts(blocks, 2 * blocks_at_once, max(1, min(MOST_PARTS, steps // STEPS_OF_CAUSAL_PART))))

@@ -23,8 +23,6 @@ from .plan import KernelUnavailableError, Plan
 from .request import Request
 from .select import routing, select
 
-DROPOUT = "attention dropout is computed by exact attention alone"
-
 
 def decide(
     query: torch.Tensor,
@@ -67,7 +65,7 @@ def _why_exact(
     if recipe == "exact":
         return ""
     if options.dropout_p:
-        return DROPOUT
+        return f"{recipe} computes no attention dropout"
     if not wants_gradient:
         return ""
     if get_recipe(recipe).backward is None:

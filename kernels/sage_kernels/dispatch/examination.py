@@ -18,14 +18,14 @@ from ..exact.gradients import exact_gradients
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
-from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache, get_format
 from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
+from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import Recipe, get_recipe
 from . import kv_kernels
-from .head_kernels import head_kernel, reference_kernel
 from .plan import Plan
+from .qk_norm_rope_kernels import qk_norm_rope_kernel, reference_kernel
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -151,17 +151,17 @@ def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
     Raises:
         OutOfMemoryError: the device has no room for the case, which takes some megabytes.
     """
-    verdict = _try(plan.kernel, case, device, plan.kernel, plan.quantizer)
+    verdict = _judge_kernel(plan.kernel, case, device, plan.kernel, plan.quantizer)
     if verdict.reason:
         request = replace(plan.request, recipe=plan.recipe)
         others = [name for name in fitting_quantizers(plan.kernel, request) if name != plan.quantizer]
-        blames_quantizer = any(_is_right(plan.kernel, other, case, device) for other in others)
+        blames_quantizer = any(_forward_is_correct(plan.kernel, other, case, device) for other in others)
         return [verdict._replace(kernel=plan.quantizer) if blames_quantizer else verdict]
     verdicts = [verdict]
     if plan.quantizer:
         verdicts.append(verdict._replace(kernel=plan.quantizer))
     if plan.backward:
-        verdicts.append(_try(plan.backward, case, device, plan.kernel, plan.quantizer, plan.backward))
+        verdicts.append(_judge_kernel(plan.backward, case, device, plan.kernel, plan.quantizer, plan.backward))
     return verdicts
 
 
@@ -169,7 +169,7 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
     """Run a kernel of exact attention on a case, and compare it with PyTorch's."""
     exact_kernel = get_exact(kernel)
     assert exact_kernel is not None
-    with _plainly(device):
+    with _in_default_modes(device):
         call = case.draw(device)
         tensors, mask = (call.query, call.key, call.value), call.mask.tensor
         if call.is_causal:
@@ -179,24 +179,24 @@ def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
         noise = uncertainty(call, None, 0.0)[0]
 
         def distance(output: torch.Tensor) -> float:
-            return _of_head(output, expected, truth, noise, 0.0)
+            return _head_distance(output, expected, truth, noise, 0.0)
 
         return _judge(kernel, lambda: exact_kernel.attend(call), distance, device)
 
 
-def examine_heads(head_dim: int, device: torch.device) -> Verdict:
+def examine_qk_norm_rope(head_dim: int, device: torch.device) -> Verdict:
     """Run the kernel `qk_norm_rope`, forward and backward; compare with PyTorch's operators."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
-    with _plainly(device):
+    with _in_default_modes(device):
         x, gradient = (normal(2, 33, 3, head_dim).bfloat16() for _ in range(2))
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = head_kernel(x, norm, rope, grad=True), reference_kernel()
+        kernel, reference = qk_norm_rope_kernel(x, norm, rope, grad=True), reference_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
@@ -217,7 +217,7 @@ def examine_heads(head_dim: int, device: torch.device) -> Verdict:
             for y, z, truth in zip(results, expected, truths, strict=True):
                 assert y is not None  # the norm has weight and bias
                 shape, noise = (1, -1, truth.shape[-1]), 2**-18 * truth.abs().sum().item()
-                distances.append(_of_head(y.view(shape), z.view(shape), truth.view(shape), noise, 0.0))
+                distances.append(_head_distance(y.view(shape), z.view(shape), truth.view(shape), noise, 0.0))
             return max(distances)
 
         return _judge(kernel.name, run, distance, device)
@@ -230,7 +230,7 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
-    with _plainly(device):
+    with _in_default_modes(device):
         query, key, value = (normal(2, heads, KV_LEN, head_dim).bfloat16() for heads in (4, 2, 2))
         mean, factors, scale = normal(2, 2, head_dim), normal(2, 2, head_dim).exp(), softmax_scale(None, head_dim)
         reference = kv_kernels.reference_kernel()
@@ -254,13 +254,13 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
             caches = kernel_cache, reference_cache
             stored = ([getattr(cache, name).view(torch.uint8) for name in KVCache.STORED] for cache in caches)
             is_stored = all(itertools.starmap(torch.equal, zip(*stored, strict=True)))
-            return _of_head(output, expected, truth, 0.0, 0.0) if is_stored else RAISED
+            return _head_distance(output, expected, truth, 0.0, 0.0) if is_stored else RAISED
 
         return _judge(kernel.name, lambda: decode(kernel, kernel_cache, query.dtype), distance, device)
 
 
 @contextmanager
-def _plainly(device: torch.device) -> Iterator[None]:
+def _in_default_modes(device: torch.device) -> Iterator[None]:
     """Run without the modes that callers may have switched on: gradients, inference mode, autocast."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
@@ -284,24 +284,26 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
     )
 
 
-def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = "") -> Verdict:
+def _judge_kernel(
+    name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = ""
+) -> Verdict:
     """Return the verdict on the kernel of this name, which must be among the kernels that run."""
-    with _plainly(device):
+    with _in_default_modes(device):
         call = case.draw(device)
         if backward:
-            return _try_gradients(name, call, device, forward, quantizer, backward)
+            return _judge_gradients(name, call, device, forward, quantizer, backward)
         expected, expected_lse = _attend(call, case.grad, "reference", "")
-        mask, options = _exactly(call)
-        truth, _ = _by_sequence(
+        mask, options = _mask_and_options(call)
+        truth, _ = _for_each_sequence(
             call, lambda one: (sdpa.attention(one.query, one.key, one.value, mask=mask, **options)[0], None)
         )
         noise, is_reference = uncertainty(call, None, 0.0)[0], forward == "reference"
 
         def distance(results: tuple[torch.Tensor, torch.Tensor | None]) -> float:
             rounding = rounding_of(call.recipe, 4) if is_reference else 0.0
-            of_output = _of_head(results[0], expected, truth, noise, rounding)
+            of_output = _head_distance(results[0], expected, truth, noise, rounding)
             return (
-                max(of_output, _of_lse(call, results[1], expected_lse))
+                max(of_output, _lse_distance(call, results[1], expected_lse))
                 if call.return_lse and not case.grad
                 else of_output
             )
@@ -309,30 +311,32 @@ def _try(name: str, case: Case, device: torch.device, forward: str, quantizer: s
         return _judge(name, lambda: _attend(call, case.grad, forward, quantizer), distance, device)
 
 
-def _is_right(forward: str, quantizer: str, case: Case, device: torch.device) -> bool:
+def _forward_is_correct(forward: str, quantizer: str, case: Case, device: torch.device) -> bool:
     try:
-        return not _try(forward, case, device, forward, quantizer).reason
+        return not _judge_kernel(forward, case, device, forward, quantizer).reason
     except RuntimeError:  # an earlier kernel's failure left the GPU unusable
         return False
 
 
-def _try_gradients(name: str, call: Call, device: torch.device, forward: str, quantizer: str, backward: str) -> Verdict:
+def _judge_gradients(
+    name: str, call: Call, device: torch.device, forward: str, quantizer: str, backward: str
+) -> Verdict:
     generator = torch.Generator("cpu").manual_seed(1)
     shape = (*call.query.shape[:3], call.value.shape[3])
     gradient = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(call.query)
-    mask, options = _exactly(call)
+    mask, options = _mask_and_options(call)
     truths = exact_gradients(gradient, call.query, call.key, call.value, mask=mask, **options)[1:]
     expected = _gradients(call, gradient, "reference", "", "reference_backward")
     noises = uncertainty(call, gradient, 0.0)[1:]
     rounding = rounding_of(call.recipe, 7) if backward == "reference_backward" else 0.0
 
     def distance(gradients: tuple[torch.Tensor, ...]) -> float:
-        return max(_of_head(*parts, rounding) for parts in zip(gradients, expected, truths, noises, strict=True))
+        return max(_head_distance(*parts, rounding) for parts in zip(gradients, expected, truths, noises, strict=True))
 
     return _judge(name, lambda: _gradients(call, gradient, forward, quantizer, backward), distance, device)
 
 
-def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
+def _mask_and_options(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """Return the mask of a call, including its block list, and the options of exact attention."""
     mask = call.mask.tensor
     if call.mask.blocks is not None:
@@ -341,7 +345,9 @@ def _exactly(call: Call) -> tuple[torch.Tensor | None, dict[str, Any]]:
     return mask, {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
 
 
-def _of_head(actual: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float) -> float:
+def _head_distance(
+    actual: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, noise: float, rounding: float
+) -> float:
     """Return the largest quotient of a head's distance and its tolerance.
 
     Args:
@@ -360,12 +366,12 @@ def _of_head(actual: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor, 
     return (per_head(actual.double() - expected) / (2**0.5 * per_head(expected - truth) + allowed)).max().item()
 
 
-def _of_lse(call: Call, lse: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+def _lse_distance(call: Call, lse: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     if lse is None or expected is None or not torch.equal(lse == -torch.inf, expected == -torch.inf):
         return RAISED
     moved = (lse - expected)[expected > -torch.inf].abs()
     tolerance = lse_tolerance(call.query, call.key, call.mask.tensor, call.scale)
-    tolerance = tolerance + one_code(call.query, call.key, call.recipe, call.scale)
+    tolerance = tolerance + code_error(call.query, call.key, call.recipe, call.scale)
     return float(moved.max() / tolerance) if moved.isfinite().all() else RAISED
 
 
@@ -376,7 +382,7 @@ def _attend(call: Call, grad: bool, forward: str, quantizer: str) -> tuple[torch
         return cast(Any, kernel).attend_and_save(call, get_quantizer(quantizer))[0], None
     if kernel.packs:
         return kernel.attend(call, get_quantizer(quantizer))
-    return _by_sequence(call, lambda one: kernel.attend(one, get_quantizer(quantizer)))
+    return _for_each_sequence(call, lambda one: kernel.attend(one, get_quantizer(quantizer)))
 
 
 def _gradients(
@@ -387,7 +393,7 @@ def _gradients(
     return get_backward(backward).backward(BackwardCall(output_gradient, call.value, output, saved, *options))
 
 
-def _by_sequence(
+def _for_each_sequence(
     call: Call, attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return output and LSE: of packed sequences one after another, of an ordinary batch at once."""
@@ -419,7 +425,7 @@ def lse_tolerance(
     return 2**-20 * (head_dim + kv_len**0.5 + 8) * largest
 
 
-def one_code(query: torch.Tensor, key: torch.Tensor, recipe: Recipe, scale: float | None) -> torch.Tensor | float:
+def code_error(query: torch.Tensor, key: torch.Tensor, recipe: Recipe, scale: float | None) -> torch.Tensor | float:
     """Bound a score's change if a rotated element rounds to the next INT8 code, as another order of sums may cause."""
     if recipe.qk != "int8" or not recipe.rotate:
         return 0.0

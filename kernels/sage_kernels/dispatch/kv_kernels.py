@@ -39,8 +39,8 @@ class KVKernel(Named, Protocol):
     ) -> torch.Tensor:
         """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`.
 
-        With a cache that `is_ahead`, a native kernel counts on the device without waiting for it. If the cache is full,
-        it stores nothing and returns NaN. `valid` then has `capacity` columns.
+        With a cache that `counts_on_device`, a native kernel does not wait for the device. If the cache is full, it
+        stores nothing and returns NaN. `valid` then has `capacity` columns.
         """
 
 

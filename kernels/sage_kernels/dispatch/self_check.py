@@ -1,6 +1,6 @@
 """The self-check: find kernels that are wrong on this machine, remember them (`verdicts`), and pass them over.
 
-`sage-hf check` runs a GPU's kernels of attention, of norms and rotations, and of the KV cache. On GPUs that nobody has
+`sage-hf check` runs a GPU's kernels of attention, of QK-norm and RoPE, and of the KV cache. On GPUs that nobody has
 tested, low-bit kernels and the kernels of norms and of the cache are checked before a process first runs them.
 """
 
@@ -15,7 +15,7 @@ import torch
 from ..runtime import torch_private
 from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
-from .examination import Case, Verdict, examine, examine_heads, examine_kv
+from .examination import Case, Verdict, examine, examine_kv, examine_qk_norm_rope
 from .plan import Plan
 from .select import select
 
@@ -38,7 +38,7 @@ def keep(plan: Plan, examined: list[Verdict]) -> bool:
 
 
 def keep_one(verdict: Verdict, name: str, head_dim: int, capability: Capability | None) -> bool:
-    """Keep the verdict on a kernel of `verdicts.HEADS` or `verdicts.KV`; return whether it is right."""
+    """Keep the verdict on a kernel of `verdicts.QK_NORM_ROPE` or `verdicts.KV`; return whether it is right."""
     if verdict.reason:
         keep_failure(verdict, name, head_dim, capability)
     else:
@@ -65,9 +65,9 @@ def is_due(plan: Plan) -> bool:
     return native and _is_due(_subject(plan), plan.request.capability)
 
 
-def check_heads(head_dim: int, device: torch.device) -> None:
-    """Check the kernel of norms and rotations if `is_due` says so; pass it over if it is wrong."""
-    _check_one(verdicts.HEADS, head_dim, device, lambda: examine_heads(head_dim, device))
+def check_qk_norm_rope(head_dim: int, device: torch.device) -> None:
+    """Check the kernel of QK-norm and RoPE if `is_due` says so; pass it over if it is wrong."""
+    _check_one(verdicts.QK_NORM_ROPE, head_dim, device, lambda: examine_qk_norm_rope(head_dim, device))
 
 
 def check_kv(format: str, head_dim: int, device: torch.device) -> None:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "SAGE_HF_SELF_CHECK"
 FAILED = "failed its self-check"
-HEADS = "qk_norm_rope"
-"""Name in place of a recipe for a kernel that normalises and rotates heads."""
+QK_NORM_ROPE = "qk_norm_rope"
+"""Name in place of a recipe for a kernel of QK-norm and RoPE."""
 KV = "kv_cache, "
 """Prefix of the name in place of a recipe for a kernel of a KV cache; the cache's format follows."""
 

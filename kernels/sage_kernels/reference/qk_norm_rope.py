@@ -1,21 +1,21 @@
-"""Norm and rotation of heads in plain PyTorch: the specification of `qk_norm_rope`."""
+"""QK-norm and RoPE in plain PyTorch: the specification of `qk_norm_rope`."""
 
 from __future__ import annotations
 
 import torch
 
-from ..spec.heads import Norm, Rope
+from ..spec.qk_norm_rope import Norm, Rope
 
 
 def qk_norm_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-    """Normalise and rotate heads; round to the dtype of x after each step.
+    """Apply QK-norm and RoPE to heads; round to the dtype of x after each step.
 
     Args:
         x: (batch, tokens, heads, head_dim); float64 is computed in float64.
-        norm, rope: the norm and the rotation, if any.
+        norm, rope: the norm and the RoPE, if any.
     """
     normalized = x if norm is None else normalize(x, norm)
-    return normalized if rope is None else rotate(normalized, rope)
+    return normalized if rope is None else apply_rope(normalized, rope)
 
 
 def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -32,7 +32,7 @@ def normalize(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return y.to(x.dtype)
 
 
-def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Return x with its pairs of channels (a, b) replaced by (a · cosine - b · sine, b · cosine + a · sine)."""
     tokens = x.shape[1]
     first = min(max(0, -rope.offset), tokens)

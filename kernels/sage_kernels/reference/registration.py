@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch.head_kernels import register_head_kernel
 from ..dispatch.kernels import Quantizer
 from ..dispatch.kv_kernels import register_kv_kernel
+from ..dispatch.qk_norm_rope_kernels import register_qk_norm_rope_kernel
 from ..dispatch.registry import register_backward, register_forward
 from ..dispatch.request import Request
 from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, Declared, Recipes, why_no_dtype
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
-from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache
 from ..spec.operands import Saved
+from ..spec.qk_norm_rope import Norm, Rope
 from . import backward, forward, kv_cache, qk_norm_rope
 
 
@@ -66,8 +66,8 @@ class ReferenceBackward(ReferenceKernel):
         return backward.backward(call)
 
 
-class ReferenceHeadKernel:
-    """Norm and rotation of heads by PyTorch's operators, which compute their gradients too."""
+class ReferenceQKNormRopeKernel:
+    """QK-norm and RoPE by PyTorch's operators, which compute their gradients too."""
 
     name = "reference"
 
@@ -76,7 +76,7 @@ class ReferenceHeadKernel:
         return ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-        """Normalise and rotate; see `qk_norm_rope.qk_norm_rope`."""
+        """Apply QK-norm and RoPE; see `qk_norm_rope.qk_norm_rope`."""
         return qk_norm_rope.qk_norm_rope(x, norm, rope)
 
     def backward(
@@ -110,7 +110,7 @@ class ReferenceKVKernel:
         scale: float,
     ) -> torch.Tensor:
         """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError if the cache is full."""
-        if cache.is_ahead:
+        if cache.counts_on_device:
             cache.read_counts()
             valid = None if valid is None else valid[:, : cache.length + key.shape[2]]
         kv_cache.append(cache, key, value)
@@ -121,5 +121,5 @@ def register_kernels() -> None:
     """Register the reference."""
     register_forward(ReferenceForward())
     register_backward(ReferenceBackward())
-    register_head_kernel(ReferenceHeadKernel())
+    register_qk_norm_rope_kernel(ReferenceQKNormRopeKernel())
     register_kv_kernel(ReferenceKVKernel())

@@ -84,7 +84,7 @@ class KVCache:
         value_unit: float32 (batch, kv_heads), the powers of two by which V is divided.
         start: int32 (batch,), first column that is not padding.
         counts: int32 (2,), `length` and `coded` on the device, if the capacity is fixed; else None.
-        is_ahead: only `counts` are up to date, until `read_counts`.
+        counts_on_device: only `counts` are up to date, until `read_counts`.
     """
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
@@ -123,15 +123,15 @@ class KVCache:
         self.value_unit = zeros() + 1
         self.start = torch.zeros(batch, dtype=torch.int32, device=key.device)
         self.counts: torch.Tensor | None = None
-        self.is_ahead = False
+        self.counts_on_device = False
 
     @classmethod
     def of(cls, format: KVFormat, head_dim: int, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> KVCache:
-        """Return a cache that `is_ahead`, with the tensors of a fixed cache in the order of `FIXED`."""
+        """Return a cache that `counts_on_device`, with the tensors of a fixed cache in the order of `FIXED`."""
         cache = cls.__new__(cls)
         vars(cache).update(zip(cls.FIXED, tensors, strict=True))
         cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
-        cache.is_frozen = cache.is_ahead = True
+        cache.is_frozen = cache.counts_on_device = True
         cache.channels, cache.capacity = cache.recent_key.shape[3], cache.key_codes.shape[2]
         cache.length = cache.coded = cache.highest = 0
         return cache
@@ -196,7 +196,7 @@ class KVCache:
         if self.counts is not None:
             self.length, self.coded = self.counts.tolist()
             self.highest = max(self.highest, self.length)
-            self.is_ahead = False
+            self.counts_on_device = False
 
     def _write_counts(self) -> None:
         if self.counts is not None:

@@ -111,7 +111,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
         equalizer=cache.equalizer,
         value_unit=cache.value_unit,
         start=cache.start,
-        counts=cache.counts if cache.is_ahead else None,
+        counts=cache.counts if cache.counts_on_device else None,
         batch_size=cache.batch,
         length=cache.length,
         coded=cache.coded,

@@ -83,12 +83,12 @@ def decode(
         scale: factor of the scores, above 0.
         capability: the GPU's compute capability.
 
-    If the cache `is_ahead`, the device counts: the same launches serve every length, `valid` has `capacity` columns,
+    If the cache `counts_on_device`, the same launches serve every length, `valid` has `capacity` columns,
     and a step on a full cache stores nothing and returns NaN.
     """
     batch, q_heads, q_len, head_dim = query.shape
     device, kv_heads, coded_after = query.device, key.shape[1], cache.coded_after(q_len)
-    counts = cache.counts if cache.is_ahead else None
+    counts = cache.counts if cache.counts_on_device else None
     most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config = config_for(capability, cache.format.bits, min(rows, MAX_TILE_ROWS))
@@ -189,7 +189,7 @@ def _launches(
         key_scales=cache.key_scales.view(torch.int32),
         value_scales=cache.value_scales.view(torch.int32),
         start=cache.start,
-        counts=cache.counts if cache.is_ahead else None,
+        counts=cache.counts if cache.counts_on_device else None,
         valid=valid,
         partial=partial,
         statistics=statistics,
@@ -224,7 +224,7 @@ def _launches(
         statistics=statistics,
         output=output,
         value_unit=cache.value_unit,
-        counts=cache.counts if cache.is_ahead else None,
+        counts=cache.counts if cache.counts_on_device else None,
         part_count=parts,
         q_len=q_len,
         group=group,

@@ -1,4 +1,4 @@
-"""Norm and rotation of heads, and their gradients: one pass over memory each.
+"""QK-norm and RoPE, and their gradients: one pass over memory each.
 
 A program has some heads of some tokens, or all heads of a token if they share a norm. For each head it holds the first
 and the second channels of the rotated pairs: neighbours, which lie in one thread, or halves.
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ..language.launch import UNSPECIALIZED, launch, strides
-from ..spec.heads import Norm, Rope
 from ..spec.layout import ceil_div
+from ..spec.qk_norm_rope import Norm, Rope
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048  # of a block's heads, padding included (measured on an H200)
 WARPS = 4
@@ -31,7 +31,7 @@ def forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tens
 
     Args:
         x: (batch, tokens, heads, head_dim), float16 or bfloat16, with contiguous channels.
-        norm, rope: the norm and the rotation.
+        norm, rope: the norm and the RoPE.
     """
     output = x.new_empty(x.shape)
     if x.numel():

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..dispatch.head_kernels import register_head_kernel
 from ..dispatch.kernels import AttendToPrefix, Quantizer
 from ..dispatch.kv_kernels import register_kv_kernel
+from ..dispatch.qk_norm_rope_kernels import register_qk_norm_rope_kernel
 from ..dispatch.registry import register_backward, register_exact, register_forward, register_quantizer
 from ..dispatch.request import Request
 from ..dispatch.select import MAX_HEAD_DIM
@@ -28,10 +28,10 @@ from ..dispatch.support import (
 from ..runtime.toolchain import triton_version
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
-from ..spec.heads import Norm, Rope
 from ..spec.kv_cache import KVCache
 from ..spec.layout import MAX_GRID
 from ..spec.operands import Int8Operands, NVFP4Operands, Saved
+from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import get_recipe
 
 SPLIT_ROWS = 64  # largest product of queries and heads that share keys
@@ -227,8 +227,8 @@ class SplitKVForward(TritonExact):
         )
 
 
-class TritonHeadKernel:
-    """Norm and rotation of heads by `triton.qk_norm_rope`."""
+class TritonQKNormRopeKernel:
+    """QK-norm and RoPE by `triton.qk_norm_rope`."""
 
     name = "qk_norm_rope"
 
@@ -257,7 +257,7 @@ class TritonHeadKernel:
         return "needs tensors without pending negation or conjugation" if hidden else ""
 
     def forward(self, x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-        """Normalise and rotate; see `qk_norm_rope.forward`."""
+        """Apply QK-norm and RoPE; see `qk_norm_rope.forward`."""
         output: torch.Tensor = _load("qk_norm_rope").forward(x, norm, rope)
         return output
 
@@ -320,7 +320,7 @@ def register_kernels() -> None:
     register_backward(Int8Backward())
     register_exact(SplitKVForward())
     register_exact(MaskedForward())
-    register_head_kernel(TritonHeadKernel())
+    register_qk_norm_rope_kernel(TritonQKNormRopeKernel())
     register_kv_kernel(TritonKVKernel())
 
 

@@ -81,6 +81,10 @@ class Family:
         torch.manual_seed(1)
         return _cast(self.inputs(), dtype)
 
+    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, Inputs]:
+        """The model and its inputs."""
+        return self.build(dtype), self.make_inputs(dtype)
+
     def __str__(self) -> str:
         return self.name
 

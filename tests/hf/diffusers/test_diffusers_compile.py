@@ -139,8 +139,7 @@ def test_a_step_with_another_recipe_compiles_once_and_takes_effect(name: str, gr
 
 
 def test_training_and_evaluation_are_compiled_once_each(graphs: Graphs):
-    case = family("wan-t2v")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("wan-t2v").draw()
     model.set_attn_processor(SageAttnProcessor("exact", "emulate", training="sage2"))
     expected = run(model, inputs), run(model.train(), inputs)
     assert not torch.equal(*expected)

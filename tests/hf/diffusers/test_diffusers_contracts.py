@@ -141,8 +141,7 @@ def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
 @pytest.mark.parametrize("recipe", [pytest.param("exact", marks=pytest.mark.audit), "sage1"])
 def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage_log, monkeypatch):
     """Kandinsky 5 chooses tiles of its video by a BlockMask, and tells its users to switch to FlexAttention."""
-    case = family("kandinsky-5")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("kandinsky-5").draw()
     inputs["hidden_states"] = torch.randn(1, 3, 32, 32, 4)
     inputs["visual_rope_pos"] = [torch.arange(3), torch.arange(16), torch.arange(16)]
     inputs["sparse_params"] = {"sta_mask": torch.eye(12).bool()[None, None], "to_fractal": True, "P": 0.5}
@@ -445,8 +444,7 @@ def test_restore_gives_back_what_diffusers_would_have_after_fusing_projections(c
 
 
 def test_a_lora_of_the_unfused_projections_counts_after_restore():
-    case = family("cogvideox")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("cogvideox").draw()
     model.fuse_qkv_projections()
     handle = sage_hf.apply(model, "sage1")
     model.unfuse_qkv_projections()

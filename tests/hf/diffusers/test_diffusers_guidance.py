@@ -140,8 +140,7 @@ def test_attention_is_skipped_as_with_diffusers_processors(name: str):
 
 
 def test_skipping_the_attention_of_a_family_unknown_to_diffusers_is_refused():
-    case = family("cogvideox")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("cogvideox").draw()
     processor(model, "exact")
     skip(model, "cogvideox", SKIP_ATTENTION)
     with pytest.raises(ValueError, match=r"CogVideoXAttnProcessor2_0.* not registered"):

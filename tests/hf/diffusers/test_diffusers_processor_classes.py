@@ -16,7 +16,7 @@ import diffusers
 import pytest
 
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
-from sage_hf.diffusers.heads import ROTARIES
+from sage_hf.diffusers.fused_norms import ROPE_OF_PROCESSORS
 from sage_hf.diffusers.layers import DispatchLayer, fixed_backend, recognize
 from sage_hf.diffusers.processor import SageAttnProcessor, UnsupportedAttentionError
 from sage_hf.identity import name_in_diffusers
@@ -52,13 +52,13 @@ def classes() -> dict[str, list[type]]:
 def test_what_is_known_by_name_is_one_class_of_diffusers(classes):
     for name in (*FAMILIES, *ADAPTERS):
         assert len(classes[name]) == 1, name
-    for name in (*FAMILIES, *ADAPTERS, *ROTARIES):
+    for name in (*FAMILIES, *ADAPTERS, *ROPE_OF_PROCESSORS):
         for one in classes[name]:
             assert name_in_diffusers(one, "__call__") == name
 
 
-def test_rotations_of_one_name_are_the_same_code(classes):
-    for name in ROTARIES:
+def test_rope_functions_of_one_name_are_the_same_code(classes):
+    for name in ROPE_OF_PROCESSORS:
         sources = {without_annotations(inspect.getsource(one.__call__)) for one in classes[name]}
         assert len(sources) == 1, name
 

@@ -119,8 +119,7 @@ def test_bind_chooses_without_changing_the_module():
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "wan-i2v"])
 def test_processors_may_replace_each_other(name):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     expected = run(model, inputs)
     model.set_attn_processor(SageAttn3Processor())
     model.set_attn_processor(SageAttn2Processor())
@@ -134,8 +133,7 @@ def test_processors_may_replace_each_other(name):
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
 def test_switched_models_can_be_copied_and_pickled(name, clone):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     model.set_attn_processor(SageAttnProcessor("sage3", "emulate"))
     twin = clone(model)
     assert torch.equal(run(twin, inputs), run(model, inputs))
@@ -144,8 +142,7 @@ def test_switched_models_can_be_copied_and_pickled(name, clone):
 
 
 def test_a_process_that_only_loads_switched_models_passes_every_argument_on(monkeypatch):
-    case = family("cogvideox-1.5")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("cogvideox-1.5").draw()
     expected = run(model, inputs)
     model.set_attn_processor(SageAttnProcessor("exact"))
     saved = pickle.dumps(model)
@@ -213,8 +210,7 @@ FUSED = {"to_qkv", "to_kv", "to_added_qkv", "to_added_kv"}
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3.5", "unet", "wan-t2v", "flux"])
 def test_qkv_projections_may_be_fused_before_or_after(name):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     originals = dict(model.attn_processors)
     model.set_attn_processor(SageAttnProcessor("exact"))
     expected = run(model, inputs)
@@ -237,8 +233,7 @@ def test_qkv_projections_may_be_fused_before_or_after(name):
 
 @pytest.mark.parametrize("name", ["cogvideox-1.5", "sd3", "unet", "wan-t2v", "flux"])
 def test_fused_projections_count_once_they_were_trained(name):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     model.fuse_qkv_projections()
     untrained = run(model, inputs)
     with torch.no_grad():
@@ -260,8 +255,7 @@ def test_projections_stay_calls_so_that_lora_layers_take_part(name):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
             return self.base(states) * 2
 
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     for module in attention_layers(model).values():
         module.to_v = Doubled(module.to_v)
     expected = run(model, inputs)
@@ -320,8 +314,7 @@ def test_a_module_without_a_processor_cannot_start_with_a_shared_one():
 
 @pytest.mark.parametrize("name", ["cogvideox", "wan-t2v"])
 def test_gradients_match_exact_attention(name):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
@@ -334,8 +327,7 @@ def test_gradients_match_exact_attention(name):
 
 
 def test_joint_attention_refuses_a_mask_it_would_ignore():
-    case = family("sd3")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("sd3").draw()
     model.set_attn_processor(SageAttnProcessor("exact"))
     with pytest.raises(ValueError, match="attention_mask"):
         run(model, inputs | {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 13)}})
@@ -376,8 +368,7 @@ def test_each_class_that_stays_is_logged_whatever_its_name(sage_log):
 @pytest.mark.parametrize("way", ["set_processor", "assigned", "set_attention_slice"])
 @pytest.mark.parametrize("switch", ["shared", "apply", "backend"])
 def test_putting_back_the_very_processor_that_was_there_works(switch, way):
-    case = family("unet")
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family("unet").draw()
     if switch == "shared":
         model.set_attn_processor(SageAttnProcessor("sage2", "emulate"))
     elif switch == "apply":
@@ -407,8 +398,7 @@ def test_putting_back_the_very_processor_that_was_there_works(switch, way):
 def test_blocks_compile_without_graph_breaks(name, request):
     if name == "wan-t2v":
         request.getfixturevalue("compilable_dispatch")
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     exact = run(model, inputs)
     processor = SageAttnProcessor("sage3", "emulate")
     model.set_attn_processor(processor)

@@ -124,8 +124,7 @@ def test_every_switch_trains_with_the_same_gradients(switch: str, name: str):
 
 @pytest.mark.parametrize("name", ["cogvideox", "flux"])  # our own function; diffusers' dispatch
 def test_the_mode_chooses_the_recipe_and_rules_win(name: str):
-    case = family(name)
-    model, inputs = case.build(), case.make_inputs()
+    model, inputs = family(name).draw()
     expected, first = run(model, inputs), next(iter(attention_layers(model)))
     config = SageConfig(
         "sage3", "emulate", (LayerRule(first, "sage2"),), (StepRule(0, 1, "sage1"),), training="sage_bwd"

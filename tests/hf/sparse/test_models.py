@@ -98,8 +98,7 @@ def test_sparse_attention_attends_to_reordered_tokens(monkeypatch):
 
 @pytest.mark.parametrize("name", ["wan-t2v", "hunyuan-video", "ltx", "mochi", "cogvideox"])
 def test_the_grid_of_known_families_matches_their_tokens(name):
-    case = family(name)
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family(name).draw()
     found = []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: found.append(layout_of(module).grid(module, arguments_of(module, args, kwargs))),
@@ -121,8 +120,7 @@ def test_the_grid_of_known_families_matches_their_tokens(name):
 @pytest.mark.parametrize("sizes", [{}, {"num_frames": 1, "height": 1, "width": 1}], ids=["condition", "long"])
 def test_a_video_told_by_coordinates_is_routed_in_raster_order(sizes):
     """LTX's pipelines with conditions give the coordinates of tokens, and no sizes or sizes of 1."""
-    case = family("ltx")
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family("ltx").draw()
     tokens = 512
     inputs["hidden_states"] = torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(0))
     inputs = {name: x for name, x in inputs.items() if name not in ("num_frames", "height", "width")} | sizes
@@ -135,8 +133,7 @@ def test_a_video_told_by_coordinates_is_routed_in_raster_order(sizes):
 
 def test_text_that_lies_last_is_kept_and_its_padding_hidden():
     """HunyuanVideo's self-attention has a key-padding mask with the list."""
-    case = family("hunyuan-video")
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family("hunyuan-video").draw()
     inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = run(model, inputs)
@@ -148,8 +145,7 @@ def test_text_that_lies_last_is_kept_and_its_padding_hidden():
 
 
 def test_a_family_through_diffusers_dispatch_is_routed_too():
-    case = family("wan-t2v")
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family("wan-t2v").draw()
     inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = run(model, inputs)
@@ -162,8 +158,7 @@ def test_a_family_through_diffusers_dispatch_is_routed_too():
 
 
 def test_cross_attention_to_as_many_keys_as_queries_is_dense():
-    case = family("wan-t2v")
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family("wan-t2v").draw()
     generator = torch.Generator().manual_seed(0)
     inputs["hidden_states"] = torch.randn(2, 4, 3, 12, 20, generator=generator)
     inputs["encoder_hidden_states"] = torch.randn(2, 180, 16, generator=generator)
@@ -238,8 +233,7 @@ def test_a_share_of_next_to_nothing_keeps_one_tile():
 
 
 def test_without_text_one_tile_is_kept():
-    case = family("wan-t2v")
-    model, inputs = case.build().eval(), case.make_inputs()
+    model, inputs = family("wan-t2v").draw()
     inputs["hidden_states"] = torch.randn(2, 4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     with sage_hf.apply(model, SageConfig("sage2", sparse=Sparse("mean", keep=1e-6, from_tokens=1))):
         run(model, inputs)
@@ -370,7 +364,7 @@ def test_a_compiled_model_attends_densely_and_says_so(name, monkeypatch, request
         request.getfixturevalue("compilable_dispatch")
     case, said = family(name), []
     monkeypatch.setattr(layer.logger, "warning", said.append)
-    layer.say_that_graphs_are_dense.cache_clear()
+    layer.log_dense_graphs.cache_clear()
     model, inputs = case.build().eval(), case.make_inputs()
     with sage_hf.apply(model, "sage2"):
         expected = run(model, inputs)

@@ -12,7 +12,7 @@ import transformers
 
 import sage_hf
 import sage_kernels.kv_cache
-from sage_hf import kv_notes
+from sage_hf import kv_record
 from sage_hf.transformers import kv_layer
 from tests.helpers import model_zoo
 from tests.helpers.cached_models import (
@@ -164,7 +164,7 @@ def test_tokens_that_were_cropped_leave_no_trace(format):
     with torch.no_grad():
         model(torch.ones(2, 5, dtype=torch.long), **{NAME: caches[0]})
         caches[0].crop(-5)
-        assert caches[0].note.tokens == caches[0].get_seq_length() == 140
+        assert caches[0].record.tokens == caches[0].get_seq_length() == 140
         last = [model(inputs["input_ids"][:, 140:], **{NAME: cache}).logits for cache in caches]
     assert torch.equal(*last)
 
@@ -202,8 +202,8 @@ def test_a_prefilled_cache_is_copied_for_each_answer(format):
     copies = [copy.deepcopy(prefilled) for _ in range(2)]
     found = [model.generate(ids, **kwargs, **{NAME: cache}) for cache in copies]
     assert torch.equal(*found)
-    assert prefilled.get_seq_length() == prefilled.note.tokens == 140
-    assert copies[0].note is not prefilled.note and copies[0].note.tokens == PROMPT + 11
+    assert prefilled.get_seq_length() == prefilled.record.tokens == 140
+    assert copies[0].record is not prefilled.record and copies[0].record.tokens == PROMPT + 11
     after = [x for layer in prefilled.layers for x in sage_kernels.kv_cache.read_all(layer.cache)]
     assert all(torch.equal(one, two) for one, two in zip(whole, after, strict=True))
     assert torch.equal(model.generate(ids, **kwargs, **{NAME: prefilled}), found[0])
@@ -294,20 +294,20 @@ def test_threads_that_generate_with_one_model_keep_their_own_notes():
     with ThreadPoolExecutor(3) as threads:
         found = threads.map(lambda cache: model.generate(**kwargs, **{NAME: cache}), together)
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
-    assert [cache.note for cache in together] == [cache.note for cache in alone]
+    assert [cache.record for cache in together] == [cache.record for cache in alone]
 
 
 def test_a_note_is_read_while_another_thread_writes_it():
-    note = kv_notes.KVNote("int4")
+    record = kv_record.KVRecord("int4")
 
     class Writing(str):
         def __format__(self, specification: str) -> str:
-            note.kernels[f"kernel {len(note.kernels)}"] = ""
-            note.exact_layers[f"reason {len(note.exact_layers)}"] = [1]
+            record.kernels[f"kernel {len(record.kernels)}"] = ""
+            record.exact_layers[f"reason {len(record.exact_layers)}"] = [1]
             return "written"
 
-    note.kernels[Writing()], note.exact_layers[Writing()] = "", [0]
-    assert "decoded by written; 16 bits in layers 0 (written)" in str(note)
+    record.kernels[Writing()], record.exact_layers[Writing()] = "", [0]
+    assert "decoded by written; 16 bits in layers 0 (written)" in str(record)
 
 
 @pytest.mark.audit
@@ -473,10 +473,10 @@ def test_a_model_of_windows_alone_generates_in_16_bits_and_says_so(monkeypatch):
 def test_layers_with_a_sliding_window_stay_in_16_bits_and_say_so():
     model = half_windowed()
     cache = new_cache(model)
-    assert cache.note.exact_layers == {"sliding window": [1]}
+    assert cache.record.exact_layers == {"sliding window": [1]}
     kwargs = {**prompt(), "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert "16 bits in layers 1 (sliding window)" in str(cache.note)
+    assert "16 bits in layers 1 (sliding window)" in str(cache.record)
     assert cache.layers[0].cache.length == PROMPT + 7
 
 
@@ -488,7 +488,7 @@ def test_other_head_dims_stay_in_16_bits_and_say_so(head_dim):
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
     cache.reset()
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert cache.note.exact_layers == {f"head_dim {head_dim} is outside 64…128": [0, 1]}
+    assert cache.record.exact_layers == {f"head_dim {head_dim} is outside 64…128": [0, 1]}
 
 
 def test_v_of_another_head_dim_stays_in_16_bits():
@@ -496,7 +496,7 @@ def test_v_of_another_head_dim_stays_in_16_bits():
     cache = new_cache(build())
     key, value = torch.randn(1, 2, 9, 96), torch.randn(1, 2, 9, 64)
     assert torch.equal(cache.update(key, value, 0)[1], value)
-    assert cache.note.exact_layers == {"V has head_dim 64, K 96": [0]}
+    assert cache.record.exact_layers == {"V has head_dim 64, K 96": [0]}
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_sinks_as_parameters_and_a_softcap_are_honoured():
     kwargs = {**prompt(0), "max_new_tokens": 6, "do_sample": False}
     cache = new_cache(model)
     assert torch.equal(model.generate(**kwargs, **{NAME: cache}), model.generate(**kwargs))
-    assert kv_layer.WHOLE in cache.note.kernels
+    assert kv_layer.WHOLE in cache.record.kernels
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "diffllama", "doge"])
@@ -541,7 +541,7 @@ def test_attention_that_computes_with_k_v_or_its_mask_decodes_from_whole_k_and_v
     expected = logits(model, transformers.DynamicCache(config=model.config), (140, 1, 1, 8))
     cache = new_cache(model)
     assert distance(logits(model, cache, (140, 1, 1, 8)), expected) < 0.01
-    assert list(cache.note.kernels) == [kv_layer.WHOLE] and all(layer.cache for layer in cache.layers)
+    assert list(cache.record.kernels) == [kv_layer.WHOLE] and all(layer.cache for layer in cache.layers)
 
 
 @pytest.mark.parametrize("implementation", ["sage_exact", "sdpa"])

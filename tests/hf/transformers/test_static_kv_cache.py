@@ -177,10 +177,10 @@ def test_cropped_tokens_leave_no_trace_and_copies_go_on_by_themselves():
     copied, loaded = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
     found = [step(model, one, ids[:, 140:141]) for one in (cache, other, copied, loaded)]
     assert all(torch.equal(found[0], one) for one in found[1:])
-    assert [int(one.note.tokens[0]) for one in (cache, other, copied, loaded)] == [141] * 4
+    assert [int(one.record.tokens[0]) for one in (cache, other, copied, loaded)] == [141] * 4
     step(model, copied, ids[:, :1])
     assert (int(cache.get_seq_length()), int(copied.get_seq_length())) == (141, 142)
-    assert (int(cache.note.tokens[0]), int(copied.note.tokens[0])) == (141, 142)
+    assert (int(cache.record.tokens[0]), int(copied.record.tokens[0])) == (141, 142)
 
 
 def test_a_number_of_sequences_is_kept():

@@ -1,4 +1,4 @@
-"""Queries and keys that a kernel rotates in place of a modelling file's function are the same to the bit."""
+"""RoPE that a kernel computes in place of a modelling file's function is the same to the bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sage_hf import explain, record
 from sage_hf.transformers import rotary
 from tests.helpers.tiny_transformers import MODELS, SERVED, TinyModel, run
 
-ROTATED = {"llama", "qwen2", "qwen3", "mistral", "gemma2"}
-"""Models whose layers rotate by the function."""
+WITH_ROPE_FUNCTION = {"llama", "qwen2", "qwen3", "mistral", "gemma2"}
+"""Models whose layers apply RoPE by the function."""
 
 
 @pytest.fixture
 def served(monkeypatch) -> list[torch.Size]:
-    """Let tensors of a CPU be served, by the reference; the sizes of what it rotates."""
+    """Let tensors of a CPU be served, by the reference; the sizes of its inputs."""
     sizes: list[torch.Size] = []
 
     def qk_norm_rope(x, rope):
@@ -47,17 +47,17 @@ def test_queries_and_keys_match_the_model(tiny: TinyModel, dtype: torch.dtype, r
     expected = queries_and_keys(tiny, "sage1_emulate", dtype)
     sizes = request.getfixturevalue("served")
     found = queries_and_keys(tiny, "sage1_emulate", dtype)
-    assert bool(sizes) == (tiny.name in ROTATED)
+    assert bool(sizes) == (tiny.name in WITH_ROPE_FUNCTION)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def test_explain_counts_the_layers_whose_queries_the_kernel_rotates(served):
+def test_explain_counts_the_layers_whose_rope_the_kernel_computes(served):
     model = MODELS["llama"].build("sage1_emulate")
     assert explain(model).qk_norm_rope == 0
     run(model, **MODELS["llama"].inputs())
     explanation = explain(model)
     assert explanation.qk_norm_rope == 2
-    assert "qk_norm_rope: in 2 layers one kernel normalises or rotates queries and keys" in str(explanation)
+    assert "qk_norm_rope: in 2 layers one kernel computes QK-norm or RoPE" in str(explanation)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "sage_exact"])
@@ -68,11 +68,11 @@ def test_layers_without_a_recipe_of_ours_run_the_function(implementation, served
     assert not served
 
 
-def test_a_function_that_rotates_otherwise_stays(served, monkeypatch):
+def test_another_rope_function_stays(served, monkeypatch):
     model = MODELS["llama"].build("sage1_emulate")
     file = sys.modules[type(model).__module__]
     other = rotary._with_kernel(lambda q, k, cos, sin: (q * cos[:, None], k * cos[:, None]))
-    monkeypatch.setattr(file, rotary.ROTATE, other)
+    monkeypatch.setattr(file, rotary.ROPE_FUNCTION, other)
     q, k = torch.randn(2, 1, 2, 3, 8)
     cos, sin = torch.randn(2, 1, 3, 8)
     monkeypatch.setattr(rotary._thread, "layer", model)
@@ -99,14 +99,14 @@ def test_modelling_files_are_as_they_were_once_no_model_runs_a_recipe_of_ours():
     file, layer = sys.modules[type(model).__module__], type(model.model.layers[0].self_attn)
     before = {**vars(file)}, {**vars(layer)}
     handle = sage_hf.apply(model, "sage2")
-    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
+    assert getattr(file, rotary.ROPE_FUNCTION) is not before[0][rotary.ROPE_FUNCTION]
     other.set_attn_implementation("sage1")
     handle.restore()
-    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
+    assert getattr(file, rotary.ROPE_FUNCTION) is not before[0][rotary.ROPE_FUNCTION]
     other.set_attn_implementation("sdpa")
     assert ({**vars(file)}, {**vars(layer)}) == before
     other.set_attn_implementation("sage1")
-    assert getattr(file, rotary.ROTATE) is not before[0][rotary.ROTATE]
+    assert getattr(file, rotary.ROPE_FUNCTION) is not before[0][rotary.ROPE_FUNCTION]
     del model, other, handle
     gc.collect()
     assert ({**vars(file)}, {**vars(layer)}) == before

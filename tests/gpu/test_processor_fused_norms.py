@@ -1,20 +1,20 @@
-"""Norms and rotation by the kernel on a GPU agree with every processor's own operators, and take their place."""
+"""Norms and RoPE by the kernel on a GPU agree with every processor's own operators, and take their place."""
 
 import pytest
 import torch
 
 from sage_hf import explain
-from sage_hf.diffusers import SageAttnProcessor, heads
+from sage_hf.diffusers import SageAttnProcessor, fused_norms
 from tests.helpers.families import Family, each_family, run
-from tests.hf.diffusers.test_diffusers_heads import ROTATED
+from tests.hf.diffusers.test_diffusers_fused_norms import WITH_ROPE
 
 
 @each_family
 def test_the_kernel_takes_the_place_of_norms_and_rotation(case: Family, monkeypatch: pytest.MonkeyPatch):
-    if case.name not in ROTATED:
-        pytest.skip("its processor rotates nothing that the kernel takes")
-    monkeypatch.setattr(heads, "_agreements", {})
-    monkeypatch.setattr(heads, "LARGE_SAMPLE", 0)  # of PyTorch's own layer norms, below which a kernel gains nothing
+    if case.name not in WITH_ROPE:
+        pytest.skip("its processor applies no RoPE that the kernel computes")
+    monkeypatch.setattr(fused_norms, "_agreements", {})
+    monkeypatch.setattr(fused_norms, "LARGE_SAMPLE", 0)  # elements below which PyTorch runs its own layer norms
     model = case.build(torch.bfloat16)
     inputs = case.make_inputs(torch.bfloat16)
     if hasattr(model, "rope"):
@@ -24,7 +24,7 @@ def test_the_kernel_takes_the_place_of_norms_and_rotation(case: Family, monkeypa
     model.cuda().set_attn_processor(SageAttnProcessor("sage1"))
     run(model, {name: move(value) for name, value in inputs.items()})
     assert explain(model).qk_norm_rope > 0
-    assert heads._agreements and all(heads._agreements.values())
+    assert fused_norms._agreements and all(fused_norms._agreements.values())
 
 
 def move(value):

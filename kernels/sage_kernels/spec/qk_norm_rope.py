@@ -1,4 +1,4 @@
-"""Norm and rotation by position (RoPE): models apply both to the heads of queries and keys before attention."""
+"""QK-norm and RoPE: models apply both to the heads of queries and keys before attention."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Norm:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rope:
-    """Rotation of pairs of channels by angles that depend on the token (RoPE, arXiv 2104.09864).
+    """RoPE: pairs of channels are rotated by angles that depend on the token (arXiv 2104.09864).
 
     Attributes:
         cosine, sine: (rows, channels), (rows, heads, channels) or (batch, rows, heads, channels), where batch and heads
-            may be 1. `channels` is head_dim / 2, one angle for each pair, or head_dim. In float32 the rotation is
+            may be 1. `channels` is head_dim / 2, one angle for each pair, or head_dim. In float32 the result is
             rounded once. In the tensor's dtype each product and their sum are rounded, as in transformers. Without
             `sine`, `cosine` has one complex64 number for each pair.
-        offset: token i has row i + offset; tokens without a row are not rotated.
+        offset: token i has row i + offset; tokens without a row stay as they are.
         halves: channel i is paired with channel i + head_dim / 2; otherwise with its neighbour.
     """
 
@@ -76,15 +76,15 @@ class Rope:
         return (self.cosine.real, self.cosine.imag) if self.sine is None else (self.cosine, self.sine)
 
 
-def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
-    """Raise ValueError if norm or rotation does not fit x, (batch, tokens, heads, head_dim)."""
+def check_norm_and_rope(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
+    """Raise ValueError if norm or RoPE does not fit x, (batch, tokens, heads, head_dim)."""
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(f"x must be (batch, tokens, heads, head_dim) of a float dtype, got {x.dtype} {tuple(x.shape)}")
     batch, _, heads, head_dim = x.shape
     others = [] if norm is None else [norm.weight, norm.bias]
     others += [] if rope is None else [rope.cosine, rope.sine]
     if other_devices := [str(one.device) for one in others if one is not None and one.device != x.device]:
-        raise ValueError(f"x is on {x.device}, and norm or rotation on {', '.join(other_devices)}")
+        raise ValueError(f"x is on {x.device}, and norm or RoPE on {', '.join(other_devices)}")
     if norm is not None:
         channels = heads * head_dim if norm.across_heads else head_dim
         for name, vector in (("weight", norm.weight), ("bias", norm.bias)):
@@ -95,9 +95,9 @@ def check_heads(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> None:
     if rope is None:
         return
     if head_dim % 2:
-        raise ValueError(f"head_dim {head_dim} has no pairs to rotate")
+        raise ValueError(f"head_dim {head_dim} has no pairs for RoPE")
     if (rope.sine is None) != rope.cosine.is_complex():
-        raise ValueError("a rotation has complex numbers, or cosine and sine")
+        raise ValueError("RoPE has complex numbers, or cosine and sine")
     channels_of_table = (head_dim // 2,) if rope.sine is None else (head_dim // 2, head_dim)
     for name, table in zip(("cosine", "sine"), rope.tables(), strict=True):
         *outer, channels = table.shape

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @dataclass
-class KVNote:
+class KVRecord:
     """Facts about a model's cache, which outlive the cache.
 
     Attributes:
@@ -39,10 +39,10 @@ class KVNote:
         return text
 
 
-notes: WeakKeyDictionary[nn.Module, KVNote] = WeakKeyDictionary()
-"""The cache that an attention layer used last."""
+records: WeakKeyDictionary[nn.Module, KVRecord] = WeakKeyDictionary()
+"""The record of the cache that an attention layer used last."""
 
 
 def forget(layer: nn.Module) -> None:
     """Forget the cache that a layer used last."""
-    notes.pop(layer, None)
+    records.pop(layer, None)

@@ -1,4 +1,4 @@
-"""Cases of norm and rotation of heads, and what judges their outputs and gradients."""
+"""Cases of QK-norm and RoPE, and what judges their outputs and gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from sage_kernels.reference import qk_norm_rope as reference
-from sage_kernels.spec.heads import Norm, Rope
+from sage_kernels.spec.qk_norm_rope import Norm, Rope
 
 
 @dataclass(frozen=True)
-class HeadCase:
+class QKNormRopeCase:
     """A call of `qk_norm_rope`.
 
     Attributes:
@@ -81,7 +81,7 @@ class HeadCase:
             return
         exact_norm, exact_rope = in_float64(norm), in_float64(rope)
         normalized = reference.qk_norm_rope(x.double(), exact_norm, None)
-        exact = normalized if exact_rope is None else reference.rotate(normalized, exact_rope)
+        exact = normalized if exact_rope is None else reference.apply_rope(normalized, exact_rope)
         # Each rounding of the norm errs by half an ulp, which the rotation spreads over both channels of a pair; then
         # the rotation's own roundings: one of the result, and one of each product in tables of x's dtype.
         half = torch.finfo(x.dtype).eps / 2
@@ -89,7 +89,7 @@ class HeadCase:
         spread = normalized.abs()
         if exact_rope is not None:
             both = replace(exact_rope, cosine=exact_rope.cosine.abs(), sine=-exact_rope.sine.abs())
-            spread = torch.maximum(reference.rotate(spread, both), _turned(spread, both))
+            spread = torch.maximum(reference.apply_rope(spread, both), _turned(spread, both))
             roundings += self.table == "own"
         bound = half * (roundings * spread + (exact.abs() if exact_rope is not None else 0)) * 1.02 + 1e-6
         assert ((output.double() - exact).abs() <= bound).all()
@@ -131,7 +131,7 @@ def in_float64(what: Norm | Rope | None) -> Norm | Rope | None:
 
 def _turned(spread: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Return |b| · |cosine| + |a| · |sine| of the second channels, which `rotate` subtracts."""
-    return reference.rotate(spread, replace(rope, sine=-rope.sine))
+    return reference.apply_rope(spread, replace(rope, sine=-rope.sine))
 
 
 NORMS = "", "rms", "rounded", "bare", "layer", "tokens", "token layers"
@@ -139,9 +139,9 @@ TABLES = "", "pairs", "channels", "heads", "batch", "complex", "own"
 SIZES = (2, 19, 3, 64), (1, 21, 6, 128), (1, 5, 5, 72), (2, 7, 12, 16), (1, 3, 1, 32)
 
 CASES = (
-    *(HeadCase(SIZES[i % len(SIZES)], norm, heads_first=i % 2 == 0) for i, norm in enumerate(NORMS) if norm),
+    *(QKNormRopeCase(SIZES[i % len(SIZES)], norm, heads_first=i % 2 == 0) for i, norm in enumerate(NORMS) if norm),
     *(
-        HeadCase(SIZES[i % len(SIZES)], NORMS[i % len(NORMS)], table, (0, 3, -2)[i % 3], i % 2 == 1, i % 4 > 1)
+        QKNormRopeCase(SIZES[i % len(SIZES)], NORMS[i % len(NORMS)], table, (0, 3, -2)[i % 3], i % 2 == 1, i % 4 > 1)
         for i, table in enumerate([table for table in TABLES[1:] for _ in range(4)])
     ),
 )

@@ -1,4 +1,4 @@
-"""Registry of the kernels of norm and rotation (`spec.heads`), and the choice of a call's kernel."""
+"""Registry of the kernels of QK-norm and RoPE (`spec.qk_norm_rope`), and the choice of a call's kernel."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 
 from ..runtime.hardware import capability_of
-from ..spec.heads import Norm, Rope
+from ..spec.qk_norm_rope import Norm, Rope
 from . import registry, verdicts
 from .kernels import Named
 
 
-class HeadKernel(Named, Protocol):
-    """Implementation of norm and rotation.
+class QKNormRopeKernel(Named, Protocol):
+    """Implementation of QK-norm and RoPE.
 
     All tensors except the parameters are (batch, tokens, heads, head_dim).
     """
@@ -33,25 +33,25 @@ class HeadKernel(Named, Protocol):
         """
 
 
-_kernels: dict[str, HeadKernel] = {}
+_kernels: dict[str, QKNormRopeKernel] = {}
 
 
-def register_head_kernel(kernel: HeadKernel) -> None:
+def register_qk_norm_rope_kernel(kernel: QKNormRopeKernel) -> None:
     """Make a kernel available; kernels registered first are preferred. Raise ValueError if its name is taken."""
     registry.add(_kernels, kernel)
 
 
-def head_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> HeadKernel:
+def qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> QKNormRopeKernel:
     """Return the kernel that serves a call; the reference, which is registered last, serves all calls."""
     capability = capability_of(x.device)
     return next(
         kernel
         for kernel in _kernels.values()
         if not kernel.unsupported(x, norm, rope, grad)
-        and not verdicts.failure(kernel.name, verdicts.HEADS, x.shape[3], capability)
+        and not verdicts.failure(kernel.name, verdicts.QK_NORM_ROPE, x.shape[3], capability)
     )
 
 
-def reference_kernel() -> HeadKernel:
+def reference_kernel() -> QKNormRopeKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

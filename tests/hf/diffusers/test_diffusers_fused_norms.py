@@ -1,4 +1,4 @@
-"""Norms and rotations that a kernel runs in place of a processor's own are those of the processor, in every family."""
+"""Norms and RoPE that a kernel runs in place of a processor's own are those of the processor, in every family."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sage_hf import explain, record
-from sage_hf.diffusers import SageAttnProcessor, attention_layers, heads
-from sage_kernels.spec.heads import Rope
+from sage_hf.diffusers import SageAttnProcessor, attention_layers, fused_norms
+from sage_kernels.spec.qk_norm_rope import Rope
 from tests.helpers.families import Family, each_family, family, run
 
-ROTATED = {
+WITH_ROPE = {
     *("cogvideox-1.5", "hunyuan-video", "hunyuan-video-1.5", "mochi", "wan-t2v", "wan-i2v", "ltx", "easyanimate"),
     *("flux", "flux-2", "chroma", "qwen-image", "hunyuan-image", "z-image", "cogview4", "cosmos"),
 }
-"""Cases whose queries and keys the kernel rotates."""
+"""Cases whose RoPE the kernel computes."""
 
 
 @pytest.fixture
 def served(monkeypatch) -> list[Rope | None]:
-    """Let samples of a CPU be served, by the reference; the rotation of each call."""
+    """Let samples of a CPU be served, by the reference; the RoPE of each call."""
     ropes: list[Rope | None] = []
 
     def qk_norm_rope(x, norm, rope):
         ropes.append(rope)
         return original(x, norm, rope)
 
-    original = heads.qk_norm_rope
-    monkeypatch.setattr(heads, "qk_norm_rope", qk_norm_rope)
-    monkeypatch.setattr(heads, "is_served", lambda sample: True)
-    monkeypatch.setattr(heads, "gains", lambda module, sample: True)
+    original = fused_norms.qk_norm_rope
+    monkeypatch.setattr(fused_norms, "qk_norm_rope", qk_norm_rope)
+    monkeypatch.setattr(fused_norms, "is_served", lambda sample: True)
+    monkeypatch.setattr(fused_norms, "gains", lambda module, sample: True)
     return ropes
 
 
@@ -59,7 +59,7 @@ def test_queries_and_keys_match_the_processor(case: Family, dtype: torch.dtype, 
     found = queries_and_keys(case, dtype)
     assert not any("gave different" in message for message in sage_log)
     if dtype == torch.float32:
-        assert any(rope is not None for rope in ropes) == (case.name in ROTATED)
+        assert any(rope is not None for rope in ropes) == (case.name in WITH_ROPE)
     for own, theirs in zip(found, expected, strict=True):
         # Layer norms add up in another order: in later layers that moves a code of what is attended to.
         tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
@@ -80,7 +80,7 @@ def test_explain_counts_the_layers_whose_queries_the_kernel_normalises(served):
 
 
 def test_where_no_kernel_serves_nothing_changes(monkeypatch):
-    monkeypatch.setattr(heads, "qk_norm_rope", lambda *arguments: pytest.fail("it serves no CPU"))
+    monkeypatch.setattr(fused_norms, "qk_norm_rope", lambda *arguments: pytest.fail("it serves no CPU"))
     queries_and_keys(family("flux"), torch.bfloat16)
 
 
@@ -100,19 +100,12 @@ def angles(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
     return torch.randn(tokens, 16, dtype=dtype), torch.randn(tokens, 16, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [angles(7), angles(8, torch.bfloat16), (angles(8)[0],), [one.to("meta") for one in angles(8)]],
-    ids=["other tokens", "bfloat16", "one table", "another device"],
-)
-@torch.no_grad()
-def test_angles_of_another_kind_are_left_to_the_processor(served, table):
-    module, processor = attention("flux")
-    given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.plan_fused_norms(processor, module, (), (), given, False) is not None
-    assert heads.plan_fused_norms(processor, module, (), (), {**given, "image_rotary_emb": table}, False) is None
-
-
+OTHER_ANGLES = {
+    "other tokens": angles(7),
+    "bfloat16": angles(8, torch.bfloat16),
+    "one table": (angles(8)[0],),
+    "another device": [one.to("meta") for one in angles(8)],
+}
 CHANGES = {
     "forward hook": lambda module: module.norm_k.register_forward_hook(lambda *seen: None),
     "forward pre-hook": lambda module: module.norm_k.register_forward_pre_hook(lambda *seen: None),
@@ -128,14 +121,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, *OTHER_ANGLES])
 @torch.no_grad()
-def test_norms_that_are_not_known_as_they_are_stay(served, change):
+def test_norms_that_are_not_known_as_they_are_and_angles_of_another_kind_stay(served, change):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert heads.plan_fused_norms(processor, module, (), (), given, False) is not None
-    change(module)
-    assert heads.plan_fused_norms(processor, module, (), (), given, False) is None
+    assert fused_norms.plan_fused_norms(processor, module, (), (), given, False) is not None
+    CHANGES.get(change, lambda module: None)(module)
+    given["image_rotary_emb"] = OTHER_ANGLES.get(change, given["image_rotary_emb"])
+    assert fused_norms.plan_fused_norms(processor, module, (), (), given, False) is None
 
 
 def test_norms_stay_while_hooks_watch_all_modules(served):
@@ -149,9 +143,9 @@ def test_norms_stay_while_hooks_watch_all_modules(served):
     ):
         handle = register(lambda *seen: None)
         with torch.no_grad():
-            assert heads.norm_of(module.norm_q, sample) is None
+            assert fused_norms.norm_of(module.norm_q, sample) is None
             handle.remove()
-            assert heads.norm_of(module.norm_q, sample) is not None
+            assert fused_norms.norm_of(module.norm_q, sample) is not None
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -163,11 +157,11 @@ def test_a_class_whose_forward_was_patched_is_foreign(served, wraps, monkeypatch
 
     monkeypatch.setattr(nn.RMSNorm, "forward", functools.wraps(nn.RMSNorm.forward)(patch) if wraps else patch)
     with torch.no_grad():
-        assert heads.norm_of(module.norm_q, torch.zeros(1, 6, module.to_q.in_features)) is None
+        assert fused_norms.norm_of(module.norm_q, torch.zeros(1, 6, module.to_q.in_features)) is None
 
 
 def shifting_k(original: type, name: str) -> type:
-    """A user's copy of a processor of diffusers, which shifts K between norm and rotation."""
+    """A user's copy of a processor of diffusers, which shifts K between norm and RoPE."""
     source = textwrap.dedent(inspect.getsource(original)).replace(f"class {original.__name__}", f"class {name}")
     line = "key = attn.norm_k(key)\n"
     assert line in source
@@ -187,18 +181,18 @@ def test_a_users_processor_is_known_by_itself_and_not_by_its_name(request, name)
     assert all(map(torch.equal, found, expected)) and not ropes
 
 
-@pytest.mark.parametrize("where", ["rotation", "norm"])
+@pytest.mark.parametrize("where", ["rope", "norm"])
 def test_a_kernel_that_disagrees_is_not_used(request, monkeypatch, sage_log, where):
     """The processor's module is patched, or the kernel is wrong: found at the first call, and said."""
-    case, ropes = family("flux" if where == "rotation" else "sd3.5"), request.getfixturevalue("served")
+    case, ropes = family("flux" if where == "rope" else "sd3.5"), request.getfixturevalue("served")
     expected = queries_and_keys(case, torch.float32, "exact")
-    computed = heads.qk_norm_rope
+    computed = fused_norms.qk_norm_rope
 
     def wrong(x, norm, rope):
         return computed(x, norm, rope) * 1.001
 
-    monkeypatch.setattr(heads, "qk_norm_rope", wrong)
-    monkeypatch.setattr(heads, "_agreements", {})
+    monkeypatch.setattr(fused_norms, "qk_norm_rope", wrong)
+    monkeypatch.setattr(fused_norms, "_agreements", {})
     found = queries_and_keys(case, torch.float32)
     for own, theirs in zip(found[:2], expected[:2], strict=True):
         assert torch.equal(own, theirs)
@@ -206,7 +200,7 @@ def test_a_kernel_that_disagrees_is_not_used(request, monkeypatch, sage_log, whe
 
 
 def test_a_trial_is_seen_by_no_hook(served, monkeypatch):
-    monkeypatch.setattr(heads, "_agreements", {})
+    monkeypatch.setattr(fused_norms, "_agreements", {})
     case, seen = family("flux"), []
     model = case.build()
     first, *others = attention_layers(model).values()
@@ -224,6 +218,6 @@ def test_a_trial_is_seen_by_no_hook(served, monkeypatch):
 def test_small_samples_are_trained_by_pytorchs_norms(served, tokens, known):
     module = attention("flux")[0]
     sample = torch.empty(1, tokens, module.to_q.in_features, requires_grad=True)
-    assert (heads.norm_of(module.norm_q, sample) is not None) == known
+    assert (fused_norms.norm_of(module.norm_q, sample) is not None) == known
     with torch.no_grad():
-        assert heads.norm_of(module.norm_q, sample) is not None
+        assert fused_norms.norm_of(module.norm_q, sample) is not None

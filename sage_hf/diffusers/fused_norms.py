@@ -1,9 +1,9 @@
-"""Norms and rotation of queries and keys by one kernel, for which diffusers' processors run a dozen operators.
+"""QK-norm and RoPE of diffusers' processors by one kernel, in place of a dozen operators.
 
-A processor calls `attn.norm_q(query)`, and rotates the result by a table of angles (RoPE). Here it gets an overlay of
-`attn` whose norms also rotate, and no table; the rest of the processor runs unchanged. Only processors and norms of
-diffusers and PyTorch are served in this way, and only after their first queries and keys matched the results of their
-own operators.
+A processor calls `attn.norm_q(query)`, and applies RoPE to the result by a table of angles. Here the processor gets an
+overlay of `attn` whose norms also apply RoPE, and no table; the rest of the processor runs unchanged. Only processors
+and norms of diffusers and PyTorch are served in this way, and only after their first queries and keys matched the
+results of their own operators.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch.overrides import TorchFunctionMode
 
 from sage_hf.identity import name_in_diffusers, path_of
 from sage_kernels.qk_norm_rope import is_served, qk_norm_rope
-from sage_kernels.spec.heads import Norm, Rope
+from sage_kernels.spec.qk_norm_rope import Norm, Rope
 
 logger = logging.get_logger(__name__)
 
 NORMS = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
 
 Ropes: TypeAlias = dict[str, Rope]
-"""Names among NORMS -> the rotation after that norm."""
+"""Names among NORMS -> the RoPE after that norm."""
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Rotation of queries and keys by a processor of diffusers.
+class ProcessorRope:
+    """RoPE as a processor of diffusers applies it.
 
     Attributes:
         argument: name of the processor's argument with the angles.
-        ropes: (the angles, the attention module, the processor's arguments by name) -> the rotations; None if the
-            angles are of another kind.
+        ropes: (the angles, the attention module, the processor's arguments by name) -> the RoPE after each norm;
+            None if the angles are of another kind.
     """
 
     argument: str
@@ -56,8 +56,8 @@ def _real_table(table: Any, tokens: int) -> tuple[Tensor, Tensor] | None:
     return (cosine, sine) if fits else None
 
 
-def _rotate_all(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate [context, sample], as Flux does."""
+def _rope_of_all(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE of [context, sample], as Flux applies it."""
     context = arguments.get("encoder_hidden_states")
     length = 0 if context is None else context.shape[1]
     if (angles := _real_table(table, length + arguments["hidden_states"].shape[1])) is None:
@@ -66,23 +66,23 @@ def _rotate_all(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | 
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
 
 
-def _rotate_sample(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate the sample, which the norm may get together with the context after it, as HunyuanVideo does."""
+def _rope_of_sample(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE of the sample; the norm may get the context after it, as in HunyuanVideo."""
     if (angles := _real_table(table, arguments["hidden_states"].shape[1])) is None:
         return None
     return dict.fromkeys(NORMS[:2], Rope(*angles))
 
 
-def _rotate_halves_of_sample(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate the halves of the sample's heads, in self-attention, as Cosmos does."""
+def _rope_by_halves(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE of the sample with channels paired by halves, in self-attention, as in Cosmos."""
     angles = _real_table(table, arguments["hidden_states"].shape[1])
     if angles is None or arguments.get("encoder_hidden_states") is not None:
         return None
     return dict.fromkeys(NORMS[:2], Rope(*angles, halves=True))
 
 
-def _rotate_behind_text(table: Any, attn: Any, arguments: Mapping[str, Any], halves: bool = False) -> Ropes | None:
-    """Rotate the sample, which follows the text unless the text has its own norms, as CogVideoX does."""
+def _rope_behind_text(table: Any, attn: Any, arguments: Mapping[str, Any], halves: bool = False) -> Ropes | None:
+    """Return the RoPE of the sample, which follows the text unless the text has its own norms, as in CogVideoX."""
     angles = _real_table(table, arguments["hidden_states"].shape[1])
     if angles is None or attn.is_cross_attention:
         return None
@@ -90,66 +90,63 @@ def _rotate_behind_text(table: Any, attn: Any, arguments: Mapping[str, Any], hal
     return dict.fromkeys(NORMS[:2], Rope(*angles, -length, halves))
 
 
-def _rotate_by_complex(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate sample and context by separate complex numbers, (tokens, head_dim / 2) each, as Qwen-Image does."""
+def _rope_by_complex(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE of sample and context by separate complex numbers, (tokens, head_dim / 2), as in Qwen-Image."""
     lengths = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
-    if not all(
-        rotation.dtype == torch.complex64 and len(rotation) == length
-        for rotation, length in zip(table, lengths, strict=True)
-    ):
+    if any(x.dtype != torch.complex64 or len(x) != length for x, length in zip(table, lengths, strict=True)):
         return None
     sample, added = map(Rope, table)
     return dict(zip(NORMS, (sample, sample, added, added), strict=True))
 
 
-def _rotate_by_complex_of_batch(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate by complex numbers (batch or 1, tokens, head_dim / 2), as Z-Image does."""
+def _rope_by_complex_of_batch(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE by complex numbers (batch or 1, tokens, head_dim / 2), as in Z-Image."""
     sample = arguments["hidden_states"]
     fits = table.dtype == torch.complex64 and table.dim() == 3 and table.shape[1] == sample.shape[1]
     return dict.fromkeys(NORMS[:2], Rope(table.unsqueeze(2))) if fits and len(table) in (1, len(sample)) else None
 
 
-def _rotate_heads_of_token(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate by tables (batch or 1, tokens, 1, head_dim), as Wan does."""
+def _rope_of_heads(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE by tables (batch or 1, tokens, 1, head_dim), as in Wan."""
     cosine, sine = table
     fits = cosine.dim() == 4 and cosine.shape[1] == arguments["hidden_states"].shape[1]
     fits = fits and cosine.dtype == sine.dtype == torch.float32
     return dict.fromkeys(NORMS[:2], Rope(cosine, sine)) if fits else None
 
 
-def _rotate_channels_of_token(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
-    """Rotate by tables (batch or 1, tokens, heads · head_dim), as LTX does."""
+def _rope_of_channels(table: Any, attn: Any, arguments: Mapping[str, Any]) -> Ropes | None:
+    """Return the RoPE by tables (batch or 1, tokens, heads · head_dim), as in LTX."""
     cosine, sine = (angles.unflatten(-1, (attn.heads, -1)) if angles.dim() == 3 else angles for angles in table)
-    return _rotate_heads_of_token((cosine, sine), attn, arguments)
+    return _rope_of_heads((cosine, sine), attn, arguments)
 
 
-ROTARIES: dict[str, Rotary] = {
+ROPE_OF_PROCESSORS: dict[str, ProcessorRope] = {
     **dict.fromkeys(
         (
             *("FluxAttnProcessor", "Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"),
             *("BriaAttnProcessor", "BriaFiboAttnProcessor", "LongCatImageAttnProcessor", "OvisImageAttnProcessor"),
         ),
-        Rotary("image_rotary_emb", _rotate_all),
+        ProcessorRope("image_rotary_emb", _rope_of_all),
     ),
     **dict.fromkeys(
         (
             *("HunyuanVideoAttnProcessor2_0", "HunyuanVideo15AttnProcessor2_0", "HunyuanImageAttnProcessor"),
             "MochiAttnProcessor2_0",
         ),
-        Rotary("image_rotary_emb", _rotate_sample),
+        ProcessorRope("image_rotary_emb", _rope_of_sample),
     ),
     **dict.fromkeys(
         ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0", "EasyAnimateAttnProcessor2_0"),
-        Rotary("image_rotary_emb", _rotate_behind_text),
+        ProcessorRope("image_rotary_emb", _rope_behind_text),
     ),
-    "CogView4AttnProcessor": Rotary("image_rotary_emb", partial(_rotate_behind_text, halves=True)),
-    "CosmosAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_halves_of_sample),
-    "QwenDoubleStreamAttnProcessor2_0": Rotary("image_rotary_emb", _rotate_by_complex),
-    "ZSingleStreamAttnProcessor": Rotary("freqs_cis", _rotate_by_complex_of_batch),
-    **dict.fromkeys(("WanAttnProcessor", "SkyReelsV2AttnProcessor"), Rotary("rotary_emb", _rotate_heads_of_token)),
-    "LTXVideoAttnProcessor": Rotary("image_rotary_emb", _rotate_channels_of_token),
+    "CogView4AttnProcessor": ProcessorRope("image_rotary_emb", partial(_rope_behind_text, halves=True)),
+    "CosmosAttnProcessor2_0": ProcessorRope("image_rotary_emb", _rope_by_halves),
+    "QwenDoubleStreamAttnProcessor2_0": ProcessorRope("image_rotary_emb", _rope_by_complex),
+    "ZSingleStreamAttnProcessor": ProcessorRope("freqs_cis", _rope_by_complex_of_batch),
+    **dict.fromkeys(("WanAttnProcessor", "SkyReelsV2AttnProcessor"), ProcessorRope("rotary_emb", _rope_of_heads)),
+    "LTXVideoAttnProcessor": ProcessorRope("image_rotary_emb", _rope_of_channels),
 }
-"""Rotations by class names of diffusers' processors that rotate right after their norms, or only the norms' results."""
+"""RoPE by class names of diffusers' processors that apply it right after their norms, or only to the norms' results."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class NormClass:
     """Arithmetic of a class of norms.
 
     Attributes:
-        kind, rounds: as in `heads.Norm`.
+        kind, rounds: as in `sage_kernels.spec.qk_norm_rope.Norm`.
         any_weight: the norm takes weights of any dtype; other norms take only the tensor's dtype.
         one_operator: the norm runs one operator of PyTorch.
     """
@@ -187,12 +184,12 @@ LARGE_TRAINING_SAMPLE = 2**22
 
 @dataclass(frozen=True)
 class Fused:
-    """A processor's call whose queries and keys a kernel normalises and rotates.
+    """A processor's call whose QK-norm and RoPE a kernel computes.
 
     Attributes:
         norms: names among NORMS -> functions that replace these norms.
-        arguments: the processor's arguments by name, without the angles if the norms rotate.
-        trial_key: kind of the call; the first call of a kind must agree with the processor. None: nothing is rotated.
+        arguments: the processor's arguments by name, without the angles if the norms apply RoPE.
+        trial_key: kind of the call; the first call of a kind must agree with the processor. None: there is no RoPE.
     """
 
     norms: dict[str, Callable[[Tensor], Tensor]]
@@ -203,7 +200,7 @@ class Fused:
 def plan_fused_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> Fused | None:
-    """Plan a processor's call in which a kernel normalises and rotates; None: call the processor unchanged.
+    """Plan a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
 
     Args:
         processor: the processor; the result is None if it is not diffusers'.
@@ -220,16 +217,16 @@ def plan_fused_norms(
     family = name_in_diffusers(type(processor), "__call__")
     if not family:
         return None
-    rotary, ropes = ROTARIES.get(family), None
-    if rotary is not None and (table := arguments.get(rotary.argument)) is not None:
-        ropes = rotary.ropes(table, attn, arguments)
+    processor_rope, ropes = ROPE_OF_PROCESSORS.get(family), None
+    if processor_rope is not None and (table := arguments.get(processor_rope.argument)) is not None:
+        ropes = processor_rope.ropes(table, attn, arguments)
         if ropes is None or attn.norm_q is None or attn.norm_k is None:
             return None
         if any(rope.cosine.is_cpu for rope in ropes.values()):  # processors also move such angles in each call
             ropes = {name: _moved(rope, sample.device) for name, rope in ropes.items()}
         if any(rope.cosine.device != sample.device for rope in ropes.values()):
             return None
-        arguments[rotary.argument] = None
+        arguments[processor_rope.argument] = None
     norms: dict[str, Callable[[Tensor], Tensor]] = {}
     kinds = []
     for name in NORMS:
@@ -251,7 +248,7 @@ def plan_fused_norms(
 
 
 def _moved(rope: Rope, device: torch.device) -> Rope:
-    """Return a rotation whose angles lie on a device."""
+    """Return a RoPE whose angles lie on a device."""
     return replace(rope, cosine=rope.cosine.to(device), sine=None if rope.sine is None else rope.sine.to(device))
 
 
@@ -277,7 +274,7 @@ def norm_of(module: nn.Module, sample: Tensor) -> Norm | None:
 
 
 def gains(module: nn.Module, sample: Tensor) -> bool:
-    """Check whether a kernel is faster than a norm of a known class, if nothing is rotated."""
+    """Check whether a kernel is faster than a norm of a known class, without RoPE."""
     norm_class = NORM_CLASSES[path_of(type(module), "forward")]
     return not norm_class.one_operator or (_sizes(module)[0] <= LARGE_ROW and sample.numel() >= LARGE_SAMPLE)
 
@@ -300,16 +297,16 @@ def _sizes(module: Any) -> Sequence[int]:
 
 
 def _run(norm: Norm, rope: Rope | None, heads_first: bool, x: Tensor) -> Tensor:
-    """Normalise and rotate the input of a norm.
+    """Compute the norm, and the RoPE if any, of the input of a norm.
 
     Args:
-        norm, rope: the norm and the rotation; None: neither.
+        norm, rope: the norm, and the RoPE; None: no RoPE.
         heads_first: x is (batch, heads, tokens, head_dim).
         x: queries or keys, (batch, tokens, heads, head_dim) unless another size is given above; or (batch, tokens,
-            heads · head_dim), if all heads share one norm, or any other size if nothing is rotated.
+            heads · head_dim), if all heads share one norm, or any other size without RoPE.
     """
     if x.dim() == 3:
-        # Channels that are not rotated may be divided in any way.
+        # Without RoPE, channels may be divided in any way.
         head_dim = LARGE_ROW if rope is None else rope.cosine.shape[-1] * (2 if rope.sine is None else 1)
         heads = x.unflatten(-1, (-1, math.gcd(head_dim, x.shape[-1])))
         return qk_norm_rope(heads, replace(norm, across_heads=True), rope).flatten(2)
@@ -371,7 +368,7 @@ def agrees(fused: Fused, attn: nn.Module, run_original: Callable[[], Any], run_f
         _agreements[fused.trial_key] = agreement
         if not agreement:
             logger.warning(
-                f"{fused.trial_key[0].__name__} keeps its own norms and rotation: the fused kernel gave different "  # type: ignore[index]
+                f"{fused.trial_key[0].__name__} keeps its own norms and RoPE: the fused kernel gave different "  # type: ignore[index]
                 "queries or keys"
             )
     return agreement
