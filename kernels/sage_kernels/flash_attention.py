@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .attend import attend
-from .packed import attend_packed, checked_call
+from .packed import attend_packed, checked_call, sequences_to_run
 from .spec.derivatives import wants_gradient
-from .spec.layout import Lengths, sequence_slices
+from .spec.layout import Lengths
 from .spec.options import Options
 
 RECIPE = "sage2"
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
     arguments = (dropout_p, softmax_scale, causal, window_size, s_aux)
     outputs, end = [], 0
     q, k, v, lengths = checked_call(q, k, v, lengths, options)
-    for queries, keys in sequence_slices(lengths):
+    for queries, keys in sequences_to_run(q.transpose(0, 1)[None], k.transpose(0, 1)[None], lengths):
         outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *arguments)[0])
         end = queries.stop
     outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences

@@ -139,8 +139,11 @@ def test_packed_lengths_that_do_not_fit_are_refused_and_the_tail_is_zero(window)
         flash_attention.flash_attn_varlen_func(x, x, x, starts, starts[:2], 50, 50, window_size=window)
     output = flash_attention.flash_attn_varlen_func(x, x, x, starts, starts, 50, 50, window_size=window)
     assert output.shape == x.shape and not output[90:].any() and output[:90].any(-1).all()
-    none = flash_attention.flash_attn_varlen_func(*[x[:0]] * 3, *[starts[:1]] * 2, 0, 0, window_size=window)
-    assert none.shape == (0, 2, 40)
+    none = flash_attention.flash_attn_varlen_func(
+        *[x.requires_grad_()] * 3, *[starts[:1]] * 2, 0, 0, window_size=window
+    )
+    assert not torch.autograd.grad(none.sum(), x)[0].any()  # no sequence at all
+    assert none.shape == x.shape and not none.any()
 
 
 def test_sinks_take_their_share_and_have_no_gradient():
