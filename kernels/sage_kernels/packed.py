@@ -9,12 +9,16 @@ import torch
 from . import ops, training
 from .attend import Result, attend
 from .dispatch import exact_choice
+from .runtime import dynamo
 from .spec import checks
 from .spec.autocast import in_autocast_dtype
 from .spec.call import NO_MASK
 from .spec.derivatives import has_tangent, wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options
+
+ONE_BY_ONE = "the host reads the lengths of packed sequences, and runs each as a call of its own"
+"""Why a compiled graph ends before the sequences; as many calls would take minutes to compile, for each number."""
 
 
 def attend_packed(
@@ -98,6 +102,7 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, leng
     return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
 
 
+@dynamo.run_uncompiled(ONE_BY_ONE)
 def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.bias import causal_lower_right
 
 import sage_kernels
@@ -159,6 +160,37 @@ def test_compiled_lengths_that_do_not_fit_are_refused_whoever_runs_them(recipe):
     attend = torch.compile(attend_packed, backend="aot_eager")
     with pytest.raises(ValueError, match="cu_seqlens_q must begin at 0, never decrease"):
         attend(tokens, tokens, tokens, Lengths(starts, starts, 70, 70), Options(recipe=recipe))
+
+
+def attend_packed_to(tokens, starts, longest, recipe):
+    return attend_packed(
+        tokens, tokens, tokens, Lengths(starts, starts, longest, longest), Options(True, recipe=recipe)
+    )
+
+
+def attend_behind_cache(tokens, starts, longest, recipe):
+    key = tokens.transpose(0, 1)[None]
+    return ops.attention(key[:, :, -20:], key, key, is_causal=True, causal_offset=key.shape[2] - 20, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("attend", "recipe", "grad"),
+    [
+        (attend_packed_to, "sage2", False),
+        (attend_packed_to, "sage_bwd", True),
+        (attend_packed_to, "exact", True),  # one by one, and between two graphs: as many calls take minutes to compile
+        (attend_behind_cache, "sage2", False),
+    ],
+)
+def test_other_lengths_and_offsets_need_no_other_graph(attend, recipe, grad):
+    """The first graph is for its sizes alone, the second for all sizes."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=graphs, fullgraph=recipe != "exact")
+    for lengths in ([70, 3, 20], [40, 95], [31, 0, 77, 64], [33] * 5):
+        tokens, starts = torch.randn(sum(lengths), 2, 16, requires_grad=grad), pack(lengths)
+        expected, output = (run(tokens, starts, max(lengths), recipe)[0] for run in (attend, compiled))
+        assert torch.equal(output, expected)
+    assert graphs.frame_count <= 2
 
 
 @pytest.mark.parametrize("list_batch", [2, 1])

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.integrations import hub_kernels
 
 import sage_hf
@@ -144,6 +146,18 @@ def test_packed_lengths_that_do_not_fit_are_refused_and_the_tail_is_zero(window)
     )
     assert not torch.autograd.grad(none.sum(), x)[0].any()  # no sequence at all
     assert none.shape == x.shape and not none.any()
+
+
+def test_compiled_windows_of_other_lengths_need_no_other_graph():
+    """The first graph is for its sizes alone, the second for all sizes."""
+    graphs = CompileCounterWithBackend("eager")
+    attend = partial(flash_attention.flash_attn_varlen_func, causal=True, window_size=(7, 7))
+    compiled = torch.compile(attend, backend=graphs)
+    for lengths in ([70, 3, 20], [40, 95], [31, 0, 77, 64]):
+        (tokens,), starts = draw((sum(lengths), 2, 40)), torch.tensor([0, *lengths]).cumsum(0)
+        call = tokens, tokens, tokens, starts, starts, max(lengths), max(lengths)
+        assert torch.equal(compiled(*call), attend(*call))
+    assert graphs.frame_count <= 2
 
 
 def test_sinks_take_their_share_and_have_no_gradient():
