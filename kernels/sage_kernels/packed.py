@@ -65,6 +65,9 @@ def checked_call(
     """
     checks.check_kinds(query, key, value, None, options)
     query, key, value = in_autocast_dtype(query, key, value)
+    for name, starts in lengths._asdict().items():
+        if isinstance(starts, torch.Tensor) and starts.is_floating_point():
+            raise ValueError(f"{name} must hold integers; got {starts.dtype}")
     lengths = lengths._replace(
         cu_seqlens_q=lengths.cu_seqlens_q.int(),
         cu_seqlens_k=lengths.cu_seqlens_k.int(),

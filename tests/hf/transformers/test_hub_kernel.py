@@ -137,6 +137,8 @@ def test_packed_lengths_that_do_not_fit_are_refused_and_the_tail_is_zero(window)
         with pytest.raises(ValueError, match="cu_seqlens_q"):
             flash_attention.flash_attn_varlen_func(x, x, x, *[torch.tensor(starts)] * 2, 120, 120, window_size=window)
     starts = torch.tensor([0, 40, 90])
+    with pytest.raises(ValueError, match="cu_seqlens_q must hold integers"):
+        flash_attention.flash_attn_varlen_func(x, x, x, *[starts.float()] * 2, 50, 50, window_size=window)
     with pytest.raises(ValueError, match="sequences"):
         flash_attention.flash_attn_varlen_func(x, x, x, starts, starts[:2], 50, 50, window_size=window)
     output = flash_attention.flash_attn_varlen_func(x, x, x, starts, starts, 50, 50, window_size=window)
