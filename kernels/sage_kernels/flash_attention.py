@@ -7,13 +7,16 @@ here (softcap) are not supported: transformers reads the signatures and refuses 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from .attend import attend
-from .packed import attend_packed, checked_call
+from .packed import ONE_BY_ONE, attend_packed, checked_call, sequences_to_run
+from .runtime import dynamo
 from .spec.derivatives import wants_gradient
-from .spec.layout import Lengths, sequence_slices
+from .spec.layout import Lengths
 from .spec.options import Options
 
 RECIPE = "sage2"
@@ -121,9 +124,16 @@ def flash_attn_varlen_func(
         output, lse = attend_packed(q, k, v, lengths, options)
         return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(0, 1), s_aux)
     arguments = (dropout_p, softmax_scale, causal, window_size, s_aux)
+    return _attend_one_by_one(*checked_call(q, k, v, lengths, options), arguments)
+
+
+@dynamo.run_uncompiled(ONE_BY_ONE)
+def _attend_one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, arguments: tuple[Any, ...]
+) -> torch.Tensor:
+    """Attend within each sequence; `arguments` are the arguments of `flash_attn_func` after the tensors."""
     outputs, end = [], 0
-    q, k, v, lengths = checked_call(q, k, v, lengths, options)
-    for queries, keys in sequence_slices(lengths):
+    for queries, keys in sequences_to_run(q.transpose(0, 1)[None], k.transpose(0, 1)[None], lengths):
         outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *arguments)[0])
         end = queries.stop
     outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences

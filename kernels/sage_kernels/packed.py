@@ -9,7 +9,7 @@ import torch
 from . import ops, training
 from .attend import Result, attend
 from .dispatch import exact_choice
-from .dispatch.plan import KernelUnavailableError
+from .runtime import dynamo
 from .spec import checks
 from .spec.autocast import in_autocast_dtype
 from .spec.call import NO_MASK
@@ -17,14 +17,18 @@ from .spec.derivatives import has_tangent, wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options
 
+ONE_BY_ONE = "the host reads the lengths of packed sequences, and runs each as a call of its own"
+"""Why a compiled graph ends before the sequences; as many calls would take minutes to compile, for each number."""
+
 
 def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:
     """Compute attention within each of several sequences that are packed one after another; differentiable.
 
-    If a kernel for packed sequences serves the call, that kernel runs. Otherwise each sequence becomes a separate call:
-    it runs as `attend` decides, and the host reads the lengths.
+    A native kernel that takes packed sequences runs all of them, short ones too. Where there is none, but a sequence
+    alone has another plan (`exact_choice.runs_one_by_one`), and where exact attention computes gradients or dropout,
+    each sequence becomes a separate call: it runs as `attend` decides, and the host reads the lengths.
 
     Args:
         query: (total queries, q_heads, head_dim).
@@ -61,6 +65,9 @@ def checked_call(
     """
     checks.check_kinds(query, key, value, None, options)
     query, key, value = in_autocast_dtype(query, key, value)
+    for name, starts in lengths._asdict().items():
+        if isinstance(starts, torch.Tensor) and starts.is_floating_point():
+            raise ValueError(f"{name} must hold integers; got {starts.dtype}")
     lengths = lengths._replace(
         cu_seqlens_q=lengths.cu_seqlens_q.int(),
         cu_seqlens_k=lengths.cu_seqlens_k.int(),
@@ -73,6 +80,21 @@ def checked_call(
     return query, key, value, lengths
 
 
+def sequences_to_run(query: torch.Tensor, key: torch.Tensor, lengths: Lengths) -> list[tuple[slice, slice]]:
+    """Return the queries and the keys of each sequence, to run one by one; the host reads and checks the lengths.
+
+    Without sequences, an empty one is returned: its call gives the output its gradients.
+
+    Args:
+        query, key: (1, heads, tokens, channels).
+
+    Raises:
+        ValueError: lengths do not fit.
+    """
+    checks.check_values_of_lengths(query, key, lengths)
+    return list(sequence_slices(lengths)) or [(slice(0, 0), slice(0, 0))]
+
+
 def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options) -> bool:
     """Return whether the operators for packed sequences take a call with tensors (1, heads, tokens, channels)."""
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
@@ -80,12 +102,10 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, leng
         return not options.dropout_p
     if options.recipe == "exact" or options.return_lse:
         return False
-    try:
-        return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
-    except KernelUnavailableError:  # with fallback "error"; a kernel may serve each sequence alone
-        return False
+    return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
 
 
+@dynamo.run_uncompiled(ONE_BY_ONE)
 def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:
@@ -93,7 +113,7 @@ def _attend_one_by_one(
     options = options._replace(tokens_first=False)
     outputs, lses = [], []
     end = 0
-    for queries, keys in sequence_slices(lengths):
+    for queries, keys in sequences_to_run(query, key, lengths):
         output, lse = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], None, None, options)
         outputs.append(output[0])
         lses.append(lse)

@@ -237,6 +237,12 @@ def passes_parallel_config(processor: Any) -> bool:
     return "_parallel_config" in type(processor).__call__.__code__.co_names
 
 
+def leaves_groups(processor: Any) -> bool:
+    """Return whether a processor's code leaves it to diffusers' dispatch to group queries."""
+    constants = inspect.unwrap(type(processor).__call__).__code__.co_consts
+    return any(isinstance(names, tuple) and "enable_gqa" in names for names in constants)
+
+
 # Offloading
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sage_hf.diffusers.bridge import Shards, parallel_config_of
+from sage_hf.diffusers.bridge import Shards, leaves_groups, parallel_config_of
 from sage_hf.diffusers.errors import UnsupportedAttentionError
 from sage_hf.diffusers.shards import split_of
 
@@ -35,11 +35,22 @@ def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, i
         raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
     check = layer.check_split if by_our_plan else layer.check_parallel
     check()
-    heads = getattr(module, "heads", None)
+    heads = _first_number(module, "heads", "num_attention_heads")
     if heads is not None and heads < shards.ulysses:
         raise UnsupportedAttentionError(
             f"ulysses_degree {shards.ulysses} is more than the layer's {heads} heads: use ring_degree too"
         )
+    key_heads = _first_number(module, "kv_heads", "num_key_value_heads")
+    if key_heads not in (None, heads) and leaves_groups(layer.original):
+        raise UnsupportedAttentionError(
+            "attention across processes needs as many key heads as query heads; the layer has "
+            f"{key_heads} and {heads}: run this model without enable_parallelism()"
+        )
+
+
+def _first_number(module: Any, *names: str) -> int | None:
+    """Return the first of these attributes of a module that it has."""
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 def check_parallelism(model: Any, module: Any, layer: Any, *, is_sparse: bool = False) -> None:

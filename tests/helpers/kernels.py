@@ -75,6 +75,11 @@ class StandInBackward(StandIn):
         return ReferenceBackward().backward(call)
 
 
+def refuse_packed(request: Request) -> str:
+    """Return the reason of a kernel that takes batches only."""
+    return "no packed sequences" if request.packed else ""
+
+
 def registered_backwards() -> dict[str, Kernel]:
     """Return the backward kernels by name, in the order of preference."""
     return dict(registry.backwards)

@@ -14,11 +14,13 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
+from sage_kernels.dispatch.exact_choice import runs_one_by_one
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.triton import registration
 
 # Of a call: head_dim, format of P·V and kv_len.
 SIZES = ((64, "fp8", 4096), (128, "fp8", 4096), (128, "fp8", 20_000), (64, "fp16", 4096), (128, "fp16", 4096))
@@ -140,6 +142,22 @@ def test_int8_forward_serves_what_it_is_fastest_at():
         plan = select(replace(LONG, **change))
         assert plan.kernel == "int8_forward", change
         assert any(who == "sage2 by int8_forward_hopper" for who, _ in plan.passed_over), change
+
+
+@pytest.mark.usefixtures("can_compile")
+@pytest.mark.parametrize("fallback", ["native", "emulate", "error"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_without_triton_packed_sequences_run_one_by_one(monkeypatch, grad, fallback):
+    """A sequence alone has a kernel, or exact attention for its length and not because sequences are packed."""
+    packed = replace(LONG, recipe="sage_bwd" if grad else "sage2", grad=grad, packed=True)
+    assert not runs_one_by_one(packed, fallback)
+    monkeypatch.setattr(registration, "triton_version", lambda: None)
+    select.cache_clear()
+    assert runs_one_by_one(packed, fallback)
+    assert runs_one_by_one(replace(packed, q_len=200, kv_len=200), fallback)
+    for facts in ({"dtype": torch.float32}, {"head_dim": 320}):
+        assert not runs_one_by_one(replace(packed, **facts), fallback), facts
+    select.cache_clear()
 
 
 @pytest.mark.usefixtures("can_compile")

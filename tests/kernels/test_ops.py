@@ -3,20 +3,27 @@
 import gc
 import itertools
 import weakref
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.bias import causal_lower_right
 
 import sage_kernels
 from sage_kernels import ops, training
+from sage_kernels.dispatch import execution
 from sage_kernels.exact import sdpa
+from sage_kernels.packed import attend_packed
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.arguments import Arguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
+from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import draw_tensors, new_call, pack
+from tests.helpers.kernels import StandInForward, preferred, refuse_packed
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16])
@@ -108,6 +115,85 @@ def test_packed_sequences_match_separate_sequences(recipe, is_causal):
         assert torch.equal(output[rows], expected[0].transpose(0, 1))
         assert torch.equal(lse[:, rows], expected_lse[0])
         first_q, first_k = first_q + q_len, first_k + kv_len
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fallback", ["native", "emulate", "error"])
+@pytest.mark.parametrize("door", ["operator", "attend_packed"])
+def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(door, fallback, compiled):
+    """Hopper without Triton has such a kernel; a sequence that is too short for low bits alone runs exactly."""
+    ran, plans, q_lengths, kv_lengths = [], [], [70, 1, 64], [90, 33, 128]
+    query, key, value = (torch.randn(sum(n), 2, 32) for n in (q_lengths, kv_lengths, kv_lengths))
+    lengths = Lengths(pack(q_lengths), pack(kv_lengths), 70, 128)
+
+    def packed(*tensors):
+        if door == "operator":
+            return ops.packed_attention(*tensors, *lengths[:4], recipe="sage1", fallback=fallback, return_lse=True)
+        return attend_packed(*tensors, lengths, Options(recipe="sage1", fallback=fallback, return_lse=True))
+
+    kernel = StandInForward("batches", "sage1", reason=refuse_packed, ran=ran.append)
+    with preferred(kernel), mock.patch.object(execution, "plan_listeners", [plans.append]):
+        run = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
+        output, lse = run(query, key, value)
+        kernels = ["batches", "sdpa" if fallback == "native" else "batches", "batches"]
+        assert [plan.kernel for plan in plans] == kernels and ran == [name for name in kernels if name != "sdpa"]
+        parts = zip(*(x.split(n) for x, n in ((query, q_lengths), (key, kv_lengths), (value, kv_lengths))), strict=True)
+        alone = [
+            ops.attention(*(x.transpose(0, 1)[None] for x in part), recipe="sage1", fallback=fallback, return_lse=True)
+            for part in parts
+        ]
+    assert torch.equal(output, torch.cat([one[0].transpose(0, 1) for one, _ in alone]))
+    assert torch.equal(lse, torch.cat([of_rows[0] for _, of_rows in alone], 1))
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage_bwd"])
+def test_compiled_lengths_that_do_not_fit_are_refused_whoever_runs_them(recipe):
+    tokens, starts = torch.randn(70, 2, 64, requires_grad=True), torch.tensor([0, 40, 30])
+    attend = torch.compile(attend_packed, backend="aot_eager")
+    with pytest.raises(ValueError, match="cu_seqlens_q must begin at 0, never decrease"):
+        attend(tokens, tokens, tokens, Lengths(starts, starts, 70, 70), Options(recipe=recipe))
+
+
+def attend_packed_to(tokens, starts, longest, recipe):
+    return attend_packed(
+        tokens, tokens, tokens, Lengths(starts, starts, longest, longest), Options(True, recipe=recipe)
+    )
+
+
+def attend_behind_cache(tokens, starts, longest, recipe):
+    key = tokens.transpose(0, 1)[None]
+    return ops.attention(key[:, :, -20:], key, key, is_causal=True, causal_offset=key.shape[2] - 20, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("attend", "recipe", "grad"),
+    [
+        (attend_packed_to, "sage2", False),
+        (attend_packed_to, "sage_bwd", True),
+        (attend_packed_to, "exact", True),  # one by one, and between two graphs: as many calls take minutes to compile
+        (attend_behind_cache, "sage2", False),
+    ],
+)
+def test_other_lengths_and_offsets_need_no_other_graph(attend, recipe, grad):
+    """The first graph is for its sizes alone, the second for all sizes."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=graphs, fullgraph=recipe != "exact")
+    for lengths in ([70, 3, 20], [40, 95], [31, 0, 77, 64], [33] * 5):
+        tokens, starts = torch.randn(sum(lengths), 2, 16, requires_grad=grad), pack(lengths)
+        expected, output = (run(tokens, starts, max(lengths), recipe)[0] for run in (attend, compiled))
+        assert torch.equal(output, expected)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("list_batch", [2, 1])
+def test_packed_sequences_that_run_one_by_one_have_lists_of_their_own(list_batch):
+    query, key, value = torch.randn(3, 230, 2, 64).unbind()
+    starts, blocks = pack([130, 100]), draw_blocks(list_batch, 2, 140, 140, 64, 64)
+    packed = partial(ops.packed_attention, query, key, value, starts, starts, 140, 140, recipe="sage1", blocks=blocks)
+    expected, _ = packed(fallback="emulate")
+    ran = []
+    with preferred(StandInForward("batches", "sage1", reason=refuse_packed, ran=ran.append)):
+        assert torch.equal(packed()[0], expected) and len(ran) == 2
 
 
 def test_opcheck_passes_for_packed_sequences():

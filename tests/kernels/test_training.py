@@ -22,7 +22,7 @@ from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import draw_tensors, new_backward_call, new_call, pack
-from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred
+from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred, refuse_packed
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 OPTIONS = Options(recipe="sage_bwd")
@@ -415,18 +415,19 @@ def test_a_packed_call_is_judged_by_its_sequences(compiled):
     with preferred(stand_in(reason=lambda request: asked.append(request) or "serves nothing")):
         attend = torch.compile(attend_packed, backend="eager") if compiled else attend_packed
         attend(*inputs, lengths, OPTIONS)
-    assert asked and all(request.packed for request in asked)
-    sizes = {(request.batch, request.q_len, request.kv_len) for request in asked}
-    assert (3, 32, 32) in sizes and sizes <= {(3, 32, 32), (1, 1, 1)}  # the compiler asks for a small call
+    sizes = {(request.packed, request.batch, request.q_len, request.kv_len) for request in asked}
+    assert (True, 3, 32, 32) in sizes
+    assert {one[1:] for one in sizes} <= {(3, 32, 32), (1, 32, 32), (1, 1, 1)}  # the compiler asks for a small call
 
 
-@pytest.mark.parametrize("fallback", ["native", "error"])
-def test_packed_sequences_that_only_a_kernel_of_batches_trains_run_one_by_one(ran, fallback):
-    unpacked = partial(StandInTraining, "batches", "sage_bwd", ran=ran.append)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fallback", ["native", "emulate", "error"])
+def test_packed_sequences_that_only_a_kernel_of_batches_trains_run_one_by_one(ran, fallback, compiled):
     inputs, sequences, _ = packed_call()
-    with registry.without("reference", "fast"):
-        registry.register_forward(unpacked(reason=lambda request: "no packed sequences" if request.packed else ""))
-        output, _ = attend_packed(*inputs, Lengths(*sequences), OPTIONS._replace(fallback=fallback))
+    attend = torch.compile(attend_packed, backend="aot_eager") if compiled else attend_packed
+    kernel = StandInTraining("batches", "sage_bwd", reason=refuse_packed, ran=ran.append)
+    with registry.without("fast"), preferred(kernel):
+        output, _ = attend(*inputs, Lengths(*sequences), OPTIONS._replace(fallback=fallback))
         output.sum().backward()
     assert ran == ["batches"] * 4 + ["fast_backward"] * 4
 

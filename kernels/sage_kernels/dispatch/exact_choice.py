@@ -23,6 +23,8 @@ from .plan import KernelUnavailableError, Plan
 from .request import Request
 from .select import routing, select
 
+ONE_BY_ONE = "no native kernel takes packed sequences: each is a call of its own"
+
 
 def decide(
     query: torch.Tensor,
@@ -79,6 +81,33 @@ def _why_exact(
     return ""
 
 
+def runs_one_by_one(request: Request, fallback: Fallback) -> bool:
+    """Return whether packed sequences are served better as calls of their own.
+
+    They are if no native kernel takes them packed, and the longest sequence alone has another plan: a native kernel, or
+    exact attention for another reason, such as the costs.
+
+    Args:
+        request: the facts of the packed call.
+        fallback: see `select.select`.
+    """
+    packed = _choose_or_none(request, fallback)
+    if packed is not None and packed.numerics == "native":
+        return False
+    alone = _choose_or_none(replace(request, batch=1, packed=False), fallback)
+    if packed is None or alone is None:
+        return alone is not None
+    return (packed.numerics, packed.reason) != (alone.numerics, alone.reason)
+
+
+def _choose_or_none(request: Request, fallback: Fallback) -> Plan | None:
+    """Return the plan of `execution.choose`; None if no kernel serves the request and the fallback is "error"."""
+    try:
+        return execution.choose(request, fallback)
+    except KernelUnavailableError:
+        return None
+
+
 def choose_training(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,15 +129,14 @@ def choose_training(
 
     Returns:
         (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs instead, or "".
-        It runs if no kernel serves the call, or with fallback "native" if the kernels would be slower.
+        It runs if no kernel serves the call, or with fallback "native" if the kernels would be slower. Of packed
+        sequences, the reason says why each is a call of its own, which may run by kernels.
 
     Raises:
         KernelUnavailableError: no native kernel serves the call, and fallback is "error".
     """
     recipe, fallback = options.recipe, options.fallback
     if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
-        if fallback == "error":
-            return None, ""  # the operator raises and gives the reason
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
         facts = str(query.device), str(query.dtype), mask.kind, lengths is not None, *head_dims
         return None, _why_exact_at_any_size(recipe, fallback, *facts)
@@ -116,7 +144,10 @@ def choose_training(
     call = Call(
         *(query, key, value, get_recipe(recipe), mask, *causality), lengths=lengths, return_lse=options.return_lse
     )
-    plan = execution.choose(execution.request_of(call, grad=True), fallback)
+    request = execution.request_of(call, grad=True)
+    if request.packed and runs_one_by_one(request, fallback):
+        return None, ONE_BY_ONE
+    plan = execution.choose(request, fallback)
     if plan.numerics == "exact":
         return plan, plan.reason
     routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
@@ -152,5 +183,9 @@ def _why_exact_at_any_size(
     where = torch.device(device)
     capability = capability_of(where)
     request = replace(request, device_type=where.type, capability=capability, mask=mask, packed=packed)
+    if packed and runs_one_by_one(request, fallback):
+        return ONE_BY_ONE
+    if fallback == "error":  # the operator raises and gives the reason
+        return ""
     plan = select(request, fallback)
     return plan.reason if plan.numerics == "exact" else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -30,6 +30,25 @@ def allow_in_graph(function: Function) -> Function:
     """Have the compiler put calls of `function` into its graph without following them."""
     when_imported(DYNAMO, lambda dynamo: dynamo.allow_in_graph(function), PURPOSE)
     return function
+
+
+def run_uncompiled(reason: str) -> Callable[[Function], Function]:
+    """Have the compiler run a function uncompiled, between two graphs; `reason` is shown where that is an error."""
+
+    def decorate(function: Function) -> Function:
+        current = [function]
+
+        def disable_it(dynamo: Any) -> None:
+            current[0] = dynamo.disable(function, reason=reason)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return current[0](*args, **kwargs)
+
+        when_imported(DYNAMO, disable_it, PURPOSE)
+        return cast(Function, run)
+
+    return decorate
 
 
 class disable:

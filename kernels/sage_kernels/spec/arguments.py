@@ -12,7 +12,7 @@ from .options import Fallback, Options
 
 SCHEMA = (
     "Tensor? counts, Tensor? tiles, int block_m, int block_n, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "int max_seqlen_q, int max_seqlen_k, Tensor? seqused_k, bool is_causal, int causal_offset, float? scale, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k, bool is_causal, SymInt causal_offset, float? scale, "
     "str recipe, str fallback"
 )
 """Declaration of the fields of `Arguments` except the last field."""

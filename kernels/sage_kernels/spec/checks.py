@@ -138,11 +138,12 @@ def check_head_dims(query: torch.Tensor, value: torch.Tensor) -> None:
 def check_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths | None) -> None:
     """Raise ValueError for lengths of packed sequences that would make a kernel read out of bounds.
 
-    Values of lengths on a GPU are not checked, because the host would have to wait for them.
+    Values of lengths on a GPU are not checked, because the host would have to wait for them; nor are values inside a
+    compiled graph, whose operators check them.
     """
     if lengths is None:
         return
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = lengths
+    cu_seqlens_q, cu_seqlens_k, _, _, seqused_k = lengths
     check_memory(cu_seqlens_q, cu_seqlens_k, seqused_k)
     if query.shape[0] != 1:
         raise ValueError(f"packed sequences lie in one batch element; got {query.shape[0]}")
@@ -157,8 +158,13 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths | Non
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
         if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.device != query.device):
             raise ValueError(f"{name} must hold integers on {query.device}; got {x.dtype} on {x.device}")
-    if query.device.type != "cpu":
-        return
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_values_of_lengths(query, key, lengths)
+
+
+def check_values_of_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Lengths) -> None:
+    """Raise ValueError for lengths that do not fit the tokens of tensors (1, heads, tokens, channels)."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = lengths
     for name, starts, tokens, longest in (
         ("q", cu_seqlens_q.tolist(), query.shape[2], max_seqlen_q),
         ("k", cu_seqlens_k.tolist(), key.shape[2], max_seqlen_k),

@@ -103,6 +103,24 @@ def test_what_diffusers_plan_cannot_serve_is_refused_before_a_change(case: str, 
     assert split_first or model._parallel_config is None
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "AceStepTransformer1DModel"), reason="this diffusers has no such model")
+def test_fewer_key_heads_than_heads_are_refused_before_a_change():
+    config, refusal = diffusers.ContextParallelConfig(ulysses_degree=2), r"layers\.0\.self_attn: .* has 2 and 4"
+    unsplit, split, ungrouped = (
+        diffusers.AceStepTransformer1DModel(64, 64, 1, num_attention_heads=4, num_key_value_heads=key_heads)
+        for key_heads in (2, 2, 4)
+    )
+    sage_hf.apply(unsplit, "sage2")
+    with pytest.raises(UnsupportedAttentionError, match=refusal):
+        unsplit.enable_parallelism(config=config, cp_plan={})
+    assert unsplit._parallel_config is None
+    for model in (split, ungrouped):
+        model._parallel_config = SimpleNamespace(context_parallel_config=config)  # as enable_parallelism leaves it
+    with pytest.raises(UnsupportedAttentionError, match=refusal):
+        sage_hf.apply(split, "sage2")
+    sage_hf.apply(ungrouped, "sage2")
+
+
 @pytest.mark.parametrize("applied", [False, True])
 def test_vsa_is_refused_before_a_change(applied: bool):
     model = family("wan-t2v").build()

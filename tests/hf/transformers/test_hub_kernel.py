@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.integrations import hub_kernels
 
 import sage_hf
@@ -135,12 +137,29 @@ def test_packed_lengths_that_do_not_fit_are_refused_and_the_tail_is_zero(window)
         with pytest.raises(ValueError, match="cu_seqlens_q"):
             flash_attention.flash_attn_varlen_func(x, x, x, *[torch.tensor(starts)] * 2, 120, 120, window_size=window)
     starts = torch.tensor([0, 40, 90])
+    with pytest.raises(ValueError, match="cu_seqlens_q must hold integers"):
+        flash_attention.flash_attn_varlen_func(x, x, x, *[starts.float()] * 2, 50, 50, window_size=window)
     with pytest.raises(ValueError, match="sequences"):
         flash_attention.flash_attn_varlen_func(x, x, x, starts, starts[:2], 50, 50, window_size=window)
     output = flash_attention.flash_attn_varlen_func(x, x, x, starts, starts, 50, 50, window_size=window)
     assert output.shape == x.shape and not output[90:].any() and output[:90].any(-1).all()
-    none = flash_attention.flash_attn_varlen_func(*[x[:0]] * 3, *[starts[:1]] * 2, 0, 0, window_size=window)
-    assert none.shape == (0, 2, 40)
+    none = flash_attention.flash_attn_varlen_func(
+        *[x.requires_grad_()] * 3, *[starts[:1]] * 2, 0, 0, window_size=window
+    )
+    assert not torch.autograd.grad(none.sum(), x)[0].any()  # no sequence at all
+    assert none.shape == x.shape and not none.any()
+
+
+def test_compiled_windows_of_other_lengths_need_no_other_graph():
+    """The first graph is for its sizes alone, the second for all sizes."""
+    graphs = CompileCounterWithBackend("eager")
+    attend = partial(flash_attention.flash_attn_varlen_func, causal=True, window_size=(7, 7))
+    compiled = torch.compile(attend, backend=graphs)
+    for lengths in ([70, 3, 20], [40, 95], [31, 0, 77, 64]):
+        (tokens,), starts = draw((sum(lengths), 2, 40)), torch.tensor([0, *lengths]).cumsum(0)
+        call = tokens, tokens, tokens, starts, starts, max(lengths), max(lengths)
+        assert torch.equal(compiled(*call), attend(*call))
+    assert graphs.frame_count <= 2
 
 
 def test_sinks_take_their_share_and_have_no_gradient():
