@@ -477,7 +477,7 @@ def parallel_table(result: dict[str, Any]) -> str:
         model = f"{row['model']}, compiled" if compiled else row["model"]
         if "ms" in row:
             ms.setdefault(model, {})[provider, row["gpus"], row["mode"], row["p2p"]] = row["ms"]
-    commits = " and ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
+    commits = ", ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
         f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
         "dash: diffusers has no plan, or the mode was not measured."
