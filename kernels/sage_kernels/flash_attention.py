@@ -80,7 +80,7 @@ def flash_attn_func(
     options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
     offset = k.shape[1] - q.shape[1]
     mask = _window(q, k.shape[1], offset, window_size)
-    options = options._replace(tokens_first=True, causal_offset=offset if causal else 0)
+    options = options.but(tokens_first=True, causal_offset=offset if causal else 0)
     output, lse = attend(q, k, v, mask, None, options)
     return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(1, 2), s_aux)
 

@@ -47,7 +47,7 @@ def attend_packed(
     q, k, v = map(ops.as_one_sequence, (query, key, value))
     if not _is_served(q, k, v, lengths, options):
         return _attend_one_by_one(q, k, v, lengths, options)
-    keywords: dict[str, Any] = lengths._asdict()
+    keywords: dict[str, Any] = dict(zip(Lengths._fields, lengths, strict=True))
     for name in ("is_causal", "causal_offset", "scale", "recipe", "fallback"):
         keywords[name] = getattr(options, name)
     if wants_gradient(query, key, value):
@@ -65,15 +65,11 @@ def checked_call(
     """
     checks.check_kinds(query, key, value, None, options)
     query, key, value = in_autocast_dtype(query, key, value)
-    for name, starts in lengths._asdict().items():
-        if isinstance(starts, torch.Tensor) and starts.is_floating_point():
-            raise ValueError(f"{name} must hold integers; got {starts.dtype}")
-    lengths = lengths._replace(
-        cu_seqlens_q=lengths.cu_seqlens_q.int(),
-        cu_seqlens_k=lengths.cu_seqlens_k.int(),
-        max_seqlen_q=int(lengths.max_seqlen_q),
-        max_seqlen_k=int(lengths.max_seqlen_k),
-    )
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k = lengths
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("seqused_k", seqused_k)):
+        if x is not None and x.is_floating_point():
+            raise ValueError(f"{name} must hold integers; got {x.dtype}")
+    lengths = Lengths(cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k), seqused_k)
     q, k, v = map(ops.as_one_sequence, (query, key, value))
     checks.check_tensors(q, k, v, None, options.enable_gqa)
     checks.check_lengths(q, k, lengths)
@@ -110,7 +106,7 @@ def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:
     """Attend within each sequence of (1, heads, tokens, channels); tokens of no sequence get output 0 and lse -inf."""
-    options = options._replace(tokens_first=False)
+    options = options.but(tokens_first=False)
     outputs, lses = [], []
     end = 0
     for queries, keys in sequences_to_run(query, key, lengths):

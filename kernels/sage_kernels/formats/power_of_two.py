@@ -21,4 +21,5 @@ def least_power_of_two(x: torch.Tensor, limit: float) -> torch.Tensor:
     mantissa, exponent = torch.frexp(amax)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(-126, 126)
-    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
+    # PyTorch 2.8 returns powers of integers in the default dtype.
+    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent.float()), 1.0)

@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, blocks: BlockList | None, lengths: Lengths | None, options: Options) -> Arguments:
         """Gather the arguments of a call; raise ValueError for lengths without starts of both queries and keys."""
-        if lengths is not None and any(starts is None for starts in lengths[:2]):
+        if lengths is not None and (lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None):
             raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
         listed = (None, None, 0, 0) if blocks is None else blocks
         packed = (None, None, 0, 0, None) if lengths is None else lengths
