@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tensors import Sample, dit_like, gaussian, text_gradients, video_gradients
+from tensors import Sample, dit_like, gaussian, parse_arguments, text_gradients, video_gradients
 
 from sage_hf.bench import results
 from sage_hf.metrics import ErrorSums
@@ -300,13 +300,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--video", help="CogVideoX pipeline folder whose activations and gradients to measure on")
-    parser.add_argument("--text", help="causal language model of transformers, folder or id, to measure too")
-    parser.add_argument("--tokens", type=int, default=2048, help="length of the drawn tensors")
-    parser.add_argument("--output", type=Path, help="where to write the table as JSON")
-    arguments = parser.parse_args()
-
+    arguments = parse_arguments(__doc__)
     shape = (1, 2, arguments.tokens, 128)
     tensors = {f"Gaussian σ={sigma}": [drawn(gaussian(*shape), sigma)] for sigma in (1, 3, 10)}
     tensors["DiT-like"] = [drawn(dit_like(*shape))]

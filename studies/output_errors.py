@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tensors import Triple, dit_like, gaussian, text_activations, video_activations
+from tensors import Triple, dit_like, gaussian, parse_arguments, text_activations, video_activations
 
 from sage_hf.bench import results
 from sage_hf.metrics import ErrorSums
@@ -71,13 +71,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--video", help="CogVideoX pipeline folder whose activations to measure on")
-    parser.add_argument("--text", help="transformers text encoder, folder or id, to measure too")
-    parser.add_argument("--tokens", type=int, default=2048, help="length of the drawn tensors")
-    parser.add_argument("--output", type=Path, help="where to write the table as JSON")
-    arguments = parser.parse_args()
-
+    arguments = parse_arguments(__doc__)
     tensors = {
         "Gaussian d=64": [gaussian(1, 4, arguments.tokens, 64)],
         "Gaussian d=128": [gaussian(1, 4, arguments.tokens, 128)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,16 @@ class Sample(NamedTuple):
     output_gradient: torch.Tensor
     is_causal: bool = False
     scale: float | None = None
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """Return the arguments of a study of errors on these tensors."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--video", help="CogVideoX pipeline folder whose tensors to measure on")
+    parser.add_argument("--text", help="model of transformers, folder or id, whose tensors to measure on")
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the drawn tensors")
+    parser.add_argument("--output", type=Path, help="where to write the table as JSON")
+    return parser.parse_args()
 
 
 def gaussian(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> Triple:

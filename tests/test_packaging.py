@@ -69,6 +69,10 @@ def environment(tmp_path: Path) -> Path:
     return tmp_path / "venv/bin/python"
 
 
+def install(python: Path, *what: str | Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation", *what)
+
+
 def imports_from(python: Path, cwd: Path) -> str:
     """Import everything and read a shipped config; return where sage_hf comes from in that environment."""
     return run(python, "-c", USE, cwd=cwd, PYTHONPATH="").strip()
@@ -134,10 +138,7 @@ for script in sys.argv[1:]:
 @pytest.mark.audit
 def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, environment: Path, tmp_path: Path) -> None:
     """The training scripts, from another folder than the checkout."""
-    run(
-        *(sys.executable, "-m", "pip", "--python", environment),
-        *("install", "-q", "--no-deps", "--no-build-isolation", source),
-    )
+    install(environment, source)
     for entry in next((tmp_path / "venv").glob("lib/python*/site-packages")).iterdir():
         if entry.name.startswith(EXTRAS):
             entry.unlink()
@@ -148,19 +149,13 @@ def test_a_plain_install_runs_the_examples_without_the_extras(source: Path, envi
 
 @pytest.mark.audit
 def test_a_plain_install_from_source_imports(source: Path, environment: Path, tmp_path: Path) -> None:
-    run(
-        *(sys.executable, "-m", "pip", "--python", environment),
-        *("install", "-q", "--no-deps", "--no-build-isolation", source),
-    )
+    install(environment, source)
     assert str(tmp_path) in imports_from(environment, tmp_path)
 
 
 @pytest.mark.audit
 def test_an_editable_install_imports_from_the_source(source: Path, environment: Path, tmp_path: Path) -> None:
-    run(
-        *(sys.executable, "-m", "pip", "--python", environment),
-        *("install", "-q", "--no-deps", "--no-build-isolation", "-e", source),
-    )
+    install(environment, "-e", source)
     assert imports_from(environment, tmp_path) == str(source / "sage_hf/__init__.py")
 
 

@@ -90,20 +90,10 @@ def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
     kernels: Counter[str] = Counter()
     original: Any = F.scaled_dot_product_attention
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+    def attend(*arguments: Any, **options: Any) -> Tensor:
         kernels[SDPBackend(torch._fused_sdp_choice(*arguments, **options)).name] += 1
-        return original(*arguments, **options)
+        output: Tensor = original(*arguments, **options)
+        return output
 
     with replaced_sdpa(attend):
         return step(), dict(kernels)

@@ -57,7 +57,7 @@ def test_rotation_halves_the_error_that_a_loud_channel_makes(head_dim):
 
 
 @pytest.mark.parametrize("recipe", [TRANSFORMED, TRANSFORMED_INT8], ids=["16 bit", "INT8"])
-def test_equalizer_mends_channels_that_are_loud_in_k_alone(recipe):
+def test_equalizer_corrects_channels_that_are_loud_in_k_alone(recipe):
     """Take 2 of 64 channels, 40 times as loud in K and as quiet in Q; with grouped heads, and padded channels."""
     query, key, value, gradient = draw(2, 4, 2, 300, 300, 60, 32, dtype=torch.bfloat16)
     query[..., [3, 20]], key[..., [3, 20]] = query[..., [3, 20]] / 40, key[..., [3, 20]] * 40

@@ -8,9 +8,10 @@ dQ is summed in memory, by one addition for each block of keys, in any order. `s
 
 The sums take 4 bytes for each channel of the operands of Q; in float16, 2 bytes.
 
-Sums in int32 and in float16 are of dQ times a factor of the query: half of the type's range, divided by (Σ|dO|·max|V| +
-|δ|)·max|K|. |dP - δ|·|K| is no larger for any key, and P sums to 1, so this bounds |dQ| and its partial sums over any
-keys; the other half of the range is for roundings. A non-finite bound makes the query's dQ NaN.
+In int32 and in float16, each query's dQ is multiplied by a factor before it is summed: half of the type's range,
+divided by the bound (Σ|dO|·max|V| + |δ|)·max|K|. No key's |dP - δ|·|K| exceeds this bound, and P sums to 1, so it holds
+for |dQ| and for partial sums over any keys; the other half of the range is for roundings. A non-finite bound makes the
+query's dQ NaN.
 
 In float16, 2¹⁵ is 2²⁹ times the smallest normal number, and dQ that much below its bound still keeps all 11 bits. A
 typical dQ of N keys is about √N · 2⁷ times below its bound. An addition rounds the sum by 2⁻¹² of it or less (root mean
