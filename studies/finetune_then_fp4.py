@@ -137,7 +137,8 @@ def train(
             start = synchronize(device)
         ids, labels = (x.to(device) for x in drawn)
         with autocast(device):
-            logits = model(ids, use_cache=False).logits[:, :-1]
+            # Without a mask, transformers 4.56 makes one in case the texts were packed.
+            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

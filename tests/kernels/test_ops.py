@@ -124,12 +124,12 @@ def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(doo
     """Hopper without Triton has such a kernel; a sequence that is too short for low bits alone runs exactly."""
     ran, plans, q_lengths, kv_lengths = [], [], [70, 1, 64], [90, 33, 128]
     query, key, value = (torch.randn(sum(n), 2, 32) for n in (q_lengths, kv_lengths, kv_lengths))
-    starts_and_longest = pack(q_lengths), pack(kv_lengths), 70, 128
-    lengths = Lengths(*starts_and_longest)
+    sizes = pack(q_lengths), pack(kv_lengths), 70, 128
+    lengths = Lengths(*sizes)
 
     def packed(*tensors):
         if door == "operator":
-            return ops.packed_attention(*tensors, *starts_and_longest, recipe="sage1", fallback=fallback, return_lse=True)
+            return ops.packed_attention(*tensors, *sizes, recipe="sage1", fallback=fallback, return_lse=True)
         return attend_packed(*tensors, lengths, Options(recipe="sage1", fallback=fallback, return_lse=True))
 
     kernel = StandInForward("batches", "sage1", reason=refuse_packed, ran=ran.append)

@@ -133,13 +133,21 @@ HELP = ("itself", "a worse model", "a worse model with a cache", "windows", "the
 )
 def test_assisted_decoding_gives_the_tokens_of_the_same_cache_without_assistance(make, format, help_of, monkeypatch):
     """Greedy tokens, all of them: those of several tokens a step, some cropped again, and of one token a step."""
-    if make is half_windowed and not NEW:
+    if (make is half_windowed or help_of == "windows") and not NEW:
         pytest.skip("this transformers cannot crop a layer with a window")
     model, removed = make(), []
     crop = sage_hf.QuantizedKVCache.crop
-    monkeypatch.setattr(sage_hf.QuantizedKVCache, "crop", lambda self, n: (removed.append(n), crop(self, n))[1])
+
+    def count(cache, tokens):
+        before = cache.get_seq_length()
+        crop(cache, tokens)
+        removed.append(before - cache.get_seq_length())
+
+    monkeypatch.setattr(sage_hf.QuantizedKVCache, "crop", count)
     ids = prompt(0)["input_ids"][:1, :100].repeat(1, 2)
     kwargs = {"input_ids": ids, "max_new_tokens": 24, "do_sample": False}
+    if help_of == "the prompt":
+        kwargs["eos_token_id"] = 1  # transformers 4.56 asks for one
     expected = model.generate(**kwargs, **{NAME: new_cache(model, format)})
     assert not removed
     if help_of == "the prompt":
@@ -152,7 +160,7 @@ def test_assisted_decoding_gives_the_tokens_of_the_same_cache_without_assistance
             sage_hf.apply(assistant, "exact", kv_cache="int4")
         found = model.generate(**kwargs, assistant_model=assistant, **{NAME: new_cache(model, format)})
     assert torch.equal(found, expected)
-    assert removed and (help_of in ("itself", "the prompt") or min(removed) < 0)
+    assert removed and (help_of in ("itself", "the prompt") or max(removed) > 0)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
