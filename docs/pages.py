@@ -472,9 +472,11 @@ def parallel_speed() -> str:
 def parallel_table(result: dict[str, Any]) -> str:
     """Return a table of whole steps on one GPU and on two of a kind."""
     ms: dict[str, dict[tuple[str, int, str, str], float]] = {}
+    layers: dict[str, set[int]] = {}
     for row in result["rows"]:
         provider, *compiled = row["provider"].split("-compiled")
         model = f"{row['model']}, compiled" if compiled else row["model"]
+        layers.setdefault(model, set()).add(row["layers"])
         if "ms" in row:
             ms.setdefault(model, {})[provider, row["gpus"], row["mode"], row["p2p"]] = row["ms"]
     commits = ", ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
@@ -484,7 +486,8 @@ def parallel_table(result: dict[str, Any]) -> str:
     )
     lines = []
     for model, times in ms.items():
-        cells = [model]
+        (depth,) = layers[model]
+        cells = [model, str(depth)]
         for provider, mode in (
             *(("default", ""), ("default", "ulysses"), ("exact", "ulysses")),
             *(("sage2", ""), ("sage2", "ulysses"), ("sage2", "ring")),
@@ -495,7 +498,7 @@ def parallel_table(result: dict[str, Any]) -> str:
             else:
                 cells.append("–" if one is None or found is None else f"{found:.0f} ({one / found:.2f})")
         lines.append(cells)
-    header = ["model", "default", "default, Ulysses", "`exact`, Ulysses"]
+    header = ["model", "layers", "default", "default, Ulysses", "`exact`, Ulysses"]
     header += ["`sage2`, one", "`sage2`, Ulysses", "`sage2`, ring"]
     return f"{head}\n\n{markdown_table(header, lines)}"
 
