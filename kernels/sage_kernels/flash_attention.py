@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .attend import attend
-from .packed import ONE_BY_ONE, attend_packed, checked_call, sequences_to_run
+from .packed import READS_LENGTHS, attend_packed, checked_call, sequences_to_run
 from .runtime import dynamo
 from .spec.derivatives import wants_gradient
 from .spec.layout import Lengths
@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
     return _attend_one_by_one(*checked_call(q, k, v, lengths, options), arguments)
 
 
-@dynamo.run_uncompiled(ONE_BY_ONE)
+@dynamo.run_uncompiled(READS_LENGTHS)
 def _attend_one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, arguments: tuple[Any, ...]
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from .spec.arguments import SCHEMA, Arguments
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
-from .spec.layout import Lengths, sequence_slices, with_tokens_first
+from .spec.layout import Lengths, with_tokens_first
 from .spec.masks import mask_in_dtype, without_causal_bias
 from .spec.options import Fallback, Options
 from .spec.recipe import get_recipe
@@ -215,26 +215,16 @@ def _attention(
         checks.check_lengths(query, key, lengths)
         call = new_call(query, key, value, mask, blocks, lengths, options)
         if lengths is not None and exact_choice.runs_one_by_one(execution.request_of(call), options.fallback):
-            output, lse = _attend_one_by_one(call, options)
+            output, lse = execution.attend_one_by_one(partial(_attend_to_one, options), call)
         else:
             output, lse = forward(call, mask, options.fallback, entry)
     output = with_tokens_first(output)
     return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
 
 
-def _attend_one_by_one(call: Call, options: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run each packed sequence as a call of its own: planned, announced and replayed apart from the other sequences."""
-    assert call.lengths is not None
-    output, lse = call.new_outputs()
-    for index, (queries, keys) in enumerate(sequence_slices(call.lengths)):
-        blocks = call.mask.blocks
-        if blocks is not None:
-            blocks = blocks.of_sequence(index, queries.stop - queries.start, keys.stop - keys.start, call.kv_len)
-        tensors = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
-        output[:, :, queries], of_rows = _attention(*tensors, None, *Arguments.of(blocks, None, options))
-        if lse is not None:
-            lse[:, :, queries] = of_rows
-    return output, lse
+def _attend_to_one(options: Options, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one of several packed sequences: planned, announced and replayed apart from the other sequences."""
+    return _attention(call.query, call.key, call.value, None, *Arguments.of(call.mask.blocks, None, options))
 
 
 def _log_sum_exp(

@@ -17,8 +17,8 @@ from .spec.derivatives import has_tangent, wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options
 
-ONE_BY_ONE = "the host reads the lengths of packed sequences, and runs each as a call of its own"
-"""Why a compiled graph ends before the sequences; as many calls would take minutes to compile, for each number."""
+READS_LENGTHS = "the host reads the lengths of packed sequences, and runs each as a call of its own"
+"""Reason for which a compiled graph ends before the sequences: in a graph, so many calls would compile for minutes."""
 
 
 def attend_packed(
@@ -101,7 +101,7 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, leng
     return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
 
 
-@dynamo.run_uncompiled(ONE_BY_ONE)
+@dynamo.run_uncompiled(READS_LENGTHS)
 def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
 ) -> Result:

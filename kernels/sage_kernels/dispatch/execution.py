@@ -79,12 +79,12 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
                     precompile.compile_forward(call, plan, exact_kernel.attend)
                 return exact_kernel.attend(call), None
             by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)
-            return by_pytorch(call) if call.lengths is None else _attend_one_by_one(by_pytorch, call)
+            return by_pytorch(call) if call.lengths is None else attend_one_by_one(by_pytorch, call)
         kernel, quantizer = get_forward(plan.kernel), get_quantizer(plan.quantizer)
         if call.lengths is None or kernel.packs:
             precompile.compile_forward(call, plan, partial(kernel.attend, quantizer=quantizer))
             return kernel.attend(call, quantizer)
-        return _attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
+        return attend_one_by_one(lambda one: kernel.attend(one, quantizer), call)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -231,10 +231,10 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
     return output, lse
 
 
-def _attend_one_by_one(
+def attend_one_by_one(
     attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a kernel without support for packed sequences once per sequence; this reads the lengths back to the host."""
+    """Run packed sequences one by one by a function that takes ordinary batches; the host reads the lengths."""
     assert call.lengths is not None
     output, lse = call.new_outputs()
     for index, (queries, keys) in enumerate(sequence_slices(call.lengths)):
