@@ -18,17 +18,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 
 from sage_hf import QuantizedKVCache
 from sage_hf.bench import command, results
-from sage_hf.bench.timing import synchronize
+from sage_hf.bench.providers import fa3_attention
+from sage_hf.bench.timing import TimingStream, synchronize
 from sage_hf.transformers.kv_cache import cache_keyword
 from sage_kernels import kv_cache
 from sage_kernels.spec.kv_cache import KVCache, get_format
@@ -42,6 +44,8 @@ MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8
 MODEL_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 TINY_MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 TINY_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+REPLAY_MS, REPLAYS = 25.0, 5
+"""Time of one replay of a graph of all layers, and number of replays."""
 WARM_STEPS = 5
 """Number of steps before the measured steps, including a step that compiles and a step that is captured."""
 COLD_BYTES = 2.2e8
@@ -57,7 +61,7 @@ class Shape:
         self.batch, self.tokens, (self.q_heads, self.kv_heads, self.head_dim) = batch, tokens, heads
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(heads: int, tokens: int) -> torch.Tensor:
+        def normal(heads: int, tokens: int) -> Tensor:
             size = batch, heads, tokens, self.head_dim
             return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
@@ -81,7 +85,7 @@ def quantized_steps(shape: Shape, format: str) -> list[Step]:
     coded, length = caches[0].coded, caches[0].length
 
     def step_of(cache: KVCache) -> Step:
-        def step() -> tuple[torch.Tensor, str, str]:
+        def step() -> tuple[Tensor, str, str]:
             cache.coded, cache.length = coded, length
             return kv_cache.decode(cache, shape.query, *shape.new, None, shape.head_dim**-0.5)
 
@@ -91,32 +95,39 @@ def quantized_steps(shape: Shape, format: str) -> list[Step]:
 
 
 def exact_steps(
-    shape: Shape, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], tokens_first: bool = False
+    shape: Shape, attend: Callable[[Tensor, Tensor, Tensor], Tensor], tokens_first: bool = False
 ) -> list[Step]:
-    """Return steps that write the newest token into a 16-bit cache and attend."""
-    number = shape.copies(2 * shape.key.nbytes)
-    axis = 1 if tokens_first else 2
+    """Return steps that write the newest token into a 16-bit cache and attend.
 
-    def arranged(x: torch.Tensor) -> torch.Tensor:
-        return (x.transpose(1, 2) if tokens_first else x).contiguous()
+    Args:
+        shape: tensors of one shape.
+        attend: function of query, key and value (batch, heads, tokens, head_dim).
+        tokens_first: in memory, the cache's tokens come before its heads.
+    """
 
-    query, new = arranged(shape.query), [arranged(x) for x in shape.new]
+    def cached(x: Tensor) -> Tensor:
+        return (
+            x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+            if tokens_first
+            else x.clone()
+        )
 
-    def step_of(key: torch.Tensor, value: torch.Tensor) -> Step:
-        def step() -> torch.Tensor:
-            for x, new_token in zip((key, value), new, strict=True):
-                x.narrow(axis, shape.tokens - 1, 1).copy_(new_token)
-            return attend(query, key, value)
+    def step_of(key: Tensor, value: Tensor) -> Step:
+        def step() -> Tensor:
+            for x, new_token in zip((key, value), shape.new, strict=True):
+                x.narrow(2, shape.tokens - 1, 1).copy_(new_token)
+            return attend(shape.query, key, value)
 
         return step
 
-    return [step_of(arranged(shape.key).clone(), arranged(shape.value).clone()) for _ in range(number)]
+    number = shape.copies(2 * shape.key.nbytes)
+    return [step_of(cached(shape.key), cached(shape.value)) for _ in range(number)]
 
 
-def sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+def sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
     """Return PyTorch's attention with one backend."""
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
@@ -125,14 +136,8 @@ def sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
 
 def flash_attention3(shape: Shape) -> list[Step]:
     """Return steps of FlashAttention 3, which chooses its number of splits."""
-    import fa3_fwd._C  # noqa: F401 - it registers the operator
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        options = {"softmax_scale": shape.head_dim**-0.5, "is_causal": False, "num_splits": 0}
-        output: torch.Tensor = torch.ops.fa3_fwd.fwd(query, key, value, **options)[0]
-        return output
-
-    return exact_steps(shape, attend, tokens_first=True)
+    import_module("fa3_fwd._C")
+    return exact_steps(shape, fa3_attention, tokens_first=True)
 
 
 PROVIDERS: dict[tuple[str, str], Callable[[Shape], list[Step]]] = {
@@ -144,31 +149,14 @@ PROVIDERS: dict[tuple[str, str], Callable[[Shape], list[Step]]] = {
 }
 
 
-def milliseconds(steps: list[Step]) -> float:
-    """Return the GPU time of one step: the median of replays of a graph of all steps."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for step in steps:
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def milliseconds(steps: list[Step], stream: TimingStream) -> float:
+    """Return the GPU's time of one step, if all layers take turns."""
+
+    def all_layers() -> None:
         for step in steps:
             step()
 
-    def timed(number: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
-        for _ in range(number):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / number
-
-    timed(2)
-    number = max(2, min(200, int(25 / max(timed(2), 1e-3))))
-    return statistics.median(timed(number) for _ in range(5)) / len(steps)
+    return stream.gpu_us(all_layers, REPLAY_MS, REPLAYS) * 1e-3 / len(steps)
 
 
 def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
@@ -188,7 +176,7 @@ def model_of(sizes: dict[str, int], device: str) -> LlamaForCausalLM:
 def model_row(
     model: LlamaForCausalLM, batch: int, tokens: int, format: str, static: bool, steps: int
 ) -> dict[str, Any]:
-    """Measure the time of a model's tokens after a prompt.
+    """Return the provider, layers, time and cache bytes of a model's tokens after a prompt.
 
     Args:
         model: a model with random weights.
@@ -213,7 +201,7 @@ def model_row(
     torch.compiler.reset()
     decode = model.get_compiled_call(None) if static and device.type == "cuda" else model
 
-    def forward(ids: torch.Tensor) -> float:
+    def forward(ids: Tensor) -> float:
         start = time.perf_counter()
         (decode if ids.shape[1] == 1 else model)(ids, **{name: cache}, logits_to_keep=1)
         return 1000 * (synchronize(device) - start)
@@ -230,8 +218,7 @@ def model_row(
         size, provider = held_bytes, "transformers"
     else:
         size, provider = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), "transformers"
-    row = {"batch": batch, "tokens": tokens, "format": format, "static": static, "provider": provider}
-    return {**row, "layers": config.num_hidden_layers, "ms_per_token": taken, "cache_bytes": size}
+    return {"provider": provider, "layers": config.num_hidden_layers, "ms_per_token": taken, "cache_bytes": size}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,17 +228,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Measure, and write <gpu>-kv_cache.json; the file's other table is kept."""
+    """Measure, and write <gpu>-kv_cache.json after each row; a file of the same commit is continued."""
     if args.dry:
         run_dry()
         return
     facts = results.facts(command.gpu("cuda"))
-    path = results.path_of(args.output, facts, "kv_cache")
-    written = results.read(path) or {}
+    stored = results.ResumedResult(results.path_of(args.output, facts, "kv_cache"), facts, ("rows", "models"))
     if args.model:
-        measure_models(path, {**facts, "rows": written.get("rows", [])})
+        measure_models(stored)
     else:
-        measure_layers(path, {**facts, "models": written.get("models", [])})
+        measure_layers(stored)
 
 
 def run_dry() -> None:
@@ -264,41 +250,39 @@ def run_dry() -> None:
         print(model_row(tiny, 1, 150, format, static, 1))
 
 
-def measure_layers(path: Path, written: dict[str, Any]) -> None:
+def measure_layers(stored: results.ResumedResult) -> None:
     """Measure append and decode of a layer, for all shapes and providers."""
-    rows: list[dict[str, Any]] = []
-    for heads in HEADS:
-        for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
-            shape = Shape(batch, tokens, heads, "cuda")
-            for (provider, format), prepare in PROVIDERS.items():
-                row: dict[str, Any] = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
-                row |= dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
-                try:
-                    steps = prepare(shape)
-                    if provider == "sage_hf":
-                        row["kernel"] = steps[0]()[1]
-                    rows.append({**row, "ms": milliseconds(steps)})
-                    results.write(path, {**written, "rows": rows})
-                    print(rows[-1], flush=True)
-                except Exception as error:
-                    print(f"left out: {row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                steps = []
-                torch.cuda.empty_cache()
+    with TimingStream(torch.device("cuda")).entered() as stream:
+        for heads in HEADS:
+            for batch, tokens in SHAPES if heads == HEADS[0] else [(1, 32768), (16, 4096)]:
+                shape = Shape(batch, tokens, heads, "cuda")
+                for (provider, format), prepare in PROVIDERS.items():
+                    row: dict[str, Any] = {"batch": batch, "tokens": tokens, "format": format, "provider": provider}
+                    row |= dict(zip(("q_heads", "kv_heads", "head_dim"), heads, strict=True))
+                    if stored.has("rows", **row):
+                        continue
+                    try:
+                        steps = prepare(shape)
+                        if provider == "sage_hf":
+                            row["kernel"] = steps[0]()[1]
+                        stored.add("rows", row | {"ms": milliseconds(steps, stream)})
+                    except Exception as error:
+                        print(f"left out: {row}: {results.reason(error)}", flush=True)
+                    steps = []
+                    torch.cuda.empty_cache()
 
 
-def measure_models(path: Path, written: dict[str, Any]) -> None:
+def measure_models(stored: results.ResumedResult) -> None:
     """Measure a model's tokens, for all shapes and formats."""
-    model, rows = model_of(MODEL | MODEL_HEADS, "cuda"), []
+    model = model_of(MODEL | MODEL_HEADS, "cuda")
     for batch, tokens in MODEL_SHAPES:
         ours = itertools.product(("bf16", "int8", "int4"), (False, True))
         for format, static in (*ours, *((backend, False) for backend in BACKENDS)):
+            row = {"batch": batch, "tokens": tokens, "format": format, "static": static}
+            if stored.has("models", **row):
+                continue
             try:
-                rows.append(model_row(model, batch, tokens, format, static, 20))
-                results.write(path, {**written, "models": rows})
-                print(rows[-1], flush=True)
+                stored.add("models", row | model_row(model, batch, tokens, format, static, 20))
             except Exception as error:
-                print(
-                    f"left out: {batch}, {tokens}, {format}, {static=}: {type(error).__name__}: {str(error)[:200]}",
-                    flush=True,
-                )
+                print(f"left out: {row}: {results.reason(error)}", flush=True)
             torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
 """Measure whole steps of denoisers on one GPU, and on several GPUs whose processes share a step's tokens.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --p2p off
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --tiny --output /tmp     # on CPUs, to see that the program runs
+    torchrun --nproc-per-node 2 benchmarks/run.py parallel
+    torchrun --nproc-per-node 2 benchmarks/run.py parallel --p2p off
+    torchrun --nproc-per-node 2 benchmarks/run.py parallel --tiny     # on CPUs, to see that the program runs
 
-Models have random weights at their real sizes, with as many layers as `sage-hf bench models` measures. A row of
+Models have random weights at their real sizes, with as many layers as `sage-hf bench --model` measures. A row of
 <gpu>x<processes>-parallel.json has model, layers, provider ("default": the unmodified model; "-compiled" behind a name:
 with compiled blocks), gpus, mode, p2p, ms (the median step, host time included), peak_bytes of the fullest GPU, and
 rel_l1, the output's distance from the unmodified model's output on one GPU. The row of a failed measurement holds the
@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -30,7 +28,6 @@ from typing import Any
 import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
@@ -42,18 +39,11 @@ from sage_hf.bench.results import Row, reason
 from sage_hf.bench.timing import synchronize
 from sage_hf.diffusers import UnsupportedAttentionError
 
-NAMES = {
-    "hunyuanvideo": "hunyuanvideo-720p",
-    "cogvideox-2b": "cogvideox-2b",
-    "wan-14b": "wan-14b",
-    "mochi": "mochi",
-    "flux": "flux-1024",
-}
-"""Names on the command line -> names in `sage_hf.bench.models`, the most important first."""
+MODELS = "hunyuanvideo-720p", "cogvideox-2b", "wan-14b", "mochi", "flux-1024"
+"""Names in `sage_hf.bench.models`, the most important first."""
 COMPILED = "-compiled"
 """End of the name of a provider whose blocks are compiled."""
 KEYS = "model", "provider", "gpus", "mode", "p2p"
-UNFINISHED = "the run ended while this was measured"
 WARM_UP = 3
 """Number of untimed first steps on a GPU."""
 BLOCKS = 3
@@ -62,13 +52,6 @@ MOST_STEPS = 10
 """Largest number of steps of a block."""
 BLOCK_SECONDS = 0.3
 """Time of a block, if it has fewer steps."""
-KINDS = {
-    "collectives": r"nccl|c10d|gloo|all_to_all|all_gather",
-    "attention": r"scaled_dot|attention|flash|fmha|cudnn.*sdpa|sage|_forward|quantize|_scores|equalize|delta",
-    "products": r"gemm|nvjet|cutlass|addmm|::mm|linear|cublas",
-    "copies": r"copy|CatArray|::cat|Memcpy|Memset|transpose",
-}
-"""Kinds of kernels, or of operators on a CPU -> patterns of their names."""
 
 
 class TinyDraw(Draw):
@@ -98,8 +81,6 @@ class Bench:
         control: a process group on CPUs, by which all processes agree on decisions.
         path: the JSON file.
         result: facts and rows.
-        deadline: time after which no row begins, in seconds of `time.monotonic`.
-        profile: whether the kernels of each row are printed.
         references: by model, the unmodified model's output on one GPU.
     """
 
@@ -107,8 +88,6 @@ class Bench:
     control: Any
     path: Path
     result: results.Result
-    deadline: float
-    profile: bool
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def everyones(self, value: Any) -> list[Any]:
@@ -122,10 +101,6 @@ class Bench:
         rows = [row for row in self.result["rows"] if all(row[key] == keys[key] for key in KEYS)]
         return self.everyones(rows[0] if rows else None)[0]
 
-    def has_time(self) -> bool:
-        """Check whether the first process may begin a row."""
-        return self.everyones(time.monotonic() < self.deadline)[0]
-
     def write(self, row: Row) -> None:
         """Put a row into the file, in place of an earlier row with the same keys."""
         rows = self.result["rows"]
@@ -134,11 +109,9 @@ class Bench:
             results.write(self.path, self.result)
 
     def measure(self, row: Row, prepare: Callable[[], Callable[[], torch.Tensor]]) -> None:
-        """Measure a row, unless it was measured, time is over, or `prepare`, which returns the step, raises an
-        error."""
-        if self.row(**row) is not None or not self.has_time():
+        """Measure a row, unless it was measured, or `prepare`, which returns the step, raises an error."""
+        if self.row(**row) is not None:
             return
-        self.write({**row, "unavailable": UNFINISHED})
         failed = ""
         try:
             step = prepare()
@@ -155,8 +128,6 @@ class Bench:
         self.write(row)
         if dist.get_rank() == 0:
             print(*(row[key] for key in KEYS), row.get("ms", row.get("unavailable")), row.get("rel_l1", ""), flush=True)
-        if self.profile and "ms" in row:
-            print_kinds(step, self.device)
 
     def _measured(self, model: str, step: Callable[[], torch.Tensor]) -> Row:
         on_gpu = self.device.type == "cuda"
@@ -182,27 +153,6 @@ class Bench:
         for _ in range(count):
             step()
         return synchronize(self.device) - start
-
-
-def print_kinds(step: Callable[[], object], device: torch.device) -> None:
-    """Print the first process's wall time of a step, and the times and numbers of kernels of each kind."""
-    on_gpu = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        start = time.perf_counter()
-        step()
-        launched = time.perf_counter() - start
-        wall = synchronize(device) - start
-    times: Counter[str] = Counter()
-    numbers: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key)), "rest")
-        times[kind] += spent * 1e-3
-        numbers[kind] += event.count
-    if dist.get_rank() == 0:
-        kinds = ", ".join(f"{kind} {times[kind]:.1f} ms in {numbers[kind]}" for kind in (*KINDS, "rest"))
-        print(f"    wall {1e3 * wall:.1f} ms, host {1e3 * launched:.1f} ms; {kinds}", flush=True)
 
 
 def config_of(provider: str) -> SageConfig | None:
@@ -256,7 +206,7 @@ class Sharded:
 
     def __init__(self, loaded: Loaded, degrees: dict[str, int]) -> None:
         self.module: Any = loaded.module
-        self.config = ContextParallelConfig(**degrees)
+        self.config = diffusers.ContextParallelConfig(**degrees)
         self.enabled = False
 
     def __call__(self) -> None:
@@ -299,28 +249,21 @@ def degrees_of(mode: str, processes: int) -> dict[str, int]:
     return {f"{mode}_degree": processes}
 
 
-def name_of(facts: results.Result, processes: int) -> str:
-    """Return the file's name, with the GPU's short name if it is known."""
-    gpu = re.sub("[^a-z0-9]+", "-", facts["gpu"].lower())
-    gpu = next((f"nvidia-{short}" for short in ("h100", "h200", "b200") if short in gpu), gpu)
-    return f"{gpu}x{processes}-parallel.json"
-
-
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(NAMES), help="default: %(default)s")
-    parser.add_argument("--providers", default="default,exact,sage2", help="default: %(default)s")
-    parser.add_argument("--modes", default="ulysses,ring", help='default: %(default)s; "both" has rings of two')
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `execute` but the output's to the parser."""
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help=f"default: {' '.join(MODELS)}")
+    providers = "default", "exact", "sage2"
+    parser.add_argument("--providers", nargs="+", default=providers, help=f"default: {' '.join(providers)}")
+    parser.add_argument(
+        "--modes", nargs="+", default=("ulysses", "ring"), help='default: ulysses ring; "both" has rings of two'
+    )
     parser.add_argument("--p2p", choices=("on", "off"), default="on", help="off: as by PCIe, through the host")
     parser.add_argument("--layers", type=int, help="at most so many layers of each model")
-    parser.add_argument("--seconds", type=float, default=240, help="begin no row later; default: %(default)s")
-    parser.add_argument("--profile", action="store_true", help="print each row's kernels by kind")
     parser.add_argument("--tiny", action="store_true", help="few tokens and heads, on CPUs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    args = parser.parse_args()
-    deadline = time.monotonic() + args.seconds
 
+
+def execute(args: argparse.Namespace) -> None:
+    """Measure, and write <gpu>x<processes>-parallel.json after each row; a file of the same commit is continued."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if args.p2p == "off":
         os.environ["NCCL_P2P_DISABLE"] = "1"
@@ -335,23 +278,18 @@ def main() -> None:
     control = dist.new_group(backend="gloo", timeout=limit)
 
     facts = results.facts(device)
-    path = args.output / name_of(facts, dist.get_world_size())
-    before = results.read(path) if dist.get_rank() == 0 else None
-    result = results.merged({**facts, "rows": []}, before, lambda row: tuple(row[key] for key in KEYS), ())
-    bench = Bench(device, control, path, result, deadline, args.profile)
+    path = results.path_of(args.output, {"gpu": f"{facts['gpu']}x{dist.get_world_size()}"}, "parallel")
+    result = {**facts, "rows": results.earlier_rows(path, facts) if dist.get_rank() == 0 else []}
+    bench = Bench(device, control, path, result)
     models_by_name = {model.name: model for model in models.MODELS}
-    chosen = [models_by_name[NAMES.get(name, name)] for name in args.models.split(",")]
-    runs = []
-    for model in map(tiny, chosen) if args.tiny else chosen:
-        providers, modes = args.providers.split(","), args.modes.split(",")
-        runs.append(measure_model(bench, model, args.layers, providers, modes, args.p2p))
+    chosen = [models_by_name[name] for name in args.models]
+    runs = [
+        measure_model(bench, model, args.layers, args.providers, args.modes, args.p2p)
+        for model in (map(tiny, chosen) if args.tiny else chosen)
+    ]
     with torch.no_grad():
-        for _ in args.modes.split(","):  # the first mode of every model comes before the second mode of any
+        for _ in args.modes:  # the first mode of every model comes before the second mode of any
             for run in runs:
                 next(run, None)
     dist.barrier(group=control)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

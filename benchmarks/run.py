@@ -7,6 +7,7 @@
     python benchmarks/run.py first-calls --output benchmarks/results   # first calls, with empty and with full caches
     python benchmarks/run.py sparse --output benchmarks/results        # attention over block lists
     python benchmarks/run.py kv-cache --output benchmarks/results      # low-bit KV caches of a layer; or --model
+    torchrun --nproc-per-node 2 benchmarks/run.py parallel --output benchmarks/results   # models on several GPUs
 
 A benchmark writes <gpu>-<benchmark>.json; `python docs/pages.py` draws the pictures and fills in the tables.
 """
@@ -19,13 +20,20 @@ from pathlib import Path
 
 import first_calls
 import kv_cache
+import parallel
 import qk_norm_rope
 import sparse
 
 from sage_hf.bench import command, grid_tables
 from sage_hf.tune.tune import table_in_use, unseen_points
 
-BENCHMARKS = {"qk-norm-rope": qk_norm_rope, "first-calls": first_calls, "sparse": sparse, "kv-cache": kv_cache}
+BENCHMARKS = {
+    "qk-norm-rope": qk_norm_rope,
+    "first-calls": first_calls,
+    "sparse": sparse,
+    "kv-cache": kv_cache,
+    "parallel": parallel,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -239,27 +239,16 @@ def measure_routing(device: torch.device) -> list[Row]:
     return rows
 
 
-def is_measured(case: Case, rows: list[Row]) -> bool:
-    """Return whether rows hold a case."""
-    return any(all(row.get(name) == value for name, value in case.row.items()) for row in rows)
-
-
 def execute(args: argparse.Namespace) -> None:
     """Measure, and write <gpu>-sparse.json after every case; a file of the same commit is continued."""
     device = command.gpu("cuda")
-    result = results.facts(device)
-    path = results.path_of(args.output, result, "sparse")
-    before = results.read(path) or {}
-    if not result["commit"] or before.get("commit") != result["commit"]:
-        before = {}
+    facts = results.facts(device)
+    tables = {"rows": FORWARD, "training": TRAINING}
+    stored = results.ResumedResult(results.path_of(args.output, facts, "sparse"), facts, ("routing", *tables))
     with torch.no_grad():
-        result["routing"] = before.get("routing") or measure_routing(device)
-        tables = {"rows": FORWARD, "training": TRAINING}
-        result |= {table: before.get(table, []) for table in tables}
-        for table, of_table in tables.items():
-            for case in of_table:
-                if not is_measured(case, result[table]):
-                    rows = measure(case, device)
-                    result[table] += rows
-                    print(*rows, sep="\n", flush=True)
-                    results.write(path, result)
+        if not stored.has("routing"):
+            stored.add("routing", *measure_routing(device))
+        for table, cases_of_table in tables.items():
+            for case in cases_of_table:
+                if not stored.has(table, **case.row):
+                    stored.add(table, *measure(case, device))

@@ -557,7 +557,7 @@ python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py kv-cache --output {BENCHMARKS}/results
 python {BENCHMARKS}/run.py kv-cache --model --output {BENCHMARKS}/results
-torchrun --nproc-per-node 2 {BENCHMARKS}/parallel.py
+torchrun --nproc-per-node 2 {BENCHMARKS}/run.py parallel --output {BENCHMARKS}/results
 python studies/sparse_quality.py --output {BENCHMARKS}/results
 sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
 python docs/pages.py    # write the tables and pictures of these pages

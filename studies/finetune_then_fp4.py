@@ -26,7 +26,6 @@ import fp8_training
 import torch
 import torch.nn.functional as F
 from finetune_then_fp4_table import INFERENCE, markdown
-from kept_results import Results
 from language_models import check_recipe, read_model, use_recipe
 from torch import Tensor
 
@@ -184,7 +183,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)
-    stored = Results(results.path_of(args.output, facts, "finetune_then_fp4"), facts, ("rows",))
+    stored = results.ResumedResult(results.path_of(args.output, facts, "finetune_then_fp4"), facts, ("rows",))
     settings = {"model": args.model.stem, "method": args.method, "steps": args.steps, "batch": args.batch}
     for seed, training in product(args.seeds, TRAINING):
         row = settings | {"seed": seed, "training": training}

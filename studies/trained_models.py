@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from greedy_answers import answer, prompts, same_beginning
-from kept_results import Results
 from language_models import (
     Differences,
     Head,
@@ -166,7 +165,13 @@ class Run:
     """The measurements of one model that are still missing in the results, in the order of `steps`."""
 
     def __init__(
-        self, name: str, model: Any, tokenizer: Any, text: Tensor, stored: Results, tables: Sequence[str] = TABLES
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        text: Tensor,
+        stored: results.ResumedResult,
+        tables: Sequence[str] = TABLES,
     ) -> None:
         self.name, self.model, self.tokenizer, self.text = name, model, tokenizer, text
         self.stored, self.tables = stored, tables
@@ -253,7 +258,7 @@ def main() -> None:
     names = args.attention or [EXACT, *RECIPES, *(OTHER_PROVIDERS if device.type == "cuda" else ())]
     model, tokenizer = read_model(args.model, device)
     facts = results.facts(device)
-    stored = Results(results.path_of(args.output, facts, "trained_models"), facts, TABLES)
+    stored = results.ResumedResult(results.path_of(args.output, facts, "trained_models"), facts, TABLES)
     longest = model.config.get_text_config().max_position_embeddings
     lengths = [tokens for tokens in sorted(args.tokens) if tokens <= longest]
     text = read_tokens(tokenizer, args.texts).to(device)

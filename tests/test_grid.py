@@ -264,14 +264,16 @@ def test_the_heat_map_shows_means_by_tokens_and_kind(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_of_other_calls_stay_if_all_facts_are_the_same():
-    before = {**FACTS, "date": "before", "rows": [row(CASES[1]), row(CASES[0], 3.0)]}
-    now = {**FACTS, "rows": [row(CASES[2]), row(CASES[1], 2.0)]}
+def test_rows_of_other_calls_stay_if_all_facts_are_the_same(tmp_path):
+    path = tmp_path / "rows.json"
+    now = {**FACTS, "date": "now"}
+    assert results.earlier_rows(path, now) == []
+    results.write(path, {**FACTS, "date": "before", "rows": [row(CASES[1]), row(CASES[0], 3.0)]})
+    earlier = results.earlier_rows(path, now)
     order = [grid_tables.key(sizes(case)) for case in CASES]
-    merged = results.merged(now, before, grid_tables.key, order)
-    assert [one["ours_ms"] for one in merged["rows"]] == [3.0, 2.0, 1.0]
-    assert results.merged(now, {**before, "commit": "1" * 40}, grid_tables.key, order) == now
-    assert results.merged(now, None, grid_tables.key, order) == now
+    merged = results.merged([row(CASES[2]), row(CASES[1], 2.0)], earlier, grid_tables.key, order)
+    assert [one["ours_ms"] for one in merged] == [3.0, 2.0, 1.0]
+    assert results.earlier_rows(path, {**now, "commit": "1" * 40}) == results.earlier_rows(path, now, "others") == []
 
 
 @pytest.fixture

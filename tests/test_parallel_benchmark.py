@@ -19,12 +19,14 @@ def test_rows_are_measured_once_and_say_why_they_cannot_be(tmp_path: Path):
         "--models",
         "cogvideox-2b",
         "--providers",
-        "default,sage2,sage2-compiled",
+        "default",
+        "sage2",
+        "sage2-compiled",
         "--modes",
         "ulysses",
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks/parallel.py"), *arguments, "--output", str(tmp_path)]
+    command += [str(ROOT / "benchmarks/run.py"), "parallel", *arguments, "--output", str(tmp_path)]
 
     def run() -> list[dict[str, object]]:
         subprocess.run(command, cwd=ROOT, check=True, timeout=240)

@@ -443,8 +443,6 @@ def test_the_flags_of_a_command_parse(command, parsing, monkeypatch, capsys):
     if arguments[0] == "-m":
         assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or arguments[1] == "pytest"
         return
-    if arguments[0] == "benchmarks/parallel.py" and not hasattr(diffusers.ModelMixin, "enable_parallelism"):
-        pytest.skip("this diffusers has no context parallelism")
     monkeypatch.setattr(sys, "argv", [str(ROOT / arguments[0]), *arguments[1:]])
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")

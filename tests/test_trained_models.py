@@ -20,9 +20,10 @@ import retrieval
 import torch
 import trained_models
 import trained_models_table
-from kept_results import Results
 from language_models import Differences, Head, beginning, check_head, check_recipe, check_tokenizer, use_recipe, windows
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from sage_hf.bench.results import ResumedResult
 
 ROOT = Path(__file__).parents[1]
 MOST_OF_PAPER = 1 / 4
@@ -127,7 +128,7 @@ def test_a_run_goes_on_where_another_ended(model, tmp_path, monkeypatch):
     text = torch.randint(0, 200, (600,), generator=torch.Generator().manual_seed(0))
 
     def steps(facts):
-        stored = Results(path, facts, trained_models.TABLES)
+        stored = ResumedResult(path, facts, trained_models.TABLES)
         run = trained_models.Run("tiny", model, Words(), text, stored)
         return list(run.steps([150], 2, ["exact", "sage2", "sdpa_fa2"]))
 

@@ -160,8 +160,9 @@ def _execute_models(args: argparse.Namespace) -> None:
     models.sort(key=lambda model: args.model.index(model.name) if model.name in args.model else 0)
     providers = _chosen("--providers", args.providers, EVERY_MODEL_PROVIDER)
     device = gpu(args.device)
-    path = results.path_of(args.output, results.facts(device), "models")
-    earlier = results.read(path)
+    now = results.facts(device)
+    path = results.path_of(args.output, now, "models")
+    earlier = results.earlier_rows(path, now)
     order = [
         (model.name, mode, provider.name)
         for model in MODELS
@@ -173,7 +174,7 @@ def _execute_models(args: argparse.Namespace) -> None:
         return row["name"], row["mode"], row["provider"]
 
     def write(result: Result) -> None:
-        results.write(path, results.merged(result, earlier, key, order))
+        results.write(path, {**result, "rows": results.merged(result["rows"], earlier, key, order)})
 
     result = measure_models.run(device, models, providers, progress, args.layers, args.compiled, write)
     print(model_tables.model_text(result))
@@ -220,19 +221,19 @@ def measure_calls(
         extra_columns: entries to add to each row.
     """
     device = gpu(args.device)
-    empty: Result = {**results.facts(device), "rows": []}
-    path = results.path_of(args.output, empty, benchmark)
-    earlier = results.read(path)
+    now = results.facts(device)
+    path = results.path_of(args.output, now, benchmark)
+    earlier = results.earlier_rows(path, now)
     order = [grid_tables.key(measure_grid.sizes(case)) for case in CASES]
     if args.resume:
-        measured_keys = {grid_tables.key(row) for row in results.merged(empty, earlier, grid_tables.key, order)["rows"]}
+        measured_keys = set(map(grid_tables.key, earlier))
         cases = [
             case for case in cases if grid_tables.key(measure_grid.sizes(case) | extra_columns) not in measured_keys
         ]
 
     def write(result: Result) -> None:
-        result = {**result, "rows": [row | extra_columns for row in result["rows"]]}
-        results.write(path, results.merged(result, earlier, grid_tables.key, order))
+        rows = [row | extra_columns for row in result["rows"]]
+        results.write(path, {**result, "rows": results.merged(rows, earlier, grid_tables.key, order)})
 
     result = measure_grid.run(device, cases, progress, write)
     return path, results.read(path) or result

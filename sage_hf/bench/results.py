@@ -100,22 +100,52 @@ def to_json(result: Result) -> str:
     return "{\n" + ",\n".join(named) + "\n}\n"
 
 
-def merged(result: Result, before: Result | None, key: Callable[[Row], Any], order: Sequence[Any]) -> Result:
-    """Return a result with the rows that an earlier result has under other keys.
-
-    These rows are kept only if everything except the date is the same: machine, versions and commit.
+def earlier_rows(path: Path, now: Result, table: str = "rows") -> list[Row]:
+    """Return the rows of a file's table; none if machine, versions or commit were others.
 
     Args:
-        result: the new result.
-        before: the earlier result, if there is one.
+        path: the file, which need not exist.
+        now: the facts of this run.
+        table: name of the table, which the file need not have.
+    """
+    before = read(path) or {}
+    is_same = all(name in before and before[name] == fact for name, fact in now.items() if name != "date")
+    return before.get(table, []) if is_same else []
+
+
+class ResumedResult:
+    """A result that is written row by row, and continues an earlier run's file; see `earlier_rows`.
+
+    Attributes:
+        path: the JSON file.
+        result: facts and tables.
+    """
+
+    def __init__(self, path: Path, facts: Result, tables: Sequence[str]) -> None:
+        self.path = path
+        self.result: Result = facts | {table: earlier_rows(path, facts, table) for table in tables}
+
+    def has(self, table: str, **key: Any) -> bool:
+        """Return whether a table has a row with this key."""
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.result[table])
+
+    def add(self, table: str, *rows: Row) -> None:
+        """Add rows, write the file, and print the rows."""
+        self.result[table] += rows
+        write(self.path, self.result)
+        for row in rows:
+            print(table, row, flush=True)
+
+
+def merged(rows: Sequence[Row], earlier: Sequence[Row], key: Callable[[Row], Any], order: Sequence[Any]) -> list[Row]:
+    """Return rows, and the earlier rows that have other keys.
+
+    Args:
+        rows: the new rows.
+        earlier: see `earlier_rows`.
         key: function that returns a row's key.
         order: keys in the order of the rows; rows with other keys follow.
     """
-    if before is None or {**before, "rows": [], "date": ""} != {**result, "rows": [], "date": ""}:
-        return result
-    rows = {key(row): row for row in (*before["rows"], *result["rows"])}
+    by_key = {key(row): row for row in (*earlier, *rows)}
     places = {row_key: place for place, row_key in enumerate(order)}
-    return {
-        **result,
-        "rows": [rows[row_key] for row_key in sorted(rows, key=lambda row_key: places.get(row_key, len(order)))],
-    }
+    return [by_key[row_key] for row_key in sorted(by_key, key=lambda row_key: places.get(row_key, len(order)))]
