@@ -19,7 +19,7 @@ VERSION = 1
 """Version of the kernel's interface, for which transformers asks; it grows when callers have to change."""
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
 SUFFIXES = (".py", ".cu", ".cuh", ".json")
-DOOR = '''"""Low-bit attention of sage-hf as a Hub kernel."""
+PACKAGE_INIT = '''"""Low-bit attention of sage-hf as a Hub kernel."""
 
 from .sage_kernels.flash_attention import (
     flash_attn_forward,
@@ -55,7 +55,7 @@ def build(target: Path) -> Path:
     digest = hashlib.sha256(b"".join(sources.values())).hexdigest()[:8]
     for backend in BACKENDS:
         identity = f"_sage_hf_{backend}_{digest}"
-        files = {"__init__.py": DOOR.encode()}
+        files = {"__init__.py": PACKAGE_INIT.encode()}
         for name, content in sources.items():
             if name.endswith(".py"):
                 content = OPERATORS.sub(rf"\1sage_kernels{identity}", content.decode()).encode()

@@ -20,7 +20,7 @@ from tests.helpers.processes import Case, degrees_of, with_heads
 RECIPES = ("exact", "sage3")
 MORE_RECIPES = {"wan-t2v": ("sage2",)}
 """Recipes that one family runs for all: how tokens are split does not depend on the format."""
-DOORS: dict[str, Callable[[Any, str], object]] = {
+ENTRY_POINTS: dict[str, Callable[[Any, str], object]] = {
     "set_attn_processor": lambda model, recipe: model.set_attn_processor(SageAttnProcessor(recipe, "emulate")),
     "set_attention_backend": lambda model, recipe: model.set_attention_backend(_backend(recipe)),
     "apply": lambda model, recipe: sage_hf.apply(model, sage_hf.SageConfig(recipe, fallback="emulate")),
@@ -44,7 +44,7 @@ def cases(processes: int, device: torch.device) -> dict[str, Case]:
                 found[f"{case.name}-{name}"] = partial(agrees_with_one, with_heads(case, processes), degrees, device)
     flux, wan = (with_heads(family(name), processes) for name in ("flux", "wan-t2v"))
     for name in ("ulysses", "ring"):
-        found[f"doors-{name}"] = partial(doors_agree, flux, modes[name], device)
+        found[f"entry-points-{name}"] = partial(entry_points_agree, flux, modes[name], device)
         found[f"compiled-{name}"] = partial(compiles, flux, modes[name], device)
     found["restored"] = partial(restores, wan, modes["ulysses"], device)
     found["two-models"] = partial(shares_a_processor, wan, modes["ring"], device)
@@ -109,11 +109,11 @@ def agrees_with_one(case: Family, degrees: dict[str, Any], device: torch.device)
     return "; ".join(wrong)
 
 
-def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
+def entry_points_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> str:
     """Every way to set a recipe, before and after `enable_parallelism`, computes the same."""
     inputs = _inputs(case, degrees, device)
     outputs = {}
-    for door, enter in DOORS.items():
+    for entry_point, enter in ENTRY_POINTS.items():
         for order in ("before", "after"):
             model = _build(case, device)
             if order == "before":
@@ -121,7 +121,7 @@ def doors_agree(case: Family, degrees: dict[str, Any], device: torch.device) -> 
             model.enable_parallelism(config=ContextParallelConfig(**degrees))
             if order == "after":
                 handle = enter(model, "sage3")
-            outputs[f"{door} {order}"] = run(model, inputs)
+            outputs[f"{entry_point} {order}"] = run(model, inputs)
             del handle
     first = next(iter(outputs.values()))
     return ", ".join(name for name, output in outputs.items() if not torch.equal(output, first))

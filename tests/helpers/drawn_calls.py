@@ -49,7 +49,7 @@ BYSTANDERS = ("function mode", "dispatch mode", "default device", "observed", "d
 class Kind:
     """A call but for its values; shapes as in `ops.attention`, `layouts` of Q, K and V (`layouts.lay_out`)."""
 
-    door: str
+    entry_point: str
     recipe: str
     fallback: str
     dtype: torch.dtype
@@ -127,7 +127,7 @@ def draw(seed: int, device: torch.device) -> Program:
     kinds = [_draw_kind(choose, device)]
     if choose.random() < 0.2:  # steps behind a cache that grows
         form = {"q_len": choose.choice((1, 4)), "mask": "none", "layouts": ("contiguous",) * 3}
-        kinds[0] = replace(kinds[0], door=choose.choice(("sage_attention", "attend")), **form)
+        kinds[0] = replace(kinds[0], entry_point=choose.choice(("sage_attention", "attend")), **form)
         kinds += [replace(kinds[0], kv_len=kinds[0].kv_len + more) for more in (1, 2, 3)]
     while len(kinds) < 3:
         kinds.append(_vary(kinds[0], choose, device))
@@ -153,7 +153,7 @@ def _draw_kind(choose: random.Random, device: torch.device) -> Kind:
     rare = not on_gpu or choose.random() < 0.1
     layout = choose.choice(LAYOUTS)
     return Kind(
-        door=choose.choice(("sage_attention", "sage_attention", "attend", "operator", "packed")),
+        entry_point=choose.choice(("sage_attention", "sage_attention", "attend", "operator", "packed")),
         recipe=choose.choice((*RECIPES, "sage_bwd", "sage_bwd")),
         fallback=choose.choice(("native", "native", "emulate")) if rare else "native",
         dtype=choose.choice((torch.bfloat16, torch.float16, torch.float32)) if rare else torch.bfloat16,
@@ -244,16 +244,16 @@ class Inputs:
 
 
 def call(kind: Kind, inputs: Inputs, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """Make a call through its door; return the output, or it and the LSE."""
+    """Make a call through its entry point; return the output, or it and the LSE."""
     mask, blocks = inputs.tensors.get("mask"), inputs.blocks
     options: dict[str, Any] = {"scale": kind.scale, "recipe": kind.recipe, "fallback": kind.fallback}
-    if kind.door == "packed":
+    if kind.entry_point == "packed":
         return _call_packed(kind, query, key, value, options)
     options["return_lse"] = kind.return_lse
-    if kind.door == "operator":
+    if kind.entry_point == "operator":
         options["is_causal"] = bool(inputs.is_causal)
         return ops.attention(query, key, value, mask=mask, blocks=blocks, **options)
-    if kind.door == "attend" and blocks is None:
+    if kind.entry_point == "attend" and blocks is None:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         output, lse = attend_observed(*tensors, mask, Options(inputs.is_causal, tokens_first=True, **options))
         return (output, lse) if kind.return_lse else output

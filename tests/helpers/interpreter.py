@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 
-def hasten(patch: pytest.MonkeyPatch) -> None:
+def speed_up(patch: pytest.MonkeyPatch) -> None:
     """Patch Triton's interpreter, which must be the one that runs kernels: TRITON_INTERPRET=1."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic

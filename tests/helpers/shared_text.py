@@ -49,7 +49,7 @@ def cases(processes: int) -> dict[str, Case]:
         found[f"lora-{mode}"] = partial(lora_counts, degrees, processes)
         found[f"collectives-{mode}"] = partial(communicates_little, degrees, processes)
     ulysses = degrees_of_modes["ulysses"]
-    found["doors"] = partial(doors_agree, ulysses, processes)
+    found["entry points"] = partial(entry_points_agree, ulysses, processes)
     found["changes"] = partial(survives_changes, ulysses, processes)
     found["offloaded"] = partial(survives_offloading, ulysses, processes)
     found["gradient"] = partial(refuses_gradients, ulysses, processes)
@@ -193,20 +193,20 @@ def _add_lora(model: Any, config: Any) -> None:
     model.add_adapter(config(r=2, target_modules=["to_q", "to_v", "to_out.0"], init_lora_weights=False))
 
 
-DOORS: dict[str, Callable[[Any], object]] = {
+ENTRY_POINTS: dict[str, Callable[[Any], object]] = {
     "apply": lambda model: sage_hf.apply(model, _emulated("sage2")),
     "set_attn_processor": lambda model: model.set_attn_processor(SageAttnProcessor("sage2", "emulate")),
     "set_attention_backend": lambda model: model.set_attention_backend("sage2_emulate"),
 }
 
 
-def doors_agree(degrees: dict[str, Any], processes: int) -> str:
+def entry_points_agree(degrees: dict[str, Any], processes: int) -> str:
     """Every way to set a recipe, before the tokens are split and after, computes the same."""
     outputs = {}
     for name in ("hunyuan-video", "cogvideox"):
         case = _family(name, processes)
         inputs = case.make_inputs()
-        for door, enter in DOORS.items():
+        for entry_point, enter in ENTRY_POINTS.items():
             for order in ("before", "after"):
                 model = case.build()
                 if order == "before":
@@ -215,7 +215,7 @@ def doors_agree(degrees: dict[str, Any], processes: int) -> str:
                 model.enable_parallelism(config=ContextParallelConfig(**degrees), cp_plan=plan)
                 if order == "after":
                     enter(model)
-                outputs[f"{name} {door} {order}"] = run(model, inputs)
+                outputs[f"{name} {entry_point} {order}"] = run(model, inputs)
     firsts = {key.split()[0]: output for key, output in reversed(outputs.items())}
     return ", ".join(key for key, output in outputs.items() if not torch.equal(output, firsts[key.split()[0]]))
 

@@ -1,4 +1,4 @@
-"""The front door: every argument is honoured, or refused with a message that says what to do."""
+"""`sage_attention` honours every argument, or refuses it with a message that says what to do."""
 
 import functools
 import logging

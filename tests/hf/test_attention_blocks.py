@@ -1,4 +1,4 @@
-"""Block lists at the front door: recipes, gradients, refusals, compiled calls."""
+"""Block lists in `sage_attention`: recipes, gradients, refusals, compiled calls."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training through the front door: low-bit gradients where the recipe has them, else exact ones and a word why."""
+"""Training through `sage_attention`: gradients in low bits where the recipe has them, else exact with a reason."""
 
 import logging
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.interpreter import hasten
+from tests.helpers.interpreter import speed_up
 
 FOLDER = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,12 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def hastened() -> Iterator[None]:
+def speed_up_interpreter() -> Iterator[None]:
     if not INTERPRETED:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        hasten(patch)
+        speed_up(patch)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Block lists: the tiles of keys that each block of rows attends to, on every device's doors."""
+"""Block lists: the tiles of keys that each block of rows attends to, at each entry point."""
 
 import itertools
 from dataclasses import replace

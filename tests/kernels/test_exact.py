@@ -1,4 +1,4 @@
-"""Exact attention's door to PyTorch: what it hands over on a GPU is aligned, and elsewhere what it was given."""
+"""A call reaches PyTorch's exact attention aligned on a GPU, and elsewhere as it was given."""
 
 import itertools
 

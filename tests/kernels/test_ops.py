@@ -119,8 +119,8 @@ def test_packed_sequences_match_separate_sequences(recipe, is_causal):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fallback", ["native", "emulate", "error"])
-@pytest.mark.parametrize("door", ["operator", "attend_packed"])
-def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(door, fallback, compiled):
+@pytest.mark.parametrize("entry_point", ["operator", "attend_packed"])
+def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(entry_point, fallback, compiled):
     """Hopper without Triton has such a kernel; a sequence that is too short for low bits alone runs exactly."""
     ran, plans, q_lengths, kv_lengths = [], [], [70, 1, 64], [90, 33, 128]
     query, key, value = (torch.randn(sum(n), 2, 32) for n in (q_lengths, kv_lengths, kv_lengths))
@@ -128,7 +128,7 @@ def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(doo
     lengths = Lengths(*sizes)
 
     def packed(*tensors):
-        if door == "operator":
+        if entry_point == "operator":
             return ops.packed_attention(*tensors, *sizes, recipe="sage1", fallback=fallback, return_lse=True)
         return attend_packed(*tensors, lengths, Options(recipe="sage1", fallback=fallback, return_lse=True))
 

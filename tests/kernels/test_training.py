@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import attend as door
 from sage_kernels import ops, training
+from sage_kernels.attend import attend as dense_attend
 from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.exact_choice import choose_training
 from sage_kernels.dispatch.plan import KernelUnavailableError
@@ -109,7 +109,7 @@ def gradient_errors(recipe, offset):
     """Return |error| / |truth| of dQ, dK and dV of a causal call, against float64."""
     inputs = draw()
     options = Options(True, offset, recipe=recipe)
-    output, _ = door.attend(*inputs, None, None, options)
+    output, _ = dense_attend(*inputs, None, None, options)
     gradients = torch.autograd.grad(output, inputs, output_gradient(output))
     with torch.no_grad():
         truths = exact_gradients(output_gradient(output), *inputs, is_causal=True, causal_offset=offset)[1:]
@@ -177,7 +177,7 @@ def test_a_second_derivative_is_refused_with_what_to_do():
     with pytest.raises(NotImplementedError, match=r'no second derivative.*recipe="exact".*SDPBackend.MATH'):
         gradient.square().sum().backward()
     with sdpa_kernel(SDPBackend.MATH):
-        output, _ = door.attend(*inputs, None, None, Options(recipe="exact"))
+        output, _ = dense_attend(*inputs, None, None, Options(recipe="exact"))
         (gradient,) = torch.autograd.grad(output.square().sum(), inputs[:1], create_graph=True)
         gradient.square().sum().backward()
 
@@ -348,7 +348,7 @@ def another_choice(ran):
     return preferred(StandInBackward("other_backward", "sage_bwd", ran=ran.append), registry.backwards)
 
 
-@pytest.mark.parametrize("attend", [training.attention, partial(door.attend, mask=None, blocks=None, options=OPTIONS)])
+@pytest.mark.parametrize("attend", [training.attention, partial(dense_attend, mask=None, blocks=None, options=OPTIONS)])
 def test_one_plan_serves_forward_and_backward_and_is_announced_once(ran, attend):
     heard = []
     execution.plan_listeners.append(heard.append)
@@ -364,17 +364,17 @@ def test_one_plan_serves_forward_and_backward_and_is_announced_once(ran, attend)
 def test_a_kernel_that_failed_its_self_check_leaves_gradients_to_the_next_one(ran):
     failed = StandInTraining("broken", "sage_bwd", ran=ran.append, reason=lambda request: f"{FAILED}: wrong")
     with preferred(failed):
-        door.attend(*draw(), None, None, OPTIONS)[0].sum().backward()
+        dense_attend(*draw(), None, None, OPTIONS)[0].sum().backward()
     assert ran == ["fast", "fast_backward"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "padding", "packed", "door"])
+@pytest.mark.parametrize("kind", ["plain", "padding", "packed", "attend"])
 def test_the_backward_pass_keeps_the_forward_passes_plan(ran, kind):
     if kind == "packed":
         inputs, sequences, used = packed_call()
         output = training.packed_attention(*[x.requires_grad_() for x in inputs], *sequences, seqused_k=used)
-    elif kind == "door":
-        output, _ = door.attend(*draw(), None, None, OPTIONS)
+    elif kind == "attend":
+        output, _ = dense_attend(*draw(), None, None, OPTIONS)
     else:
         output, _ = training.attention(*draw(), valid=padding() if kind == "padding" else None)
     with another_choice(ran):

@@ -132,7 +132,7 @@ def test_vsa_is_refused_before_a_change(applied: bool):
     assert model._parallel_config is None
 
 
-DOORS = {
+ENTRY_POINTS = {
     "shared": lambda model: model.set_attn_processor(SageAttnProcessor("sage3")),
     "dictionary": lambda model: model.set_attn_processor(
         {name: SageAttnProcessor("sage3") for name in model.attn_processors}
@@ -142,12 +142,12 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_layer_that_does_not_dispatch_is_refused_where_tokens_are_split_already(door: str):
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_layer_that_does_not_dispatch_is_refused_where_tokens_are_split_already(entry_point: str):
     model = family("cogvideox").build()
     originals = [layer.processor for layer in attention_layers(model).values()]
     config = diffusers.ContextParallelConfig(ulysses_degree=2)
     model._parallel_config = SimpleNamespace(context_parallel_config=config)  # as enable_parallelism leaves it
     with pytest.raises(UnsupportedAttentionError, match=r"CogVideoXAttnProcessor2_0.*enable_parallelism"):
-        DOORS[door](model)
+        ENTRY_POINTS[entry_point](model)
     assert [layer.processor for layer in attention_layers(model).values()] == originals

@@ -54,19 +54,19 @@ def ace_step() -> tuple[nn.Module, Inputs]:
     return model, inputs
 
 
-DOORS = {
+ENTRY_POINTS = {
     "apply": lambda model, recipe: sage_hf.apply(model, recipe),
     "processor": lambda model, recipe: model.set_attn_processor(SageAttnProcessor(recipe)),
     "backend": lambda model, recipe: model.set_attention_backend("sage_exact" if recipe == "exact" else recipe),
 }
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 @pytest.mark.parametrize("recipe", ["exact", "sage1"])
-def test_a_sliding_window_stays_when_another_model_chose_flash_attention(door, recipe, monkeypatch):
+def test_a_sliding_window_stays_when_another_model_chose_flash_attention(entry_point, recipe, monkeypatch):
     model, inputs = ace_step()
     expected = run(model, inputs)
-    door(model, recipe)
+    entry_point(model, recipe)
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.FLASH)
     assert (run(model, inputs) - expected).norm() < (1e-6 if recipe == "exact" else 0.01) * expected.norm()
 
@@ -93,12 +93,12 @@ def any_flow() -> tuple[nn.Module, Inputs]:
     return model, inputs
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_layers_that_need_flex_attention_keep_it_and_explain_says_so(door, sage_log):
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+def test_layers_that_need_flex_attention_keep_it_and_explain_says_so(entry_point, sage_log):
     model, inputs = any_flow()
     expected = run(model, inputs)
     before = dict(model.attn_processors)
-    handle = door(model, "exact")
+    handle = entry_point(model, "exact")
     torch.testing.assert_close(run(model, inputs), expected)
     assert any("works with the attention backends flex, _native_flex alone" in message for message in sage_log)
     rows = sage_hf.explain(model).rows
@@ -121,8 +121,8 @@ def test_a_plan_says_which_layers_will_stay_as_they_are(tmp_path):
     assert "its own" in str(planned)
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+def test_a_model_whose_layers_all_need_flex_attention_is_refused(entry_point):
     model = build(
         "LTX2VideoDiffusionDecoderModel",
         latent_channels=4,
@@ -133,13 +133,13 @@ def test_a_model_whose_layers_all_need_flex_attention_is_refused(door):
     )
     before = dict(model.attn_processors)
     with pytest.raises(ValueError, match="works with the attention backends flex, _native_flex alone"):
-        door(model, "exact")
+        entry_point(model, "exact")
     assert all(model.attn_processors[name] is processor for name, processor in before.items())
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 @pytest.mark.parametrize("recipe", [pytest.param("exact", marks=pytest.mark.audit), "sage1"])
-def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage_log, monkeypatch):
+def test_masks_that_flex_attention_alone_reads_are_left_to_it(entry_point, recipe, sage_log, monkeypatch):
     """Kandinsky 5 chooses tiles of its video by a BlockMask, and tells its users to switch to FlexAttention."""
     model, inputs = family("kandinsky-5").draw()
     inputs["hidden_states"] = torch.randn(1, 3, 32, 32, 4)
@@ -148,7 +148,7 @@ def test_masks_that_flex_attention_alone_reads_are_left_to_it(door, recipe, sage
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)  # put back after it
     model.set_attention_backend("flex")
     expected = run(model, inputs)
-    door(model, recipe)
+    entry_point(model, recipe)
     assert (run(model, inputs) - expected).norm() < (1e-6 if recipe == "exact" else 0.01) * expected.norm()
     (row,) = (row for row in sage_hf.explain(model).rows if "visual" in row.layer and "self_attention" in row.layer)
     assert (row.calls, row.reason) == (0, "FlexAttention ran, which alone reads the layer's mask, a BlockMask")
@@ -271,8 +271,8 @@ def test_a_users_processor_that_goes_on_with_its_base_class_computes_what_it_did
         assert 0 < (run(model, inputs) - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("door", [sage_hf.apply, lambda model, name: model.set_attention_backend(name)])
-def test_a_users_own_attention_over_ours_is_not_dropped(door):
+@pytest.mark.parametrize("entry_point", [sage_hf.apply, lambda model, name: model.set_attention_backend(name)])
+def test_a_users_own_attention_over_ours_is_not_dropped(entry_point):
     class Doubles(SageAttnProcessor):
         def __call__(self, attn, hidden_states, *args, **kwargs):
             return 2 * super().__call__(attn, hidden_states, *args, **kwargs)
@@ -281,7 +281,7 @@ def test_a_users_own_attention_over_ours_is_not_dropped(door):
     model.set_attn_processor(Doubles("exact"))
     expected = run(model, inputs)
     with pytest.raises(UnsupportedAttentionError, match="Doubles, which overrides __call__"):
-        door(model, "sage2")
+        entry_point(model, "sage2")
     assert torch.equal(run(model, inputs), expected)
 
 

@@ -1,4 +1,4 @@
-"""The functions of the doors on a GPU: the same bits as `sage_attention`; packed sequences, as near to float64."""
+"""Other libraries' functions on a GPU: the same bits as `sage_attention`; packed sequences, as near to float64."""
 
 import pytest
 import torch
@@ -44,12 +44,12 @@ def error(outputs, truths):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("door", ["sageattn_varlen", "flash_attn_varlen_func"])
-def test_packed_sequences_are_as_near_to_float64_as_the_emulated_recipe(sageattention, door, is_causal):
+@pytest.mark.parametrize("entry_point", ["sageattn_varlen", "flash_attn_varlen_func"])
+def test_packed_sequences_are_as_near_to_float64_as_the_emulated_recipe(sageattention, entry_point, is_causal):
     inputs = draw(*[(sum(LENGTHS), heads, 64) for heads in (8, 4, 4)])
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
-    function = getattr(sageattention, door, None) or getattr(flash_attention, door)
-    causality = {"is_causal" if door == "sageattn_varlen" else "causal": is_causal}
+    function = getattr(sageattention, entry_point, None) or getattr(flash_attention, entry_point)
+    causality = {"is_causal" if entry_point == "sageattn_varlen" else "causal": is_causal}
     output = function(*inputs, starts, starts, max(LENGTHS), max(LENGTHS), **causality)
     parts = list(zip(*map(split, inputs), strict=True))
     truths = [sdpa.attention(*part, is_causal=is_causal)[0] for part in parts]

@@ -14,7 +14,7 @@ from sage_kernels import ops, training
 from sage_kernels.exact.gradients import Gradients
 
 CPU = torch.device("cpu")
-RESULTS = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-sparse.json"))
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*-sparse.json"))
 
 
 def small(tokens: int, skipped: float, trains: bool = False, **lists) -> sparse.Case:

