@@ -15,7 +15,7 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
-from .dispatch.qk_norm_rope_kernels import QKNormRopeKernel, qk_norm_rope_kernel, reference_kernel
+from .dispatch.qk_norm_rope_kernels import QKNormRopeKernel, reference_kernel, select_qk_norm_rope_kernel
 from .replay import cache
 from .runtime import torch_private
 from .spec.checks import check_memory
@@ -55,7 +55,7 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
         return _forward(x, norm, rope)
     check_norm_and_rope(x, norm, rope)
     self_check.check_qk_norm_rope(x.shape[3], x.device)
-    kernel = qk_norm_rope_kernel(x, norm, rope, grad=True)
+    kernel = select_qk_norm_rope_kernel(x, norm, rope, grad=True)
     if kernel.name == "reference":
         return kernel.forward(x, norm, rope)
     output: torch.Tensor = _NormRope.apply(x, *vectors, norm, rope)
@@ -106,7 +106,7 @@ def _run(
     check_norm_and_rope(x, norm, rope)
     check_memory(*tensors)
     self_check.check_qk_norm_rope(x.shape[3], x.device)
-    kernel = qk_norm_rope_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
+    kernel = select_qk_norm_rope_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
     outputs = run(kernel, *tensors)
     if entry is not None and kernel.name != "reference":
         entry.consider(partial(cache.traced, None, partial(run, kernel), tensors, outputs, list))

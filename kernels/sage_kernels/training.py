@@ -53,7 +53,7 @@ def attention(
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
     The kernels of both passes are chosen by one plan. Exact attention does not run here, because PyTorch computes its
-    gradients: ask `exact_choice.choose_training` first.
+    gradients: ask `decide.decide` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
@@ -81,7 +81,15 @@ def attention(
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,  # a default of type float would become an input of compiled graphs
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
+    )
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
     output, lse = call_operator(query, key, value, valid, blocks, None, options)
@@ -122,7 +130,14 @@ def packed_attention(
         TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
         ValueError: see `attention` and `ops.packed_attention`.
     """
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,
+        recipe=recipe,
+        fallback=fallback,
+    )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
@@ -153,7 +168,7 @@ def call_operator(
         return output, lse
 
 
-def forward(
+def run_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -174,9 +189,16 @@ def forward(
     Returns:
         The output, with gradients.
     """
-    scale = softmax_scale(options.scale, query.shape[3])
-    causality = options.is_causal, options.causal_offset
-    call = Call(query, key, value, get_recipe(options.recipe), mask, *causality, scale)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(options.recipe),
+        mask,
+        is_causal=options.is_causal,
+        causal_offset=options.causal_offset,
+        scale=softmax_scale(options.scale, query.shape[3]),
+    )
     execution.announce(plan)
     output = replays.train(call, plan, options)
     entry.consider(partial(replays.of_training, call, plan, options))
@@ -194,9 +216,17 @@ def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
 def _call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, arguments: Arguments
 ) -> Call:
-    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, query.shape[3])
-    mask = _mask(valid, arguments.blocks)
-    return Call(query, key, value, get_recipe(arguments.recipe), mask, *causality, scale, arguments.lengths)
+    return Call(
+        query,
+        key,
+        value,
+        get_recipe(arguments.recipe),
+        _mask(valid, arguments.blocks),
+        is_causal=arguments.is_causal,
+        causal_offset=arguments.causal_offset,
+        scale=softmax_scale(arguments.scale, query.shape[3]),
+        lengths=arguments.lengths,
+    )
 
 
 def _training_attention(
@@ -229,14 +259,23 @@ def _training_attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
     saved, arguments = Saved(*parts), Arguments(*flat[_PARTS + 3 :])
-    recipe, mask = get_recipe(arguments.recipe), _mask(valid, arguments.blocks)
-    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, head_dim)
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
-        forward = Call(output, value, value, recipe, mask, *causality, lengths=arguments.lengths)
-        request = replace(execution.request_of(forward, grad=True), head_dim=head_dim)
-        kernel = execution.plan_training(request, arguments.fallback).backward
-    tensors = output_gradient, value, output, saved
-    call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, arguments.lengths)
+        forward_call = _call(output, value, value, valid, arguments)
+        request = replace(execution.request_of(forward_call, grad=True), head_dim=head_dim)
+        kernel = execution.select_training(request, arguments.fallback).backward
+    call = BackwardCall(
+        output_gradient,
+        value,
+        output,
+        saved,
+        head_dim,
+        get_recipe(arguments.recipe),
+        _mask(valid, arguments.blocks),
+        is_causal=arguments.is_causal,
+        causal_offset=arguments.causal_offset,
+        scale=softmax_scale(arguments.scale, head_dim),
+        lengths=arguments.lengths,
+    )
     return tuple(map(with_tokens_first, execution.backward(call, kernel)))
 
 
@@ -258,7 +297,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
         request = execution.request_of(_call(query, key, value, valid, arguments), grad=True)
-        kernel = execution.plan_training(request, arguments.fallback).backward
+        kernel = execution.select_training(request, arguments.fallback).backward
     ctx.head_dim, ctx.kernel = query.shape[3], kernel
     ctx.arguments = arguments.with_tensors((None,) * len(arguments.tensors))
 

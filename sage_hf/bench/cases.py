@@ -211,8 +211,14 @@ class Inputs:
         """Return the call as kernels take it; causality is stated with its offset, and is in no mask."""
         case = self.case
         mask = Mask.of(None if case.mask == "lower_right" else self.mask, case.kv_len)
-        causality = case.is_causal, case.causal_offset
-        return Call(*self.tensors, get_recipe(recipe), mask, *causality, scale=case.head_dim**-0.5)
+        return Call(
+            *self.tensors,
+            get_recipe(recipe),
+            mask,
+            is_causal=case.is_causal,
+            causal_offset=case.causal_offset,
+            scale=case.head_dim**-0.5,
+        )
 
     @cached_property
     def lower_right(self) -> Any:

@@ -108,7 +108,7 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         (query, key, value), mask, case = inputs.tensors, inputs.mask, inputs.case
         options: dict[str, Any] = {"enable_gqa": inputs.grouped, "recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as in transformers, whose masks state causality
-            behind = Options(True, case.causal_offset, **options)
+            behind = Options(is_causal=True, causal_offset=case.causal_offset, **options)
             return Prepared(lambda: attend_observed(query, key, value, None, behind)[0])
         options["is_causal"] = case.upper_left
         return Prepared(lambda: sage_attention(query, key, value, mask, **options))

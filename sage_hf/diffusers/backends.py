@@ -118,7 +118,13 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         plain = sparse is None and not (return_lse or (is_causal and attn_mask is not None))
         if plain and not torch.compiler.is_compiling() and not function_modes_are_active():
             options = Options(
-                *(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback)), tokens_first=True
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                dropout_p=dropout_p,
+                recipe=recipe,
+                fallback=chosen_fallback(fallback),
+                tokens_first=True,
             )
             return attend_observed(query, key, value, attn_mask, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

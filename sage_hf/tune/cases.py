@@ -46,8 +46,8 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     def exactly(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
             if not case.training:
-                return execution.compute(call, execution.choose(execution.request_of(call), "native"))[0]
-            options = Options(case.is_causal, case.causal_offset, enable_gqa=inputs.grouped)
+                return execution.compute(call, execution.select_checked(execution.request_of(call), "native"))[0]
+            options = Options(is_causal=case.is_causal, causal_offset=case.causal_offset, enable_gqa=inputs.grouped)
             return attend_exactly(query, key, value, mask, blocks=None, options=options)[0]
 
     def forward(name: str) -> Callable[[], Tensor]:

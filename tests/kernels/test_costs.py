@@ -13,7 +13,7 @@ from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, execution, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
-from sage_kernels.dispatch.exact_choice import why_training_slower
+from sage_kernels.dispatch.decide import why_training_slower
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import routing, select, set_routing

@@ -14,7 +14,7 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
-from sage_kernels.dispatch.exact_choice import runs_one_by_one
+from sage_kernels.dispatch.decide import runs_one_by_one
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.block_list import BlockList

@@ -7,9 +7,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sage_kernels.attend import attend
-from sage_kernels.dispatch import cost_model, exact_choice, registry
+from sage_kernels.dispatch import cost_model, registry
 from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Weights
+from sage_kernels.dispatch.decide import why_training_slower
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import set_routing
@@ -41,7 +42,7 @@ def table(routed, monkeypatch):
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return exact_choice.why_training_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return why_training_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():

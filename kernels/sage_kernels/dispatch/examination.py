@@ -25,7 +25,7 @@ from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import Recipe, get_recipe
 from . import kv_kernels
 from .plan import Plan
-from .qk_norm_rope_kernels import qk_norm_rope_kernel, reference_kernel
+from .qk_norm_rope_kernels import reference_kernel, select_qk_norm_rope_kernel
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -105,11 +105,11 @@ class Case:
             value,
             get_recipe(self.recipe),
             self._mask(normal),
-            self.is_causal,
-            self.causal_offset,
-            softmax_scale(None, self.head_dim),
-            lengths,
-            self.return_lse and not self.grad,  # gradients get a saved LSE
+            is_causal=self.is_causal,
+            causal_offset=self.causal_offset,
+            scale=softmax_scale(None, self.head_dim),
+            lengths=lengths,
+            return_lse=self.return_lse and not self.grad,  # gradients get a saved LSE
         )
 
     def _mask(self, normal: Callable[..., torch.Tensor]) -> Mask:
@@ -196,7 +196,7 @@ def examine_qk_norm_rope(head_dim: int, device: torch.device) -> Verdict:
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = qk_norm_rope_kernel(x, norm, rope, grad=True), reference_kernel()
+        kernel, reference = select_qk_norm_rope_kernel(x, norm, rope, grad=True), reference_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
@@ -248,7 +248,7 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
 
         kernel_cache, reference_cache = new_cache(), new_cache()
         expected, truth = decode(reference, reference_cache, query.dtype), decode(reference, new_cache(), torch.float64)
-        kernel, _ = kv_kernels.kv_kernel(kernel_cache, query[:, :, -STEP:])
+        kernel, _ = kv_kernels.select_kv_kernel(kernel_cache, query[:, :, -STEP:])
 
         def distance(output: torch.Tensor) -> float:
             caches = kernel_cache, reference_cache
@@ -389,8 +389,19 @@ def _gradients(
     call: Call, output_gradient: torch.Tensor, forward: str, quantizer: str, backward: str
 ) -> tuple[torch.Tensor, ...]:
     output, saved = cast(Any, get_forward(forward)).attend_and_save(call, get_quantizer(quantizer))
-    options = (call.query.shape[3], call.recipe, call.mask, call.is_causal, call.causal_offset, call.scale)
-    return get_backward(backward).backward(BackwardCall(output_gradient, call.value, output, saved, *options))
+    backward_call = BackwardCall(
+        output_gradient,
+        call.value,
+        output,
+        saved,
+        call.query.shape[3],
+        call.recipe,
+        call.mask,
+        is_causal=call.is_causal,
+        causal_offset=call.causal_offset,
+        scale=call.scale,
+    )
+    return get_backward(backward).backward(backward_call)
 
 
 def _for_each_sequence(

@@ -52,7 +52,7 @@ def register_kv_kernel(kernel: KVKernel) -> None:
     registry.add(_kernels, kernel)
 
 
-def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
+def select_kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
     """Return the kernel that serves a call, and why preferred kernels do not; the reference serves all calls."""
     reasons: list[str] = []
     name, capability = verdicts.KV + cache.format.name, capability_of(cache.device)

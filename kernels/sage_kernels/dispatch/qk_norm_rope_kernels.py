@@ -41,7 +41,7 @@ def register_qk_norm_rope_kernel(kernel: QKNormRopeKernel) -> None:
     registry.add(_kernels, kernel)
 
 
-def qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> QKNormRopeKernel:
+def select_qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> QKNormRopeKernel:
     """Return the kernel that serves a call; the reference, which is registered last, serves all calls."""
     capability = capability_of(x.device)
     return next(

@@ -161,10 +161,17 @@ class _Training:
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Launch the kernels of the backward pass; arguments and results as in `backward`."""
         gradient, value, output, *saved, valid = tensors
-        options, scale = self.options, softmax_scale(self.options.scale, self.head_dim)
         call = BackwardCall(
-            *(gradient, value, output, Saved(*saved), self.head_dim, get_recipe(options.recipe)),
-            *(Mask.of_keys(valid), bool(options.is_causal), options.causal_offset, scale),
+            gradient,
+            value,
+            output,
+            Saved(*saved),
+            self.head_dim,
+            get_recipe(self.options.recipe),
+            Mask.of_keys(valid),
+            is_causal=bool(self.options.is_causal),
+            causal_offset=self.options.causal_offset,
+            scale=softmax_scale(self.options.scale, self.head_dim),
         )
         return [with_tokens_first(x) for x in get_backward(self.kernel).backward(call)]
 

@@ -56,7 +56,7 @@ class Recipes:
 
     def include(self, recipe: Recipe) -> bool:
         """Tell whether the kernel computes every format and transform of a recipe."""
-        if recipe.qk not in self.qk or recipe.pv not in self.pv or not recipe.is_plain_but_for(*self.honours):
+        if recipe.qk not in self.qk or recipe.pv not in self.pv or not recipe.uses_only(*self.honours):
             return False
         if self.gradients is not None and recipe.backward not in self.gradients:
             return False

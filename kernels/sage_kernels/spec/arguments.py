@@ -73,8 +73,14 @@ class Arguments(NamedTuple):
     @property
     def options(self) -> Options:
         """Return the options."""
-        numerics = {"recipe": self.recipe, "fallback": self.fallback}
-        return Options(self.is_causal, self.causal_offset, self.scale, return_lse=self.return_lse, **numerics)  # type: ignore[arg-type]
+        return Options(
+            is_causal=self.is_causal,
+            causal_offset=self.causal_offset,
+            scale=self.scale,
+            recipe=self.recipe,
+            fallback=self.fallback,
+            return_lse=self.return_lse,
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
