@@ -76,7 +76,7 @@ def _attend_anew(
     blocks: BlockList | None,
     options: Options,
     grad: bool,
-    entry: cache.Entry | None,
+    entry: cache.ReplayEntry | None,
 ) -> AttentionOutput:
     """Decide between exact attention and the recipe for a checked call that is not replayed, and run it."""
     call_mask = NO_MASK
@@ -185,7 +185,7 @@ def _run_exactly(
     blocks: BlockList | None,
     options: Options,
     reason: str,
-    entry: cache.Entry | None,
+    entry: cache.ReplayEntry | None,
 ) -> AttentionOutput:
     """Run PyTorch's attention: because the caller asked for it, or in place of a recipe (`reason`)."""
     if blocks is not None:

@@ -167,7 +167,7 @@ def call_operator(
 
 
 def run_call(
-    call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
+    call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.ReplayEntry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Plan, announce and run a call without gradients, outside of operators; return the result of `execution.compute`.
 

@@ -1,6 +1,6 @@
 """QK-norm and RoPE of the heads of queries or keys, in one pass over memory.
 
-PyTorch's operators read and write such a tensor about ten times. A recurring call is replayed, like attention calls
+PyTorch's operators read and write such a tensor about ten times. A later call is replayed, like attention calls
 (`replay.cache`).
 """
 

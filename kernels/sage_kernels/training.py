@@ -175,7 +175,7 @@ def run_call(
     mask: Mask,
     plan: Plan,
     options: Options,
-    entry: cache.Entry,
+    entry: cache.ReplayEntry,
 ) -> torch.Tensor:
     """Announce and run a call with gradients by the kernels of its plan, outside of operators.
 

@@ -50,7 +50,7 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
         Case("warmup", 1, 2, 2, tokens, tokens, head_dim, mask)
         for mask, tokens, head_dim in itertools.product(MASKS, LENGTHS, head_dims)
     ]
-    exactly = [name for name, kernel in exacts.items() if kernel.repeats]
+    exactly = [name for name, kernel in exacts.items() if kernel.traceable]
     short = [
         Case("warmup", 1, 2, 2, queries, EXACT_LENGTH, head_dim, _aligned(mask, queries))
         for queries, mask, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_MASKS, head_dims)

@@ -12,7 +12,7 @@ import torch
 from sage_hf import sage_attention
 from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
-from sage_kernels.dispatch.select import select
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.exact import sdpa
 from sage_kernels.language import padding as in_triton
 from sage_kernels.reference import forward as reference
@@ -232,13 +232,13 @@ def test_scores_of_means_match_triton(head_dim, tokens):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "return_lse": True}], ids=str)
-def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, repeated, options):
+def test_replayed_calls_through_the_front_door_have_the_same_bits(monkeypatch, replayed, options):
     def attend(self, call, quantizer):
         return nvfp4_forward.attend(call, quantizer, native=False)
 
     monkeypatch.setattr(NVFP4Forward, "unsupported", lambda self, request: "")
     monkeypatch.setattr(NVFP4Forward, "attend", attend)
-    select.cache_clear()
+    forget_choices()
     cache.forget()
     try:
         for _ in range(5):
@@ -249,6 +249,6 @@ def test_repeated_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
             if "return_lse" in options:
                 torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
     finally:
-        select.cache_clear()
+        forget_choices()
         cache.forget()
-    assert len(repeated) >= 2
+    assert len(replayed) >= 2

@@ -10,6 +10,7 @@ import torch
 from sage_kernels import ops
 from sage_kernels.attend import attend
 from sage_kernels.cuda import compiler
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import block_lists, sdpa
@@ -145,9 +146,9 @@ def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkey
     request = Request(
         recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 128, 128, "blocks", False, False, aligned=True
     )
-    select.cache_clear()
+    forget_choices()
     plan, of_64 = (select(replace(request, list_sizes=(size, size))) for size in (128, 64))
-    select.cache_clear()
+    forget_choices()
     assert (plan.kernel, plan.recipe) == (kernel, ran)
     assert (of_64.kernel, of_64.recipe) == (kernel.removesuffix("_hopper"), ran)
     if capability == (9, 0):

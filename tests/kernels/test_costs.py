@@ -15,6 +15,7 @@ from sage_kernels.dispatch.cost_model import Table
 from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
 from sage_kernels.dispatch.decide import why_training_slower
 from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import routing, select, set_routing
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
@@ -45,12 +46,12 @@ def use_table(routed, monkeypatch):
     def use(*curves):
         table = Table("a GPU", H200, {}, curves, "here") if curves else None
         monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
-        select.cache_clear()
+        forget_choices()
 
     with only_the_reference():
         registry.register_forward(StandInForward("low_bit", "sage2"))
         yield use
-    select.cache_clear()
+    forget_choices()
 
 
 def with_tokens(tokens, **facts):
@@ -307,11 +308,11 @@ def shipped(routed, monkeypatch):
         monkeypatch.setattr(compiler, "unavailable", lambda *_: "" if compiles else "nothing compiles here")
         monkeypatch.setattr(registration, "triton_version", lambda: triton)
         cost_model.table_of.cache_clear()
-        select.cache_clear()
+        forget_choices()
 
     yield use
     cost_model.table_of.cache_clear()
-    select.cache_clear()
+    forget_choices()
 
 
 def call_of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask="none", causal=False, **facts):
@@ -399,7 +400,7 @@ def test_a_call_says_how_its_causality_is_aligned(offset, lower_right, shifted):
 
 
 class OwnKernel:
-    name, repeats = "own", True
+    name, traceable = "own", True
 
     def unsupported(self, request):
         return "head_dim above 128" if request.head_dim > 128 else ""

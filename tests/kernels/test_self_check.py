@@ -19,6 +19,7 @@ from sage_kernels.dispatch import (
     verdicts,
 )
 from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceKVKernel, ReferenceQKNormRopeKernel
@@ -143,7 +144,7 @@ def test_switched_off_nothing_is_checked_and_no_verdict_counts(ran, monkeypatch)
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "1")
     assert execution.select_checked(REQUEST, "native").kernel != "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
-    select.cache_clear()
+    forget_choices()
     assert execution.select_checked(REQUEST, "native").kernel == "wrong"
 
 

@@ -10,9 +10,8 @@ import torch
 
 from ..dispatch import cost_model
 from ..dispatch.kernels import Quantizer
-from ..dispatch.registry import register_backward, register_forward, register_quantizer
+from ..dispatch.registry import forget_choices, register_backward, register_forward, register_quantizer
 from ..dispatch.request import Request
-from ..dispatch.select import select
 from ..dispatch.support import (
     HEAVY,
     INT8_BACKWARD,
@@ -209,12 +208,12 @@ class HopperFusedBackward(CudaKernel):
 def enforce_nvfp4_forward(chosen: bool) -> Iterator[None]:
     """Let calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere, whatever the costs."""
     _enforced.append(chosen)
-    select.cache_clear()
+    forget_choices()
     try:
         yield
     finally:
         _enforced.pop()
-        select.cache_clear()
+        forget_choices()
 
 
 def register_kernels() -> None:

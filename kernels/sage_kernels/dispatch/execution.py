@@ -76,7 +76,7 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             return call.new_outputs()
         if plan.numerics == "exact":
             if (exact_kernel := get_exact(plan.kernel)) is not None:
-                if exact_kernel.repeats:
+                if exact_kernel.traceable:
                     precompile.compile_forward(call, plan, exact_kernel.attend)
                 return exact_kernel.attend(call), None
             by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)

@@ -94,8 +94,8 @@ class Exact(Named, Protocol):
     """Kernel of exact attention that is not PyTorch's own."""
 
     @property
-    def repeats(self) -> bool:
-        """Return whether its host code only allocates, takes views and launches, so that calls can be traced."""
+    def traceable(self) -> bool:
+        """Return whether its host code only allocates, takes views and launches: a trace of it can be replayed."""
 
     def unsupported(self, request: Request) -> str:
         """Return why it cannot serve a request; "" if it can."""
@@ -107,7 +107,7 @@ class Exact(Named, Protocol):
 class ExactOperator(Exact, Protocol):
     """Exact kernel of another package, without masks, whose host code cannot be traced."""
 
-    def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
+    def replay_function(self, call: Call) -> Callable[..., torch.Tensor]:
         """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
 
 

@@ -152,7 +152,6 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
 
 
 registry.forgetters.append(select.cache_clear)
-select.cache_clear = registry.forget_choices  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
 from .examination import Case, Verdict, examine, examine_kv, examine_qk_norm_rope
 from .plan import Plan
-from .select import select
+from .registry import forget_choices
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def keep_failure(verdict: Verdict, recipe: str, head_dim: int, capability: Capab
         "%s is wrong on this machine for %s and is passed over: %s (`sage-hf check` tells more)",
         *(verdict.kernel, recipe, verdict.reason),
     )
-    select.cache_clear()
+    forget_choices()
 
 
 def is_due(plan: Plan) -> bool:
@@ -143,7 +143,7 @@ def forget() -> None:
     """Forget the results of this process; verdicts on disk stay."""
     _checked.clear()
     verdicts.forget()
-    select.cache_clear()
+    forget_choices()
 
 
 def _subject(plan: Plan) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from ..runtime import torch_private
 from . import driver
-from .trace import Memory, NotRepeatableError, Operator, PackedLaunch, Trace, is_stand_in, locate
+from .trace import Memory, NotReplayableError, Operator, PackedLaunch, Trace, is_stand_in, locate
 
 BUFFER_ALIGNMENT = 256
 """Alignment of each buffer in a call's allocation, in bytes."""
@@ -82,7 +82,7 @@ class LaunchPlan:
             device: the GPU.
 
         Raises:
-            NotRepeatableError: an output is an argument, a part of a buffer, or another output.
+            NotReplayableError: an output is an argument, a part of a buffer, or another output.
         """
         self.device, self._index = device, device.index or 0
         self._outputs = [_form(x) for x in outputs]
@@ -91,7 +91,7 @@ class LaunchPlan:
         for base, x in enumerate(call_tensors):
             number, start = locate(x.data_ptr())
             if number in bases or start:
-                raise NotRepeatableError("an output shares memory with another tensor")
+                raise NotReplayableError("an output shares memory with another tensor")
             bases[number] = base, 0
         buffers = [memory for memory in trace.memories if memory.number not in bases]
         places, self.workspace_bytes = place_buffers(buffers, len(trace.steps))
@@ -170,7 +170,7 @@ class _Operator:
             if base == len(call_tensors):
                 self._places.append((base, start + offset, _form(x)))
             elif offset or _form(x) != _form(call_tensors[base]):
-                raise NotRepeatableError("an operator's argument is a part of a call's argument or output")
+                raise NotReplayableError("an operator's argument is a part of a call's argument or output")
             else:
                 self._places.append((base, 0, None))
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..language.launch import DIVISIBILITY, INTERPRETED, UNSPECIALIZED, strides
-from ..language.repeated import KernelLaunch, run_step
+from ..language.replayed_launches import KernelLaunch, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.cache import MAX_ENTRIES

@@ -185,7 +185,7 @@ class TritonExact(TritonKernel):
     """A kernel of exact attention, in the module of the same name."""
 
     name: str
-    repeats = True
+    traceable = True
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""
