@@ -13,7 +13,7 @@ from .dispatch.decide import runs_one_by_one
 from .exact import sdpa
 from .replay import cache
 from .spec import checks
-from .spec.arguments import SCHEMA, Arguments
+from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
@@ -163,7 +163,7 @@ def call_operator(
     checks.check_kinds(query, key, value, mask, options)
     mask, options = without_causal_bias(mask, options, query, key)
     refuse_tangents(query, key, value, mask)
-    return torch.ops.sage_kernels.attention(query, key, value, mask, *Arguments.of(blocks, lengths, options))
+    return torch.ops.sage_kernels.attention(query, key, value, mask, *OperatorArguments.of(blocks, lengths, options))
 
 
 def run_call(
@@ -226,7 +226,7 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replay a call without gradients, or run it as an operator must: with outputs that share no memory."""
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     blocks, lengths, options = arguments.blocks, arguments.lengths, arguments.options
     lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
@@ -249,7 +249,7 @@ def _attention(
 
 def _attend_to_one(options: Options, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one of several packed sequences: planned, announced and replayed apart from the other sequences."""
-    return _attention(call.query, call.key, call.value, None, *Arguments.of(call.mask.blocks, None, options))
+    return _attention(call.query, call.key, call.value, None, *OperatorArguments.of(call.mask.blocks, None, options))
 
 
 def _log_sum_exp(

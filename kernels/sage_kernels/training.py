@@ -13,7 +13,7 @@ from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
 from .replay import cache
 from .spec import checks, transforms
-from .spec.arguments import SCHEMA, Arguments
+from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, BackwardCall, Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
@@ -159,7 +159,7 @@ def call_operator(
 
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
-    arguments = Arguments.of(blocks, lengths, options).for_training()
+    arguments = OperatorArguments.of(blocks, lengths, options).for_training()
     output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *arguments)
     if not options.return_lse:
         return output, None
@@ -214,7 +214,11 @@ def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
 
 
 def _call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, arguments: Arguments
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    arguments: OperatorArguments,
 ) -> Call:
     return Call(
         query,
@@ -232,7 +236,7 @@ def _call(
 def _training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     checks.check_tensors(query, key, value, None)
     checks.check_head_dims(query, value)
     checks.check_memory(valid)
@@ -247,7 +251,7 @@ def _training_attention(
 def _fake_training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     call = Call(query, key, value, get_recipe(arguments.recipe), NO_MASK, lengths=arguments.lengths)
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
@@ -258,7 +262,7 @@ def _training_attention_backward(
     output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
     *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
-    saved, arguments = Saved(*parts), Arguments(*flat[_PARTS + 3 :])
+    saved, arguments = Saved(*parts), OperatorArguments(*flat[_PARTS + 3 :])
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
         forward_call = _call(output, value, value, valid, arguments)
         request = replace(execution.request_of(forward_call, grad=True), head_dim=head_dim)
@@ -290,7 +294,7 @@ def _fake_training_attention_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, valid = inputs[:4]
-    arguments = Arguments(*inputs[4:])
+    arguments = OperatorArguments(*inputs[4:])
     ctx.save_for_backward(value, *output, valid, *arguments.tensors)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

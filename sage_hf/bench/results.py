@@ -18,7 +18,7 @@ import torch
 from sage_hf.files import replacing
 
 Row = dict[str, Any]
-Result = dict[str, Any]
+BenchmarkResult = dict[str, Any]
 """Facts, and "rows"; some benchmarks have more tables of rows."""
 
 PACKAGES = (
@@ -29,7 +29,7 @@ COMMIT = "SAGE_HF_COMMIT"
 """Environment variable that names the commit of the source where there is no git checkout."""
 
 
-def facts(device: torch.device) -> Result:
+def facts(device: torch.device) -> BenchmarkResult:
     """Return facts about the machine, the versions and the source."""
     packages = {}
     for name in PACKAGES:
@@ -67,24 +67,24 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def path_of(folder: Path, result: Result, benchmark: str) -> Path:
+def path_of(folder: Path, result: BenchmarkResult, benchmark: str) -> Path:
     """Return the file of a benchmark's result: <gpu>-<benchmark>.json."""
     return folder / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
 
 
-def read(path: Path) -> Result | None:
+def read(path: Path) -> BenchmarkResult | None:
     """Return the result in a file; None if there is no such file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def write(path: Path, result: Result) -> None:
+def write(path: Path, result: BenchmarkResult) -> None:
     """Write a result to a file, and make its folder; an interrupted run leaves the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(to_json(result), encoding="utf-8")
 
 
-def to_json(result: Result) -> str:
+def to_json(result: BenchmarkResult) -> str:
     """Return a result as JSON, with one line for each row of each of its tables."""
 
     def lines(rows: Sequence[Row]) -> str:
@@ -100,7 +100,9 @@ def to_json(result: Result) -> str:
     return "{\n" + ",\n".join(named) + "\n}\n"
 
 
-def merged(result: Result, before: Result | None, key: Callable[[Row], Any], order: Sequence[Any]) -> Result:
+def merged(
+    result: BenchmarkResult, before: BenchmarkResult | None, key: Callable[[Row], Any], order: Sequence[Any]
+) -> BenchmarkResult:
     """Return a result with the rows that an earlier result has under other keys.
 
     These rows are kept only if everything except the date is the same: machine, versions and commit.

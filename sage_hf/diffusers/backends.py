@@ -34,7 +34,7 @@ def backend_member(recipe: str, fallback: str | None) -> Any:
 
 
 @dataclass
-class Choice:
+class BackendChoice:
     """Choice of a backend for one call of a processor.
 
     Attributes:
@@ -46,19 +46,19 @@ class Choice:
     reached: bool = False
 
 
-class _Thread(threading.local):
+class _BackendState(threading.local):
     """The choice for the processor that runs in this thread."""
 
-    choice: Choice | None = None
+    choice: BackendChoice | None = None
 
 
-_thread = _Thread()
+_thread = _BackendState()
 
 
 @contextmanager
-def choosing(backend: Any) -> Iterator[Choice]:
+def choosing(backend: Any) -> Iterator[BackendChoice]:
     """Attend by `backend` in this thread if a processor leaves the choice to diffusers. Eager mode only."""
-    before, _thread.choice = _thread.choice, Choice(backend)
+    before, _thread.choice = _thread.choice, BackendChoice(backend)
     try:
         yield _thread.choice
     finally:

@@ -45,7 +45,7 @@ def test_an_output_that_is_an_argument_cannot_be_replayed():
 
 def test_buffers_needed_at_once_do_not_overlap_and_others_may():
     sizes = [(1000, 0, 2), (300, 0, 3), (5000, 2, None), (700, 2, 3), (1, 3, None), (64, 1, 2)]
-    buffers = [launch_plan.Memory(number, size, first, last) for number, (size, first, last) in enumerate(sizes)]
+    buffers = [launch_plan.TracedMemory(number, size, first, last) for number, (size, first, last) in enumerate(sizes)]
     places, total = launch_plan.place_buffers(buffers, 4)
     spans = {number: (places[number], places[number] + sizes[number][0]) for number in places}
     for one in buffers:

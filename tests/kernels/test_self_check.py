@@ -221,7 +221,7 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 def test_the_check_is_a_call_like_the_one_that_waits(facts, ran):
     asked = replace(REQUEST, aligned=True, **facts)
     plan = Plan(asked, "kernel", "sage3", "native")
-    call = examination.Case.like(plan).draw(torch.device("cpu"))
+    call = examination.CheckCase.like(plan).draw(torch.device("cpu"))
     found = execution.request_of(call)
     names = ("dtype", "head_dim", "mask", "is_causal", "lower_right", "packed", "return_lse", "list_sizes")
     assert [getattr(found, name) for name in names] == [getattr(asked, name) for name in names]
@@ -242,7 +242,7 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
     output = record.run_in_layer(layer, sage_hf.sage_attention, *inputs)
     (plan,) = record.last_plans(layer)
     assert plan.kernel == "right" and "wrong: failed its self-check" in plan.reason
-    call = examination.Case("sage2").draw(torch.device("cpu"))
+    call = examination.CheckCase("sage2").draw(torch.device("cpu"))
     call = replace(call, query=inputs[0], key=inputs[1], value=inputs[2], recipe=get_recipe("sage2"))
     assert torch.equal(output, registry.get_forward("reference").attend(call, None)[0])
 

@@ -47,7 +47,7 @@ class Statistics:
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sum_blocks, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        chosen: (batch, kv_heads, PLACES), as in `operands.Statistics`; None if the heavy keys are the first keys.
+        chosen: (batch, kv_heads, PLACES), as in `operands.KVStatistics`; None if the heavy keys are the first keys.
         blocks: blocks of BLOCK tokens of K and V after the first keys.
         sum_blocks: blocks of BLOCK tokens of all of K and V.
         kv_len: number of keys after the first keys.

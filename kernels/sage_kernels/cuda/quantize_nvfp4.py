@@ -13,7 +13,7 @@ from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
-from ..spec.operands import Statistics as OperandStatistics
+from ..spec.operands import KVStatistics as OperandStatistics
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
     EQUALIZER_QUERIES,
@@ -40,20 +40,20 @@ KEY_LINES, VALUE_LINES = 2, 4  # lines of statistics of a block of K or a head's
 
 
 @dataclass(slots=True)
-class Statistics:
+class KVStatistics:
     """Buffers that `reduce` and `means` write, and sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
         lines: (operand batch, kv_heads, sum_blocks, 6, CHANNELS).
         query_lines: (batch, q_heads, 2, CHANNELS).
         factors: (batch, kv_heads, 4, CHANNELS): the factors of Q and K, the numbers added to K then, and zeros.
-        key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
+        key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.KVStatistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
         scores: (operand batch, kv_heads, sum_blocks · BLOCK), products of K with a mean query; None if the heavy keys
             are the first keys.
         q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without the places of heavy keys,
             and of all of K and V; None unless packed.
-        chosen: as in `operands.Statistics`, or None.
+        chosen: as in `operands.KVStatistics`, or None.
         pairs: the number batch · kv_heads.
         blocks: blocks of BLOCK tokens of K and V of the longest sequence, after the first keys.
         sum_blocks: blocks of BLOCK tokens of all of K and V of an (operand batch, kv head).
@@ -139,14 +139,14 @@ class ReduceParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: Statistics
+    statistics: KVStatistics
 
 
 @dataclass(slots=True)
 class MeansParameters:
     """Parameters of the kernel `means`."""
 
-    statistics: Statistics
+    statistics: KVStatistics
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class QuantizeParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: Statistics
+    statistics: KVStatistics
     operands: Operands
 
 
@@ -329,7 +329,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     )
     run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
     sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
-    statistics = Statistics(
+    statistics = KVStatistics(
         lines=new(operand_batch, kv_heads, sum_blocks, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),

@@ -20,9 +20,9 @@ from ..dispatch.support import (
     LIST_MASKS,
     NVFP4_FORWARD,
     NVIDIA_CAPABILITIES,
-    Declared,
-    Recipes,
-    Requests,
+    DeclaredKernel,
+    SupportedRecipes,
+    SupportedRequests,
 )
 from ..formats.nvfp4 import MAX_STEPS
 from ..spec.call import BackwardCall, Call
@@ -42,7 +42,7 @@ _enforced: list[bool] = []
 """Choices for the CUDA kernel of NVFP4, the last of which counts: wherever it serves, or nowhere. Empty: by costs."""
 
 
-class CudaKernel(Declared):
+class CudaKernel(DeclaredKernel):
     """A kernel of this folder, for heads with as many channels in V as in Q and K when padded."""
 
     native = True
@@ -61,8 +61,8 @@ class HopperQuantizer(CudaKernel):
     """The quantiser of `cuda.quantize`: V in float16 with its mean, or in e4m3 without."""
 
     name = "int8_quantize_hopper"
-    recipes = Recipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
-    requests = Requests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS), aligned=True)
+    recipes = SupportedRecipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
+    requests = SupportedRequests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS), aligned=True)
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
@@ -90,7 +90,7 @@ class NVFP4Quantizer(CudaKernel):
 
     name = "nvfp4_quantize_cuda"
     recipes = NVFP4_FORWARD
-    requests = Requests(NVIDIA_CAPABILITIES, packed=True, aligned=True)
+    requests = SupportedRequests(NVIDIA_CAPABILITIES, packed=True, aligned=True)
     makes = NVFP4Operands
 
     def serves(self, recipe: Recipe) -> bool:
@@ -116,8 +116,8 @@ class HopperForward(CudaKernel):
     """The forward kernel of `cuda.int8_forward`."""
 
     name = "int8_forward_hopper"
-    recipes = Recipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
-    requests = Requests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS))
+    recipes = SupportedRecipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
+    requests = SupportedRequests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS))
     takes = Int8Operands
     packs = False
 
@@ -162,7 +162,7 @@ class NVFP4Forward(CudaKernel):
     name = "nvfp4_forward_cuda"
     rival = "nvfp4_forward"
     recipes = NVFP4_FORWARD
-    requests = Requests(CONSUMER_BLACKWELL, masks=KEY_MASKS, aligned=True)
+    requests = SupportedRequests(CONSUMER_BLACKWELL, masks=KEY_MASKS, aligned=True)
     takes = NVFP4Operands
     packs = False
 
@@ -189,7 +189,7 @@ class HopperFusedBackward(CudaKernel):
 
     name = "int8_backward_fused"
     recipes = replace(INT8_BACKWARD, gradients=("16bit",))
-    requests = Requests((HOPPER,), masks=KEY_MASKS, packed=True)
+    requests = SupportedRequests((HOPPER,), masks=KEY_MASKS, packed=True)
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""

@@ -24,8 +24,8 @@ class Arguments:
 
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
-        key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
-        chosen: (batch, kv_heads, places), as in `operands.Statistics`, like `first_keys`; None if the heavy keys are
+        key_mean: (batch, kv_heads, key_mean_channels), as in `operands.KVStatistics`.
+        chosen: (batch, kv_heads, places), as in `operands.KVStatistics`, like `first_keys`; None if the heavy keys are
             the first keys.
         delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
         first_sequence, first_block: the sequence and block of `delta`'s first scores.

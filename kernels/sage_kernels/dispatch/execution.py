@@ -23,7 +23,7 @@ from ..spec.operands import Saved
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
-from .kernels import TrainingForward
+from .kernels import TrainingForwardKernel
 from .plan import KernelUnavailableError, Plan, exact_plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 from .request import Request
@@ -128,7 +128,7 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     precompile.compile_backward(call, plan)
     # `select` checked the type already; an isinstance check against a protocol takes longer than a launch.
     attend = partial(
-        cast(TrainingForward, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
+        cast(TrainingForwardKernel, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
     )
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.

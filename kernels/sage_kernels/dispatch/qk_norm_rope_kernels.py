@@ -9,10 +9,10 @@ import torch
 from ..runtime.hardware import capability_of
 from ..spec.qk_norm_rope import Norm, Rope
 from . import registry, verdicts
-from .kernels import Named
+from .kernels import NamedKernel
 
 
-class QKNormRopeKernel(Named, Protocol):
+class QKNormRopeKernel(NamedKernel, Protocol):
     """Implementation of QK-norm and RoPE.
 
     All tensors except the parameters are (batch, tokens, heads, head_dim).
@@ -52,6 +52,6 @@ def select_qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | 
     )
 
 
-def reference_kernel() -> QKNormRopeKernel:
+def reference_qk_norm_rope_kernel() -> QKNormRopeKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

@@ -16,7 +16,7 @@ from ..exact import sdpa
 from ..replay import cache
 from ..replay.cache import Replay
 from ..runtime import torch_private
-from ..spec.arguments import Arguments
+from ..spec.arguments import OperatorArguments
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
 from ..spec.layout import with_tokens_first
@@ -26,7 +26,7 @@ from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from ..spec.saved import empty_saved
 from . import execution
-from .kernels import ExactOperator, TrainingForward
+from .kernels import ExactOperatorKernel, TrainingForwardKernel
 from .plan import Plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 
@@ -71,7 +71,7 @@ def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | Non
     if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `compute` turns it off
         return None
     if (exact_kernel := get_exact(plan.kernel)) is not None:
-        return cast(ExactOperator, exact_kernel).replay_function(call)
+        return cast(ExactOperatorKernel, exact_kernel).replay_function(call)
     if call.is_causal and call.causal_offset:
         return None
     backend = None if plan.kernel == "sdpa" else sdpa.without_cudnn
@@ -152,7 +152,7 @@ class _Training:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
         *inputs, valid = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *inputs, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options).for_training()
+            *inputs, self.head_dim, self.kernel, valid, *OperatorArguments.of(None, None, self.options).for_training()
         )
         if entry is not None:
             # A kernel may sum dQ in any order.
@@ -216,7 +216,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     if not cache.is_small([output, *empty_saved(sizes, lse)]):
         return None
     make_call = calls_like(call, plan)
-    kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
+    kernel, quantizer = cast(TrainingForwardKernel, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return _with_own_memory(*kernel.attend_and_save(make_call(*tensors), quantizer))

@@ -12,7 +12,7 @@ from ..spec.options import Fallback, check_fallback
 from ..spec.recipe import get_recipe
 from . import cost_model, registry
 from .curves import RAGGED_KEYS
-from .kernels import Forward, Kernel, TrainingForward
+from .kernels import ForwardKernel, Kernel, TrainingForwardKernel
 from .plan import KernelUnavailableError, Plan, exact_plan
 from .request import Request
 
@@ -164,7 +164,7 @@ class _Phases:
     reason: str = ""
 
 
-def _select_phases(kernel: Forward, request: Request) -> _Phases:
+def _select_phases(kernel: ForwardKernel, request: Request) -> _Phases:
     if reason := registry.unsupported(kernel, request):
         return _Phases(reason=reason)
     quantizer = backward = ""
@@ -176,7 +176,7 @@ def _select_phases(kernel: Forward, request: Request) -> _Phases:
             return _Phases(reason=_join_reasons("no quantiser makes the operands that it reads", others))
         passed_over += others
     if request.grad:
-        if not isinstance(kernel, TrainingForward):
+        if not isinstance(kernel, TrainingForwardKernel):
             return _Phases(reason="forward only")
         candidates = [one for one in registry.backwards.values() if one.native == kernel.native]
         backward, others = _select_first(candidates, request)

@@ -15,7 +15,7 @@ import torch
 from ..runtime import torch_private
 from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
-from .examination import Case, Verdict, examine, examine_kv, examine_qk_norm_rope
+from .examination import CheckCase, Verdict, examine, examine_kv, examine_qk_norm_rope
 from .plan import Plan
 from .registry import forget_choices
 
@@ -102,7 +102,7 @@ def passes(plan: Plan) -> bool:
 
     def check() -> bool:
         return verdicts.passed(subject_key, capability) or keep(
-            plan, examine(plan, Case.like(plan), device_of(capability))
+            plan, examine(plan, CheckCase.like(plan), device_of(capability))
         )
 
     return _check_once(subject_key, capability, check)
@@ -124,7 +124,7 @@ def _check_once(subject_key: str, capability: Capability | None, check: Callable
     return True
 
 
-class _Thread(threading.local):
+class _CheckState(threading.local):
     """State of a thread.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Thread(threading.local):
     checking = False
 
 
-_thread = _Thread()
+_thread = _CheckState()
 _checked: set[tuple[object, str]] = set()
 """Capability and subject of kernels that need no further check in this process."""
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..dispatch.kernels import AttendToPrefix, Exact
+from ..dispatch.kernels import AttendToPrefix, ExactKernel
 from ..dispatch.registry import get_exact, register_exact
 from ..dispatch.request import Request
 from ..replay import driver, trace
@@ -82,7 +82,7 @@ def _splits(call: Call) -> int:
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
-class NonprefixKernel(Exact, Protocol):
+class NonprefixKernel(ExactKernel, Protocol):
     """Kernel of exact attention that leaves some batch elements to another kernel."""
 
     def attend_nonprefix(self, call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int) -> torch.Tensor:

@@ -70,7 +70,7 @@ class ReplayedLaunches:
                 if status := driver_launch.launch():
                     if driver.ensure_context(index):  # the thread had no context, so nothing was launched
                         status = driver_launch.launch()
-                    driver.check("cuLaunchKernelEx", status)
+                    driver.check_status("cuLaunchKernelEx", status)
 
 
 def run_step(
@@ -140,7 +140,7 @@ def _replay_of_step(
             counts.copy_(counts_after)
         return [again]
 
-    cache.check(run_again, (), [output])
+    cache.check_replay(run_again, (), [output])
     return cache.Replay(None, run)
 
 

@@ -181,7 +181,7 @@ def traced(
     def run(*tensors: torch.Tensor | None) -> Any:
         return result(launches.run(*[x for x in tensors if x is not None]))
 
-    check(run, tensors, expected, rounds)
+    check_replay(run, tensors, expected, rounds)
     return Replay(plan, run)
 
 
@@ -189,7 +189,7 @@ def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected:
     """Return a replay by a function that skips checks and planning; arguments and errors as in `traced`."""
     if not is_small(expected):
         return None
-    check(run, tensors, expected)
+    check_replay(run, tensors, expected)
     return Replay(plan, run)
 
 
@@ -198,7 +198,7 @@ def is_small(results: Tensors) -> bool:
     return sum(x.numel() * x.element_size() for x in results if x is not None) <= MOST_BYTES
 
 
-def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
+def check_replay(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
     """Check that `run(*tensors)` returns the expected tensors: bit for bit, or with `rounds` up to rounding.
 
     Raises:

@@ -61,7 +61,7 @@ class PackedLaunch:
 
 
 @dataclass(frozen=True)
-class Operator:
+class TracedOperator:
     """Operator of PyTorch among a call's launches.
 
     Attributes:
@@ -74,7 +74,7 @@ class Operator:
 
 
 @dataclass(eq=False)
-class Memory:
+class TracedMemory:
     """Memory that a call reads, or allocates.
 
     Attributes:
@@ -105,8 +105,8 @@ class Trace:
             launches are noted.
     """
 
-    memories: list[Memory] = field(default_factory=list)
-    steps: list[PackedLaunch | Operator] = field(default_factory=list)
+    memories: list[TracedMemory] = field(default_factory=list)
+    steps: list[PackedLaunch | TracedOperator] = field(default_factory=list)
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
@@ -114,9 +114,9 @@ class Trace:
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
         return StandIn(meta, self.new_memory(meta), device or x.device, self)
 
-    def new_memory(self, meta: torch.Tensor) -> Memory:
+    def new_memory(self, meta: torch.Tensor) -> TracedMemory:
         """Note an allocation."""
-        memory = Memory(len(self.memories), meta.untyped_storage().nbytes(), len(self.steps))
+        memory = TracedMemory(len(self.memories), meta.untyped_storage().nbytes(), len(self.steps))
         self.memories.append(memory)
         return memory
 
@@ -132,7 +132,7 @@ class Trace:
         """
         if not all(isinstance(x, StandIn) for x in arguments):
             raise NotReplayableError("an operator's argument is not a stand-in")
-        self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
+        self.steps.append(TracedOperator(run, tuple(arguments)))  # type: ignore[arg-type]
 
 
 def is_stand_in(address: int) -> bool:
@@ -224,13 +224,13 @@ class StandIn(torch.Tensor):
     """
 
     _meta: torch.Tensor
-    _memory: Memory
+    _memory: TracedMemory
     _trace: Trace
     _nominal: torch.device
 
     __torch_function__ = torch_private.no_torch_function
 
-    def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, traced: Trace) -> StandIn:
+    def __new__(cls, meta: torch.Tensor, memory: TracedMemory, device: torch.device, traced: Trace) -> StandIn:
         """Stand in for a tensor in a memory; `meta` has its sizes, on the meta device."""
         x = torch_private.tensor_of_class(cls, meta)
         x._meta, x._memory, x._trace, x._nominal = meta, memory, traced, device
@@ -305,5 +305,5 @@ _FILLING = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.neg_)
 _COMPUTING = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)
 
 
-def _freed(traced: Trace, memory: Memory) -> None:
+def _freed(traced: Trace, memory: TracedMemory) -> None:
     memory.last = len(traced.steps)
