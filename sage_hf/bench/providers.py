@@ -149,7 +149,7 @@ def _our_int8_kernel(recipe: str) -> PrepareCall:
         operands = _quantizer("int8_quantize").quantize(call)
         output = torch.empty_like(inputs.query)
         if kernel == "int8_forward_hopper":
-            launch = partial(hopper.forward, operands, output, None, call, hopper.Config.of_call(call))
+            launch = partial(hopper.forward, operands, output, None, call, hopper.Int8ForwardConfig.of_call(call))
         else:
             capability = torch.cuda.get_device_capability(inputs.query.device)
             launch = partial(portable.forward, operands, output, None, call, capability)

@@ -18,7 +18,7 @@ from sage_hf.nominal import nominal_request
 from sage_hf.tune import cases, tune
 from sage_hf.tune.fit import MeasuredTime, fit
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
+from sage_kernels.cuda.registration import NOT_FASTER, CudaNVFP4Forward
 from sage_kernels.dispatch import cost_model, verdicts
 from sage_kernels.dispatch.cost_model import CostTable
 from sage_kernels.dispatch.curves import CallSizes, CostCurve, CostWeights, ItemSchedule
@@ -184,7 +184,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def measure(device, points, seconds):
-        kernel = NVFP4Forward()
+        kernel = CudaNVFP4Forward()
         request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0))
         request = replace(request, dtype=torch.bfloat16, aligned=True)
         for point in [one for one in points if one.head_dim == 128 and one.mask == "none" and not one.training]:
@@ -201,7 +201,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
     table = tune.tune(torch.device("cuda"))
     request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
     monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
-    assert NVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
+    assert CudaNVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):

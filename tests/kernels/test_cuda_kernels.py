@@ -53,7 +53,7 @@ def test_int8_forward_overlaps_its_matrix_products(
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, kv_len = size
-    config = int8_forward.Config.of(
+    config = int8_forward.Int8ForwardConfig.of(
         recipe=replace(get_recipe("sage2"), pv=pv, heavy_keys=64 * heavy),
         head_dim=head_dim,
         kv_len=kv_len,

@@ -27,7 +27,7 @@ from ..spec.transforms import (
     rotation_block,
 )
 from . import tokens
-from .launch import Kernel, Source, architecture, launch
+from .launch import ConfiguredKernel, KernelSource, architecture, launch
 from .parameters import Bytes, ConstBytes, ConstInts, Float, Floats, HalfWords, Int, Int64, Ints, UInt32
 from .quantize import signs
 from .tokens import Tokens
@@ -150,7 +150,7 @@ class MeansParameters:
 
 
 @dataclass(slots=True)
-class QuantizeParameters:
+class NVFP4QuantizeParameters:
     """Parameters of the kernel `quantize`."""
 
     query: Tokens
@@ -172,7 +172,7 @@ def kernels(
     padded: bool,
     packed: bool,
     mean_score: bool,
-) -> tuple[Kernel, Kernel, Kernel]:
+) -> tuple[ConfiguredKernel, ConfiguredKernel, ConfiguredKernel]:
     """Return `reduce`, `means` and `quantize`.
 
     Args:
@@ -228,12 +228,12 @@ def kernels(
         "MIN_VARIANCE": MIN_VARIANCE,
         "MAX_EQUALIZER": MAX_EQUALIZER,
     }
-    parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": QuantizeParameters}
-    source = Source("quantize_nvfp4.cu", parameters, macros)
+    parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": NVFP4QuantizeParameters}
+    source = KernelSource("quantize_nvfp4.cu", parameters, macros)
     return (
-        Kernel(source, "reduce", REDUCE_THREADS),
-        Kernel(source, "means", means_threads),
-        Kernel(source, "quantize", quantize_threads),
+        ConfiguredKernel(source, "reduce", REDUCE_THREADS),
+        ConfiguredKernel(source, "means", means_threads),
+        ConfiguredKernel(source, "quantize", quantize_threads),
     )
 
 
@@ -253,7 +253,7 @@ def _blocks_in_a_row(blocks: int, index: int) -> int:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels for a request of `registration.NVFP4Quantizer` are unavailable; "" if available."""
+    """Return why the kernels for a request of `registration.CudaNVFP4Quantizer` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
@@ -275,7 +275,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
-        call: a call that `registration.NVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
+        call: a call that `registration.CudaNVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
         valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
@@ -404,7 +404,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     launch(
         quantize,
         quantized,
-        QuantizeParameters(query=q, key=k, value=v, statistics=statistics, operands=written),
+        NVFP4QuantizeParameters(query=q, key=k, value=v, statistics=statistics, operands=written),
         device,
         dependent=early,
     )

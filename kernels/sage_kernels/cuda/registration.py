@@ -85,7 +85,7 @@ class HopperQuantizer(CudaKernel):
         return quantize.quantize_operands(call, KeyPadding(valid, spans))
 
 
-class NVFP4Quantizer(CudaKernel):
+class CudaNVFP4Quantizer(CudaKernel):
     """The quantiser of `cuda.quantize_nvfp4`, with up to 7 scales tried in addition to the nearest."""
 
     name = "nvfp4_quantize_cuda"
@@ -152,7 +152,7 @@ class HopperForward(CudaKernel):
         return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
 
-class NVFP4Forward(CudaKernel):
+class CudaNVFP4Forward(CudaKernel):
     """The forward kernel of `cuda.nvfp4_forward`.
 
     It has run with emulated products only, so nobody knows when it is faster than Triton's kernel: it serves calls for
@@ -173,7 +173,8 @@ class NVFP4Forward(CudaKernel):
         if reason := nvfp4_forward.unsupported(request):
             return reason
         providers = (
-            cost_model.low_bit_provider(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
+            cost_model.low_bit_provider(request.recipe, name, CudaNVFP4Quantizer.name)
+            for name in (self.name, self.rival)
         )
         chosen = _enforced[-1] if _enforced else cost_model.is_measured_faster(request, *providers)
         return "" if chosen else NOT_FASTER
@@ -219,9 +220,9 @@ def enforce_nvfp4_forward(chosen: bool) -> Iterator[None]:
 def register_kernels() -> None:
     """Register the kernels; they are preferred to kernels registered later."""
     register_quantizer(HopperQuantizer())
-    register_quantizer(NVFP4Quantizer())
+    register_quantizer(CudaNVFP4Quantizer())
     register_forward(HopperForward())
-    register_forward(NVFP4Forward())
+    register_forward(CudaNVFP4Forward())
     register_backward(HopperFusedBackward())
 
 

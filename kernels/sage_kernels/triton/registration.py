@@ -97,7 +97,7 @@ class Int8Quantizer(TritonQuantizer):
     makes = Int8Operands
 
 
-class NVFP4Quantizer(TritonQuantizer):
+class TritonNVFP4Quantizer(TritonQuantizer):
     """The NVFP4 quantiser."""
 
     name = "nvfp4_quantize"
@@ -157,7 +157,7 @@ class Int8Backward(TritonKernel):
         return _load("int8_backward").backward(call, _capability(call.value))
 
 
-class NVFP4Forward(TritonKernel):
+class TritonNVFP4Forward(TritonKernel):
     """The NVFP4 forward kernel, on FP4 matrix units or emulated."""
 
     recipes = NVFP4_FORWARD
@@ -312,11 +312,11 @@ class TritonKVKernel:
 
 def register_kernels() -> None:
     """Register the kernels in order of preference."""
-    register_quantizer(NVFP4Quantizer())
+    register_quantizer(TritonNVFP4Quantizer())
     register_quantizer(Int8Quantizer())
-    register_forward(NVFP4Forward("nvfp4_forward", True))
+    register_forward(TritonNVFP4Forward("nvfp4_forward", True))
     register_forward(Int8Forward())
-    register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
+    register_forward(TritonNVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
     register_exact(SplitKVForward())
     register_exact(MaskedForward())
