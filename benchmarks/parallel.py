@@ -34,7 +34,7 @@ from sage_hf import SageConfig, Sparse
 from sage_hf.bench import models, results
 from sage_hf.bench.measure_models import compiled_blocks
 from sage_hf.bench.model_inputs import Draw, flux
-from sage_hf.bench.models import Loaded, Model
+from sage_hf.bench.models import BenchModel, LoadedModel
 from sage_hf.bench.results import Row, reason
 from sage_hf.bench.timing import synchronize
 from sage_hf.diffusers import UnsupportedAttentionError
@@ -64,7 +64,7 @@ class TinyDraw(Draw):
         return super().normal(*size, dtype=dtype)
 
 
-def tiny(model: Model) -> Model:
+def tiny(model: BenchModel) -> BenchModel:
     """Return a model with few heads, layers and tokens."""
     sizes = {"num_attention_heads": 4} | dict.fromkeys(model.depths, 1)
     draw = flux(128) if model.name.startswith("flux") else model.inputs
@@ -87,7 +87,7 @@ class Bench:
     device: torch.device
     control: Any
     path: Path
-    result: results.Result
+    result: results.BenchmarkResult
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def everyones(self, value: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def config_of(provider: str) -> SageConfig | None:
     return SageConfig(recipe, sparse=Sparse("subblock", float(keep)) if keep else None)
 
 
-def build(model: Model, device: torch.device, layers: int | None) -> Loaded:
+def build(model: BenchModel, device: torch.device, layers: int | None) -> LoadedModel:
     """Return a model with the same random weights in each process."""
     gc.collect()
     if device.type == "cuda":
@@ -174,7 +174,7 @@ def build(model: Model, device: torch.device, layers: int | None) -> Loaded:
 
 
 def measure_model(
-    bench: Bench, model: Model, layers: int | None, providers: Sequence[str], modes: Sequence[str], p2p: str
+    bench: Bench, model: BenchModel, layers: int | None, providers: Sequence[str], modes: Sequence[str], p2p: str
 ) -> Iterator[None]:
     """Measure a model on one GPU and in the first mode; then, at each iteration, in the next mode."""
     processes = dist.get_world_size()
@@ -204,7 +204,7 @@ class Sharded:
         degrees: arguments of diffusers' ContextParallelConfig.
     """
 
-    def __init__(self, loaded: Loaded, degrees: dict[str, int]) -> None:
+    def __init__(self, loaded: LoadedModel, degrees: dict[str, int]) -> None:
         self.module: Any = loaded.module
         self.config = diffusers.ContextParallelConfig(**degrees)
         self.enabled = False
@@ -219,7 +219,7 @@ class Sharded:
 class Applied:
     """Preparation of a model's step with a provider, which is removed when the context ends."""
 
-    def __init__(self, loaded: Loaded, provider: str, sharded: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, loaded: LoadedModel, provider: str, sharded: Callable[[], None] = lambda: None) -> None:
         self.loaded, self.provider, self.sharded = loaded, provider, sharded
         self.changes = ExitStack()
 

@@ -52,7 +52,7 @@ class Case:
         lists: one of LISTS.
     """
 
-    call: cases.Case
+    call: cases.BenchCase
     skipped: float
     block_m: int = 128
     block_n: int = 128
@@ -84,7 +84,7 @@ class Case:
 def _case(
     tokens: int, head_dim: int, skipped: float, size: int = 128, lists: str = DRAWN, trains: bool = False
 ) -> Case:
-    call = cases.Case.square("sparse", (1, HEADS, HEADS, tokens, head_dim), training=trains)
+    call = cases.BenchCase.square("sparse", (1, HEADS, HEADS, tokens, head_dim), training=trains)
     return Case(call, skipped, size, size, lists)
 
 
@@ -103,7 +103,7 @@ TRAINING = [
 ]
 
 
-def draw(case: Case, device: torch.device) -> tuple[cases.Inputs, BlockList]:
+def draw(case: Case, device: torch.device) -> tuple[cases.CaseInputs, BlockList]:
     """Return the tensors of the call, and a list with `case.places` tiles per block of rows.
 
     Tensors are standard normal. If a router chooses, each block of Q and K has a mean of unit variance, which walks
@@ -135,7 +135,7 @@ def flex_mask(blocks: BlockList, tokens: int) -> BlockMask:
     return BlockMask.from_kv_blocks(none, torch.zeros_like(tiles), blocks.counts, tiles, BLOCK_SIZE=sizes)
 
 
-def errors_of(computed: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[str, float]:
+def errors_of(computed: Any, inputs: cases.CaseInputs, blocks: BlockList) -> dict[str, float]:
     """Return relative L1 errors against exact attention over the list.
 
     Args:
@@ -158,7 +158,7 @@ def errors_of(computed: Any, inputs: cases.Inputs, blocks: BlockList) -> dict[st
     return {"rel_l1": tensor_errors(truth, computed[:, heads][:, :, rows]).rel_l1}
 
 
-def calls_of(case: Case, inputs: cases.Inputs, blocks: BlockList) -> dict[str, Callable[[], Any]]:
+def calls_of(case: Case, inputs: cases.CaseInputs, blocks: BlockList) -> dict[str, Callable[[], Any]]:
     """Return the calls of all providers: each returns the output, or in training `Gradients`.
 
     Dense calls attend to all tiles through the same entry points, so the best kernels for dense attention run.
@@ -208,7 +208,7 @@ def measure(case: Case, device: torch.device) -> list[Row]:
 
 def routing_calls(tokens: int, grid: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
     """Return the calls that `measure_routing` times, for one grid of tokens."""
-    query, key, value = cases.draw(cases.Case.square("routing", (1, HEADS, HEADS, tokens, 128)), device).tensors
+    query, key, value = cases.draw(cases.BenchCase.square("routing", (1, HEADS, HEADS, tokens, 128)), device).tensors
     states, angles = value.transpose(1, 2).flatten(2), torch.rand(2, tokens, 128, device=device)
     order = order_with_text(grid, tokens, "last", device)
     around = ((states, order.tokens), (angles, order.tokens), (states, order.places))

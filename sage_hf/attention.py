@@ -151,7 +151,15 @@ def sage_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask and is_causal=True exclude each other: fold the causal mask into attn_mask")
-    options = Options(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback), return_lse)
+    options = Options(
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        dropout_p=dropout_p,
+        recipe=recipe,
+        fallback=chosen_fallback(fallback),
+        return_lse=return_lse,
+    )
     output, lse = attend_observed(query, key, value, attn_mask, options, blocks)
     return output if lse is None or not return_lse else (output, lse)
 

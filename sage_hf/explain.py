@@ -77,7 +77,7 @@ class Explanation:
         rows: one row for each layer and each outcome of its calls, in the model's order.
         outside_layers: outcomes and their numbers in this process, for calls that belong to no layer: inside compiled
             graphs, through diffusers' attention backends, or by hand.
-        planned: True if the rows predict future calls; False if they report past calls.
+        predicted: True if the rows predict future calls; False if they report past calls.
         sparse: (layer, the shares that its calls kept, and why calls were dense) for each layer that ran sparse
             attention or VSA.
         costs: the tables of costs by which calls on GPUs were routed, a line for each kind of GPU.
@@ -88,7 +88,7 @@ class Explanation:
 
     rows: tuple[LayerRow, ...]
     outside_layers: tuple[tuple[Outcome, int], ...] = ()
-    planned: bool = False
+    predicted: bool = False
     sparse: tuple[tuple[str, str], ...] = ()
     costs: tuple[str, ...] = ()
     qk_norm_rope: int = 0
@@ -117,7 +117,7 @@ class Explanation:
 
     def __str__(self) -> str:
         notes: dict[str, int] = {}
-        header = ["layer", "asked", "runs" if self.planned else "ran", "kernels", "numerics", "calls", "why"]
+        header = ["layer", "asked", "runs" if self.predicted else "ran", "kernels", "numerics", "calls", "why"]
         lines: list[list[str]] = []
         for row in [*_join_rows(self.rows), *(_make_row(UNATTRIBUTED, *ran) for ran in self.outside_layers)]:
             note = f"[{notes.setdefault(row.reason, len(notes) + 1)}]" if row.reason else ""
@@ -128,7 +128,7 @@ class Explanation:
             own_attention = "its own, or a backend's" if self.outside_layers else "its own"
             attention = row.recipe or (idle if row.asked else own_attention)
             lines.append([row.layer, row.asked or "-", attention, row.kernels or "-", row.numerics or "-", calls, note])
-        if self.planned:
+        if self.predicted:
             header, *lines = ([*line[:5], line[6]] for line in (header, *lines))
         text = [text_table(header, lines)]
         text += [f"[{number}] {reason}" for reason, number in notes.items()]

@@ -38,7 +38,7 @@ SLOW_SCORES = 2**26
 """Number of scores (batch · heads · q_len · kv_len) from which an emulated call counts as slow: each takes a CPU core
 10 to 40 ns."""
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AttentionCall:
     plan: Plan
 
 
-class _Thread(threading.local):
+class _RecordState(threading.local):
     """The layers that this thread is running, innermost last, and the plan of its latest call."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Thread(threading.local):
         self.latest: Plan | None = None
 
 
-_thread = _Thread()
+_thread = _RecordState()
 _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose QK-norm or RoPE `sage_kernels.qk_norm_rope` has computed."""
@@ -91,7 +91,7 @@ _known: dict[int, Plan] = {}
 _lock = threading.Lock()
 
 
-def run_in_layer(module: nn.Module, function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+def run_in_layer(module: nn.Module, function: Callable[..., Returned], *args: object, **kwargs: object) -> Returned:
     """Return `function(*args, **kwargs)`, with its attention calls filed under `module` unless it is being compiled."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)

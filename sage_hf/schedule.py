@@ -170,7 +170,7 @@ class Generation:
         self.num_steps: int | None = None
         self._places: list[float] = []
         self._steps: list[int] = []  # of the places
-        self._units: list[Unit] = []
+        self._units: list[TimestepUnit] = []
         self._follows_pipeline = True  # whether all of the pipeline's timesteps so far are among the scheduler's
         self._place = 0
         self._last: float | None = None
@@ -214,7 +214,7 @@ class Generation:
         behind = self._place - len(self._steps)
         self.step = self._steps[self._place] if behind < 0 else (self.num_steps or 0) + behind
 
-    def _find(self, value: float) -> dict[Unit, int]:
+    def _find(self, value: float) -> dict[TimestepUnit, int]:
         """Return the place of `value` among the scheduler's timesteps, for each unit in which it is a timestep."""
         places = {unit: unit.place(value, self._places) for unit in self._units}
         return {unit: place for unit, place in places.items() if place is not None}
@@ -254,7 +254,7 @@ def timestep_argument(denoiser: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class TimestepUnit:
     """Conversion of a denoiser's timestep to the scheduler's: scale · timestep + offset.
 
     Attributes:
@@ -275,13 +275,13 @@ class Unit:
         return nearest if near else None
 
 
-def units(train_steps: int) -> list[Unit]:
+def units(train_steps: int) -> list[TimestepUnit]:
     """Return the units in which pipelines pass a timestep: t, t/N or 1 − t/N, rounded to bfloat16 once or twice."""
     rounding = 2 * 2**-8
     return [
-        Unit(1, 0, rounding, 0),
-        Unit(train_steps, 0, rounding, 0),
-        Unit(-train_steps, train_steps, 0, rounding * train_steps),
+        TimestepUnit(1, 0, rounding, 0),
+        TimestepUnit(train_steps, 0, rounding, 0),
+        TimestepUnit(-train_steps, train_steps, 0, rounding * train_steps),
     ]
 
 

@@ -169,7 +169,7 @@ TILE = 64
 
 
 def gradients(
-    operands: reference.Operands,
+    operands: reference.ReferenceOperands,
     lse: torch.Tensor,
     delta: torch.Tensor,
     value: torch.Tensor,

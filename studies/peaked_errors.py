@@ -103,9 +103,9 @@ def measure_other(inputs: Inputs, truth: Tensor, provider: Provider) -> dict[str
         return row | {"unavailable": "causal attention of the last queries only"}
     (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = inputs.query.shape, inputs.key.shape
     mask: bench_cases.MaskName = "causal" if inputs.is_causal else "none"
-    case = bench_cases.Case("peaked", batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask)
+    case = bench_cases.BenchCase("peaked", batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask)
     try:
-        prepared = provider.prepare(bench_cases.Inputs(case, *inputs[:3]))
+        prepared = provider.prepare(bench_cases.CaseInputs(case, *inputs[:3]))
         return row | {"rel_l1": tensor_errors(truth, prepared.call().double() * prepared.output_scale).rel_l1}
     except Exception as error:  # A provider may raise any error: its row holds it.
         return row | {"unavailable": results.reason(error)}

@@ -31,7 +31,7 @@ from sage_hf.app.peaks import channel_loudness
 from sage_hf.bench import results
 from sage_hf.metrics import ErrorSums
 from sage_hf.text import markdown_table
-from sage_kernels.dispatch.select import select
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import Recipe
@@ -125,12 +125,12 @@ def measure(model: torch.nn.Module, tokens: Tensor, truth: Tensor, recipe: Recip
     """
     name = recipe.name.split()[0]  # the recipe's name in transformers
     with registered(replace(recipe, name=name)):
-        select.cache_clear()
+        forget_choices()
         record.clear()
         model.set_attn_implementation(f"{name}_emulate")
         actual = log_probabilities(model, tokens)
         ran = {row.recipe for row in sage_hf.explain(model).rows if row.calls}
-    select.cache_clear()
+    forget_choices()
     if ran != {name}:
         raise RuntimeError(f"asked for {name}, but {', '.join(sorted(ran))} ran")
     losses = losses_of(actual, tokens)

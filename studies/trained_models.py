@@ -98,8 +98,8 @@ def attend(
         raise ValueError("it takes causal attention without a mask only")
     if scaling is not None and abs(scaling * head_dim**0.5 - 1) > 1e-6:
         raise ValueError(f"it takes no scale such as {scaling}")
-    case = cases.Case("trained", batch, q_heads, kv_heads, q_len, q_len, head_dim, "causal")
-    prepared = provider.prepare(cases.Inputs(case, *(x.contiguous() for x in (query, key, value))))
+    case = cases.BenchCase("trained", batch, q_heads, kv_heads, q_len, q_len, head_dim, "causal")
+    prepared = provider.prepare(cases.CaseInputs(case, *(x.contiguous() for x in (query, key, value))))
     with provider.context():
         output = prepared.call() * prepared.output_scale
     return output.to(query.dtype).transpose(1, 2).contiguous(), None

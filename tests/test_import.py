@@ -98,7 +98,7 @@ with trace.tracing() as traced:
                 continue
             output, saved = forward.attend_and_save(call, quantizer)
             GRADIENTS
-    with pytest.raises(trace.NotRepeatableError):
+    with pytest.raises(trace.NotReplayableError):
         tensors[0] + 1
 assert traced.steps and not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 """

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from . import ops, training
-from .dispatch import exact_choice, execution
+from .dispatch import execution
+from .dispatch.decide import decide
 from .exact.attend import attend_exactly
 from .replay import cache
 from .spec import checks
@@ -15,11 +16,11 @@ from .spec.autocast import in_autocast_dtype
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, Mask
 from .spec.derivatives import has_tangent, wants_gradient
-from .spec.masks import without_causal_bias
+from .spec.masks import with_leading_dims, without_causal_bias
 from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
+AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
 """(output, lse); the lse is valid with `Options.return_lse` only."""
 
 
@@ -30,7 +31,7 @@ def attend(
     mask: torch.Tensor | None,
     blocks: BlockList | None,
     options: Options,
-) -> Result:
+) -> AttentionOutput:
     """Compute attention by a recipe, or exactly; differentiable.
 
     The arguments are as in `sage_hf.sage_attention`, which documents shapes, dtypes and errors. Here, mask and
@@ -40,36 +41,44 @@ def attend(
         (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
     """
     if options.tokens_first:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() != 4:  # heads and tokens could be mistaken for each other
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, channels)")
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = attend(query, key, value, mask, blocks, options.but(tokens_first=False))
-        return output.transpose(1, 2), lse
-    if 4 != getattr(query, "ndim", 4) == getattr(key, "ndim", 0) == getattr(value, "ndim", 0) >= 2:
+        return _attend_with_tokens_first(query, key, value, mask, blocks, options)
+    if _have_other_dims(query, key, value):
         return _attend_in_four_dims(query, key, value, mask, blocks, options)
     check_fallback(options.fallback)
     get_recipe(options.recipe)
     checks.check_kinds(query, key, value, mask, options)
-    if mask is not None:
-        mask, options = without_causal_bias(mask, options, query, key)
     query, key, value = in_autocast_dtype(query, key, value)
-    keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses its kernel by the mask's dimensions
-    if mask is not None and mask.dim() < (least := 2 if keeps_dims else 4):
-        mask = mask[(None,) * (least - mask.dim())]
+    mask, options = without_causal_bias(mask, options, query, key)
+    if mask is not None:
+        keeps_dims = options.recipe == "exact" and blocks is None  # PyTorch chooses its kernel by the mask's dimensions
+        mask = with_leading_dims(mask, 2 if keeps_dims else 4)
     grad = wants_gradient(query, key, value, mask)
     lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
-    if not options.dropout_p and not torch.compiler.is_compiling():
+    if not options.dropout_p:
         entry = cache.find("sage_attention", (query, key, value, mask, *lists), (*options, *sizes), grad)
     if entry is not None and entry.replay is not None:
         execution.announce(entry.replay.plan)
         return entry.replay(query, key, value, mask, *lists)
-
     if (common := _in_common_sizes(query, key, value, options)) is not None:
-        return attend(*common[:3], mask, blocks, common[3])
+        query, key, value, options = common
+        return attend(query, key, value, mask, blocks, options)
     checks.check_tensors(query, key, value, mask, options.enable_gqa)
     grad = grad or has_tangent(query, key, value, mask)
+    return _attend_anew(query, key, value, mask, blocks, options, grad, entry)
+
+
+def _attend_anew(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+    grad: bool,
+    entry: cache.ReplayEntry | None,
+) -> AttentionOutput:
+    """Decide between exact attention and the recipe for a checked call that is not replayed, and run it."""
     call_mask = NO_MASK
     if blocks is not None:
         if options.dropout_p:
@@ -79,18 +88,42 @@ def attend(
         call_mask = Mask.of_blocks(blocks, mask, key.shape[2])
     elif grad and options.recipe != "exact":
         call_mask = Mask.of(mask, key.shape[2])
-    plan, reason = exact_choice.decide(query, key, value, call_mask, options, grad)
-    if reason or options.recipe == "exact":
-        return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
+    decision = decide(query, key, value, call_mask, options, grad)
+    if decision.runs_exactly:
+        return _run_exactly(query, key, value, mask, blocks, options, decision.reason, entry)
     if grad:
+        plan = decision.plan
         if plan is None or entry is None or blocks is not None or options.return_lse:
             return training.call_operator(query, key, value, call_mask.valid, blocks, None, options)
-        return training.forward(query, key, value, call_mask, plan, options, entry), None
+        return training.run_call(query, key, value, call_mask, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)
     # A cache entry implies that no active mode wants to see the operator.
     call = ops.new_call(query, key, value, mask, blocks, None, options)
-    return ops.forward(call, mask, options.fallback, entry)
+    return ops.run_call(call, mask, options.fallback, entry)
+
+
+def _attend_with_tokens_first(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
+    options: Options,
+) -> AttentionOutput:
+    """Attend to tensors (batch, tokens, heads, channels)."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:  # heads and tokens could be mistaken for each other
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, channels)")
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output, lse = attend(query, key, value, mask, blocks, options.replace(tokens_first=False))
+    return output.transpose(1, 2), lse
+
+
+def _have_other_dims(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether the tensors agree in their number of dimensions, and it is not 4; checks follow later."""
+    dims = getattr(query, "ndim", 4)
+    return dims != 4 and dims >= 2 and getattr(key, "ndim", 0) == getattr(value, "ndim", 0) == dims
 
 
 def _attend_in_four_dims(
@@ -100,11 +133,11 @@ def _attend_in_four_dims(
     mask: torch.Tensor | None,
     blocks: BlockList | None,
     options: Options,
-) -> Result:
+) -> AttentionOutput:
     """Attend to tensors with fewer or more leading dimensions than batch and heads."""
     missing = max(0, 4 - query.ndim)
     if missing:
-        query, key, value = (x[(None,) * missing] for x in (query, key, value))
+        query, key, value = (with_leading_dims(x) for x in (query, key, value))
         outer: tuple[int, ...] = ()
     else:
         outer = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -133,7 +166,7 @@ def _in_common_sizes(
     if batch == heads == -1 and (options.enable_gqa or not is_grouped):
         return None
     query, key, value = (x.expand(batch, heads, -1, -1) for x in tensors)
-    return query, key, value, options.but(enable_gqa=options.enable_gqa or is_grouped)
+    return query, key, value, options.replace(enable_gqa=options.enable_gqa or is_grouped)
 
 
 def _repeated_size(*sizes: int) -> int:
@@ -152,8 +185,8 @@ def _run_exactly(
     blocks: BlockList | None,
     options: Options,
     reason: str,
-    entry: cache.Entry | None,
-) -> Result:
+    entry: cache.ReplayEntry | None,
+) -> AttentionOutput:
     """Run PyTorch's attention: because the caller asked for it, or in place of a recipe (`reason`)."""
     if blocks is not None:
         check_blocks(blocks, query, key)

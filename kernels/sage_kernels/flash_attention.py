@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from .attend import attend
-from .packed import READS_LENGTHS, attend_packed, checked_call, sequences_to_run
+from .ops import as_one_sequence
+from .packed import READS_LENGTHS, attend_packed, attend_to_each, checked_call
 from .runtime import dynamo
 from .spec.derivatives import wants_gradient
 from .spec.layout import Lengths
@@ -80,7 +81,7 @@ def flash_attn_func(
     options = _options((q, k, v), dropout_p, softmax_scale, causal, s_aux)
     offset = k.shape[1] - q.shape[1]
     mask = _window(q, k.shape[1], offset, window_size)
-    options = options.but(tokens_first=True, causal_offset=offset if causal else 0)
+    options = options.replace(tokens_first=True, causal_offset=offset if causal else 0)
     output, lse = attend(q, k, v, mask, None, options)
     return output if s_aux is None or lse is None else _with_sinks(output, lse.transpose(1, 2), s_aux)
 
@@ -132,12 +133,13 @@ def _attend_one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, arguments: tuple[Any, ...]
 ) -> torch.Tensor:
     """Attend within each sequence; `arguments` are the arguments of `flash_attn_func` after the tensors."""
-    outputs, end = [], 0
-    for queries, keys in sequences_to_run(q.transpose(0, 1)[None], k.transpose(0, 1)[None], lengths):
-        outputs.append(flash_attn_func(q[None, queries], k[None, keys], v[None, keys], *arguments)[0])
-        end = queries.stop
-    outputs.append(q.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))  # tokens outside all sequences
-    return torch.cat(outputs)
+
+    def attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
+        output = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *arguments)
+        return output.transpose(1, 2), None
+
+    q, k, v = map(as_one_sequence, (q, k, v))
+    return attend_to_each(attend_to_one, q, k, v, lengths)[0]
 
 
 def flash_attn_forward(
@@ -197,7 +199,9 @@ def _options(
     if grad and s_aux is not None:
         raise NotImplementedError('attention sinks have no gradient here: train with attn_implementation="eager"')
     recipe = TRAINING_RECIPE if grad else RECIPE
-    return Options(bool(causal), 0, scale, True, dropout_p, recipe, return_lse=s_aux is not None)
+    return Options(
+        is_causal=bool(causal), scale=scale, dropout_p=dropout_p, recipe=recipe, return_lse=s_aux is not None
+    )
 
 
 def _window(q: torch.Tensor, kv_len: int, offset: int, window_size: tuple[int, int]) -> torch.Tensor | None:

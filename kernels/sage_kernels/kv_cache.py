@@ -11,7 +11,7 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
-from .dispatch.kv_kernels import KVKernel, kv_kernel
+from .dispatch.kv_kernels import KVKernel, select_kv_kernel
 from .spec.checks import SUPPORTED_DTYPES
 from .spec.kv_cache import MAX_QUERIES, KVCache
 
@@ -41,7 +41,7 @@ def store(
     if not cache.is_frozen:
         self_check.check_kv(cache.format.name, cache.head_dim, cache.device)
         import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, valid)
-    kernel, _ = kv_kernel(cache, None)
+    kernel, _ = select_kv_kernel(cache, None)
     kernel.append(cache, key, value)
 
 
@@ -77,7 +77,7 @@ def decode(
             f"KV cache: decoding takes 1…{MAX_QUERIES} tokens after at least 1 earlier token, and a scale above 0; got "
             f"{key.shape[2]} behind {cache.length}, and {scale}"
         )
-    kernel, reason = kv_kernel(cache, query)
+    kernel, reason = select_kv_kernel(cache, query)
     output = kernel.decode(cache, query, key, value, valid, scale)
     return output, kernel_name(kernel), reason
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .dispatch.kv_kernels import kv_kernel
+from .dispatch.kv_kernels import select_kv_kernel
 from .kv_cache import check_tokens, kernel_name
 from .spec.kv_cache import KVCache, get_format
 
@@ -78,7 +78,7 @@ def length_of(cache: KVCache) -> torch.Tensor:
 
 def serving_kernel(cache: KVCache, query: torch.Tensor) -> tuple[str, str, bool]:
     """Return the kernel that serves a step with this query, why no better kernel serves it, and whether it emulates."""
-    kernel, reason = kv_kernel(cache, query)
+    kernel, reason = select_kv_kernel(cache, query)
     return kernel_name(kernel), reason, not kernel.native
 
 
@@ -96,7 +96,7 @@ def _step(
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
     cache = KVCache.of(get_format(format), query.shape[3], key.dtype, tensors)
-    kernel, _ = kv_kernel(cache, query)
+    kernel, _ = select_kv_kernel(cache, query)
     return kernel.decode(cache, query, key, value, valid, scale).transpose(1, 2).contiguous()
 
 

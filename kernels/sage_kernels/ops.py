@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
-from .dispatch import exact_choice, execution, replays
+from .dispatch import execution, replays
+from .dispatch.decide import runs_one_by_one
 from .exact import sdpa
 from .replay import cache
 from .spec import checks
-from .spec.arguments import SCHEMA, Arguments
+from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
@@ -71,8 +72,15 @@ def attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    # Every field is given, because torch.compile turns a default of type float into an input of the graph.
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,  # a default of type float would become an input of compiled graphs
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
+    )
     return call_operator(query, key, value, mask, blocks, None, options)
 
 
@@ -121,7 +129,15 @@ def packed_attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
+    )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     query, key, value = map(as_one_sequence, (query, key, value))
@@ -147,11 +163,11 @@ def call_operator(
     checks.check_kinds(query, key, value, mask, options)
     mask, options = without_causal_bias(mask, options, query, key)
     refuse_tangents(query, key, value, mask)
-    return torch.ops.sage_kernels.attention(query, key, value, mask, *Arguments.of(blocks, lengths, options))
+    return torch.ops.sage_kernels.attention(query, key, value, mask, *OperatorArguments.of(blocks, lengths, options))
 
 
-def forward(
-    call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.Entry | None
+def run_call(
+    call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.ReplayEntry | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Plan, announce and run a call without gradients, outside of operators; return the result of `execution.compute`.
 
@@ -161,7 +177,7 @@ def forward(
         fallback: the caller's `fallback`.
         entry: the call's entry in the replay cache.
     """
-    plan = execution.choose(execution.request_of(call), fallback)
+    plan = execution.select_checked(execution.request_of(call), fallback)
     execution.announce(plan)
     result = execution.compute(call, plan)
     if entry is not None:
@@ -192,16 +208,25 @@ def new_call(
     else:
         check_blocks(blocks, query, key, lengths)
         call_mask = Mask.of_blocks(blocks, bias, key.shape[2])
-    recipe, scale = get_recipe(options.recipe), softmax_scale(options.scale, query.shape[3])
-    causality = bool(options.is_causal), options.causal_offset
-    return Call(query, key, value, recipe, call_mask, *causality, scale, lengths, options.return_lse)
+    return Call(
+        query,
+        key,
+        value,
+        get_recipe(options.recipe),
+        call_mask,
+        is_causal=bool(options.is_causal),
+        causal_offset=options.causal_offset,
+        scale=softmax_scale(options.scale, query.shape[3]),
+        lengths=lengths,
+        return_lse=options.return_lse,
+    )
 
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replay a call without gradients, or run it as an operator must: with outputs that share no memory."""
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     blocks, lengths, options = arguments.blocks, arguments.lengths, arguments.options
     lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
@@ -214,17 +239,17 @@ def _attention(
         checks.check_tensors(query, key, value, mask)
         checks.check_lengths(query, key, lengths)
         call = new_call(query, key, value, mask, blocks, lengths, options)
-        if lengths is not None and exact_choice.runs_one_by_one(execution.request_of(call), options.fallback):
+        if lengths is not None and runs_one_by_one(execution.request_of(call), options.fallback):
             output, lse = execution.attend_one_by_one(partial(_attend_to_one, options), call)
         else:
-            output, lse = forward(call, mask, options.fallback, entry)
+            output, lse = run_call(call, mask, options.fallback, entry)
     output = with_tokens_first(output)
     return output, lse if options.return_lse and lse is not None else output.new_empty(0, dtype=torch.float32)
 
 
 def _attend_to_one(options: Options, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one of several packed sequences: planned, announced and replayed apart from the other sequences."""
-    return _attention(call.query, call.key, call.value, None, *Arguments.of(call.mask.blocks, None, options))
+    return _attention(call.query, call.key, call.value, None, *OperatorArguments.of(call.mask.blocks, None, options))
 
 
 def _log_sum_exp(

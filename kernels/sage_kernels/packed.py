@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import ops, training
-from .attend import Result, attend
-from .dispatch import exact_choice
+from .attend import AttentionOutput, attend
+from .dispatch.decide import decide
 from .runtime import dynamo
 from .spec import checks
 from .spec.autocast import in_autocast_dtype
@@ -23,11 +24,11 @@ READS_LENGTHS = "the host reads the lengths of packed sequences, and runs each a
 
 def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
-) -> Result:
+) -> AttentionOutput:
     """Compute attention within each of several sequences that are packed one after another; differentiable.
 
     A native kernel that takes packed sequences runs all of them, short ones too. Where there is none, but a sequence
-    alone has another plan (`exact_choice.runs_one_by_one`), and where exact attention computes gradients or dropout,
+    alone has another plan (`dispatch.decide.runs_one_by_one`), and where exact attention computes gradients or dropout,
     each sequence becomes a separate call: it runs as `attend` decides, and the host reads the lengths.
 
     Args:
@@ -76,19 +77,41 @@ def checked_call(
     return query, key, value, lengths
 
 
-def sequences_to_run(query: torch.Tensor, key: torch.Tensor, lengths: Lengths) -> list[tuple[slice, slice]]:
-    """Return the queries and the keys of each sequence, to run one by one; the host reads and checks the lengths.
-
-    Without sequences, an empty one is returned: its call gives the output its gradients.
+def attend_to_each(
+    attend_to_one: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], AttentionOutput],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+) -> AttentionOutput:
+    """Attend within each packed sequence by a call of its own; differentiable. The host reads and checks the lengths.
 
     Args:
-        query, key: (1, heads, tokens, channels).
+        attend_to_one: (query, key, value) of a sequence, each (1, heads, tokens, channels), -> (output, lse).
+        query, key, value: (1, heads, total tokens, channels).
+
+    Returns:
+        (output, lse): (total queries, q_heads, v_head_dim), 0 for tokens of no sequence; (q_heads, total queries), -inf
+        for such tokens, or None if sequences have none.
 
     Raises:
         ValueError: lengths do not fit.
     """
     checks.check_values_of_lengths(query, key, lengths)
-    return list(sequence_slices(lengths)) or [(slice(0, 0), slice(0, 0))]
+    _, q_heads, total, _ = query.shape
+    outputs, lses, end = [], [], 0
+    # Without sequences, the call of an empty one gives the output its gradients.
+    for queries, keys in list(sequence_slices(lengths)) or [(slice(0, 0), slice(0, 0))]:
+        output, lse = attend_to_one(query[:, :, queries], key[:, :, keys], value[:, :, keys])
+        outputs.append(output[0].transpose(0, 1))
+        lses.append(lse)
+        end = queries.stop
+    output = torch.cat([*outputs, query.new_zeros(total - end, q_heads, value.shape[3])])
+    wanted = [lse for lse in lses if lse is not None]
+    if not wanted:
+        return output, None
+    hidden = query.new_full((1, q_heads, total - end), -torch.inf, dtype=torch.float32)
+    return output, torch.cat([*wanted, hidden], 2)[0]
 
 
 def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options) -> bool:
@@ -96,27 +119,20 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, leng
     derivative = wants_gradient(query, key, value) or has_tangent(query, key, value)
     if not derivative:
         return not options.dropout_p
-    if options.recipe == "exact" or options.return_lse:
+    if options.return_lse:
         return False
-    return not exact_choice.decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths)[1]
+    return not decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths).runs_exactly
 
 
 @dynamo.run_uncompiled(READS_LENGTHS)
 def _attend_one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, options: Options
-) -> Result:
-    """Attend within each sequence of (1, heads, tokens, channels); tokens of no sequence get output 0 and lse -inf."""
-    options = options.but(tokens_first=False)
-    outputs, lses = [], []
-    end = 0
-    for queries, keys in sequences_to_run(query, key, lengths):
-        output, lse = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], None, None, options)
-        outputs.append(output[0])
-        lses.append(lse)
-        end = queries.stop
-    outputs.append(query.new_zeros(query.shape[1], query.shape[2] - end, value.shape[3]))
-    output = torch.cat(outputs, 1).transpose(0, 1)
-    if not options.return_lse:
-        return output, None
-    lses.append(query.new_full((1, query.shape[1], query.shape[2] - end), -torch.inf, dtype=torch.float32))
-    return output, torch.cat([lse for lse in lses if lse is not None], 2)[0]
+) -> AttentionOutput:
+    """Attend within each sequence of (1, heads, tokens, channels) as `attend` decides."""
+    options = options.replace(tokens_first=False)
+
+    def attend_to_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionOutput:
+        output, lse = attend(q, k, v, None, None, options)
+        return output, lse if options.return_lse else None
+
+    return attend_to_each(attend_to_one, query, key, value, lengths)

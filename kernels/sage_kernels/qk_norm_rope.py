@@ -1,6 +1,6 @@
 """QK-norm and RoPE of the heads of queries or keys, in one pass over memory.
 
-PyTorch's operators read and write such a tensor about ten times. A recurring call is replayed, like attention calls
+PyTorch's operators read and write such a tensor about ten times. A later call is replayed, like attention calls
 (`replay.cache`).
 """
 
@@ -15,15 +15,13 @@ import torch
 
 from . import backends  # noqa: F401 - `backends` registers the kernels
 from .dispatch import self_check
-from .dispatch.qk_norm_rope_kernels import QKNormRopeKernel, qk_norm_rope_kernel, reference_kernel
+from .dispatch.qk_norm_rope_kernels import QKNormRopeKernel, reference_qk_norm_rope_kernel, select_qk_norm_rope_kernel
 from .replay import cache
 from .runtime import torch_private
 from .spec.checks import check_memory
 from .spec.qk_norm_rope import Norm, Rope, check_norm_and_rope
 
 DTYPES = torch.float16, torch.bfloat16
-
-Tensors = list[torch.Tensor]
 
 
 def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = None) -> torch.Tensor:
@@ -47,7 +45,7 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
     """
     if torch_private.modes_are_active():
         check_norm_and_rope(x, norm, rope)
-        return reference_kernel().forward(x, norm, rope)
+        return reference_qk_norm_rope_kernel().forward(x, norm, rope)
     if not torch.is_grad_enabled():
         return _forward(x, norm, rope)
     vectors = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -55,7 +53,7 @@ def qk_norm_rope(x: torch.Tensor, norm: Norm | None = None, rope: Rope | None = 
         return _forward(x, norm, rope)
     check_norm_and_rope(x, norm, rope)
     self_check.check_qk_norm_rope(x.shape[3], x.device)
-    kernel = qk_norm_rope_kernel(x, norm, rope, grad=True)
+    kernel = select_qk_norm_rope_kernel(x, norm, rope, grad=True)
     if kernel.name == "reference":
         return kernel.forward(x, norm, rope)
     output: torch.Tensor = _NormRope.apply(x, *vectors, norm, rope)
@@ -81,15 +79,20 @@ def is_served(x: torch.Tensor) -> bool:
 
 
 def _forward(x: torch.Tensor, norm: Norm | None, rope: Rope | None) -> torch.Tensor:
-    def run(kernel: QKNormRopeKernel, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+    def run(kernel: QKNormRopeKernel, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
         return [kernel.forward(x, *_with_tensors(norm, rope, others))]
 
     return _run("qk_norm_rope", run, [x, *_tensors(norm, rope)], x, norm, rope)[0]
 
 
 def _run(
-    kind: str, run: Callable[..., Tensors], tensors: Tensors, x: torch.Tensor, norm: Norm | None, rope: Rope | None
-) -> Tensors:
+    kind: str,
+    run: Callable[..., list[torch.Tensor]],
+    tensors: list[torch.Tensor],
+    x: torch.Tensor,
+    norm: Norm | None,
+    rope: Rope | None,
+) -> list[torch.Tensor]:
     """Return the outputs of a pass by the best kernel, or by the replay if there is one.
 
     Args:
@@ -102,18 +105,18 @@ def _run(
     facts = None if norm is None else norm.facts, None if rope is None else rope.facts
     entry = cache.find(kind, tensors, facts)
     if entry is not None and entry.replay is not None:
-        return cast(Tensors, entry.replay(*tensors))
+        return cast(list[torch.Tensor], entry.replay(*tensors))
     check_norm_and_rope(x, norm, rope)
     check_memory(*tensors)
     self_check.check_qk_norm_rope(x.shape[3], x.device)
-    kernel = qk_norm_rope_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
+    kernel = select_qk_norm_rope_kernel(x, norm, rope, grad=kind != "qk_norm_rope")
     outputs = run(kernel, *tensors)
     if entry is not None and kernel.name != "reference":
         entry.consider(partial(cache.traced, None, partial(run, kernel), tensors, outputs, list))
     return outputs
 
 
-def _tensors(norm: Norm | None, rope: Rope | None) -> Tensors:
+def _tensors(norm: Norm | None, rope: Rope | None) -> list[torch.Tensor]:
     """Return all tensors of norm and RoPE in a fixed order."""
     tensors = []
     if norm is not None and norm.weight is not None:
@@ -165,7 +168,9 @@ class _NormRope(torch.autograd.Function):
         if gradient.stride(-1) != 1:
             gradient = gradient.contiguous()
 
-        def run(kernel: QKNormRopeKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Tensors:
+        def run(
+            kernel: QKNormRopeKernel, gradient: torch.Tensor, x: torch.Tensor, *others: torch.Tensor
+        ) -> list[torch.Tensor]:
             gradients = kernel.backward(gradient, x, *_with_tensors(norm, rope, others))
             return [one for one in gradients if one is not None]
 

@@ -13,7 +13,7 @@ from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
 from .replay import cache
 from .spec import checks, transforms
-from .spec.arguments import SCHEMA, Arguments
+from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
 from .spec.call import NO_MASK, BackwardCall, Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
@@ -53,7 +53,7 @@ def attention(
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
     The kernels of both passes are chosen by one plan. Exact attention does not run here, because PyTorch computes its
-    gradients: ask `exact_choice.choose_training` first.
+    gradients: ask `decide.decide` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
@@ -81,7 +81,15 @@ def attention(
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,  # a default of type float would become an input of compiled graphs
+        recipe=recipe,
+        fallback=fallback,
+        return_lse=return_lse,
+    )
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
     output, lse = call_operator(query, key, value, valid, blocks, None, options)
@@ -122,7 +130,14 @@ def packed_attention(
         TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
         ValueError: see `attention` and `ops.packed_attention`.
     """
-    options = Options(is_causal, causal_offset, scale, True, 0.0, recipe, fallback)
+    options = Options(
+        is_causal=is_causal,
+        causal_offset=causal_offset,
+        scale=scale,
+        dropout_p=0.0,
+        recipe=recipe,
+        fallback=fallback,
+    )
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
@@ -144,7 +159,7 @@ def call_operator(
 
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
-    arguments = Arguments.of(blocks, lengths, options).for_training()
+    arguments = OperatorArguments.of(blocks, lengths, options).for_training()
     output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *arguments)
     if not options.return_lse:
         return output, None
@@ -153,14 +168,14 @@ def call_operator(
         return output, lse
 
 
-def forward(
+def run_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: Mask,
     plan: Plan,
     options: Options,
-    entry: cache.Entry,
+    entry: cache.ReplayEntry,
 ) -> torch.Tensor:
     """Announce and run a call with gradients by the kernels of its plan, outside of operators.
 
@@ -174,9 +189,16 @@ def forward(
     Returns:
         The output, with gradients.
     """
-    scale = softmax_scale(options.scale, query.shape[3])
-    causality = options.is_causal, options.causal_offset
-    call = Call(query, key, value, get_recipe(options.recipe), mask, *causality, scale)
+    call = Call(
+        query,
+        key,
+        value,
+        get_recipe(options.recipe),
+        mask,
+        is_causal=options.is_causal,
+        causal_offset=options.causal_offset,
+        scale=softmax_scale(options.scale, query.shape[3]),
+    )
     execution.announce(plan)
     output = replays.train(call, plan, options)
     entry.consider(partial(replays.of_training, call, plan, options))
@@ -192,17 +214,29 @@ def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
 
 
 def _call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, arguments: Arguments
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    arguments: OperatorArguments,
 ) -> Call:
-    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, query.shape[3])
-    mask = _mask(valid, arguments.blocks)
-    return Call(query, key, value, get_recipe(arguments.recipe), mask, *causality, scale, arguments.lengths)
+    return Call(
+        query,
+        key,
+        value,
+        get_recipe(arguments.recipe),
+        _mask(valid, arguments.blocks),
+        is_causal=arguments.is_causal,
+        causal_offset=arguments.causal_offset,
+        scale=softmax_scale(arguments.scale, query.shape[3]),
+        lengths=arguments.lengths,
+    )
 
 
 def _training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     checks.check_tensors(query, key, value, None)
     checks.check_head_dims(query, value)
     checks.check_memory(valid)
@@ -217,7 +251,7 @@ def _training_attention(
 def _fake_training_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    arguments = Arguments(*flat)
+    arguments = OperatorArguments(*flat)
     call = Call(query, key, value, get_recipe(arguments.recipe), NO_MASK, lengths=arguments.lengths)
     output, lse = call.new_outputs(saves_lse=True)
     assert lse is not None
@@ -228,15 +262,24 @@ def _training_attention_backward(
     output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
     *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
-    saved, arguments = Saved(*parts), Arguments(*flat[_PARTS + 3 :])
-    recipe, mask = get_recipe(arguments.recipe), _mask(valid, arguments.blocks)
-    causality, scale = (arguments.is_causal, arguments.causal_offset), softmax_scale(arguments.scale, head_dim)
+    saved, arguments = Saved(*parts), OperatorArguments(*flat[_PARTS + 3 :])
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
-        forward = Call(output, value, value, recipe, mask, *causality, lengths=arguments.lengths)
-        request = replace(execution.request_of(forward, grad=True), head_dim=head_dim)
-        kernel = execution.plan_training(request, arguments.fallback).backward
-    tensors = output_gradient, value, output, saved
-    call = BackwardCall(*tensors, head_dim, recipe, mask, *causality, scale, arguments.lengths)
+        forward_call = _call(output, value, value, valid, arguments)
+        request = replace(execution.request_of(forward_call, grad=True), head_dim=head_dim)
+        kernel = execution.select_training(request, arguments.fallback).backward
+    call = BackwardCall(
+        output_gradient,
+        value,
+        output,
+        saved,
+        head_dim,
+        get_recipe(arguments.recipe),
+        _mask(valid, arguments.blocks),
+        is_causal=arguments.is_causal,
+        causal_offset=arguments.causal_offset,
+        scale=softmax_scale(arguments.scale, head_dim),
+        lengths=arguments.lengths,
+    )
     return tuple(map(with_tokens_first, execution.backward(call, kernel)))
 
 
@@ -251,14 +294,14 @@ def _fake_training_attention_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     query, key, value, valid = inputs[:4]
-    arguments = Arguments(*inputs[4:])
+    arguments = OperatorArguments(*inputs[4:])
     ctx.save_for_backward(value, *output, valid, *arguments.tensors)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
         request = execution.request_of(_call(query, key, value, valid, arguments), grad=True)
-        kernel = execution.plan_training(request, arguments.fallback).backward
+        kernel = execution.select_training(request, arguments.fallback).backward
     ctx.head_dim, ctx.kernel = query.shape[3], kernel
     ctx.arguments = arguments.with_tensors((None,) * len(arguments.tensors))
 

@@ -103,12 +103,12 @@ def _env(args: argparse.Namespace) -> None:
         rows = []
         for recipe in RECIPES:
             try:
-                plan = select(nominal_request(recipe, device), default_fallback())
+                predict = select(nominal_request(recipe, device), default_fallback())
             except KernelUnavailableError as error:
                 rows.append([recipe, "none", "–", "–", str(error)])
                 continue
-            kernels = ", ".join(name for name in (plan.kernel, plan.quantizer, plan.backward) if name)
-            rows.append([recipe, plan.recipe, kernels, plan.numerics, plan.reason])
+            kernels = ", ".join(name for name in (predict.kernel, predict.quantizer, predict.backward) if name)
+            rows.append([recipe, predict.recipe, kernels, predict.numerics, predict.reason])
         print(f"\n{device}: {device_name(device)}")
         print(text_table(["recipe", "runs", "kernels", "numerics", "why"], rows))
         if device.type == "cuda":
@@ -180,9 +180,9 @@ def _check(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> None:
     from sage_hf.app.pipelines import pick_device
-    from sage_hf.app.planning import plan
+    from sage_hf.app.prediction import predict
 
-    print(plan(args.pretrained, args.sage_config, pick_device(args.device)))
+    print(predict(args.pretrained, args.sage_config, pick_device(args.device)))
 
 
 def _bench(args: argparse.Namespace) -> None:

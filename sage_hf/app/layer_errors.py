@@ -23,6 +23,7 @@ from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.exact import sdpa
 from sage_kernels.spec.call import Call, Mask, softmax_scale
+from sage_kernels.spec.masks import with_leading_dims
 from sage_kernels.spec.recipe import get_recipe, without_outlier_handling
 
 logger = logging.get_logger(__name__)
@@ -225,7 +226,7 @@ def _attend_without_outlier_handling(call: record.AttentionCall) -> torch.Tensor
     """Return the output of the recipe without its outlier handling, over the same tiles, by the kernel that ran."""
     if not _has_outlier_handling(call):
         return call.output
-    mask = None if call.attn_mask is None else call.attn_mask[(None,) * (4 - call.attn_mask.dim())]
+    mask = None if call.attn_mask is None else with_leading_dims(call.attn_mask)
     kv_len = call.key.shape[2]
     return execution.attend_by_plan(
         Call(

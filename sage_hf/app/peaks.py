@@ -10,6 +10,7 @@ import torch
 from sage_kernels.exact import sdpa
 from sage_kernels.reference.forward import valid_keys
 from sage_kernels.spec import transforms
+from sage_kernels.spec.masks import with_leading_dims
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def find_peaks(
 ) -> Peaks:
     """Return the peaks of one call, in memory linear in length; arguments as in `sage_kernels.exact.sdpa.attention`."""
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
+        mask = with_leading_dims(mask)
     weights = sdpa.mean_weights(query, key, mask=mask, is_causal=is_causal, causal_offset=causal_offset, scale=scale)
     if not weights.numel():
         return NO_PEAKS

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sage_hf.bench.cases import Case, MaskName
+from sage_hf.bench.cases import BenchCase, MaskName
 from sage_hf.config import SageConfig
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import compile_kernels
@@ -47,12 +47,12 @@ def warm_up(config: SageConfig, device: torch.device, head_dims: Sequence[int] =
     native = dict.fromkeys(select(nominal_request(recipe, device)).recipe for recipe in named_recipes)
     recipes = [recipe for recipe in native if recipe != "exact"]
     cases = [
-        Case("warmup", 1, 2, 2, tokens, tokens, head_dim, mask)
+        BenchCase("warmup", 1, 2, 2, tokens, tokens, head_dim, mask)
         for mask, tokens, head_dim in itertools.product(MASKS, LENGTHS, head_dims)
     ]
-    exactly = [name for name, kernel in exacts.items() if kernel.repeats]
+    exactly = [name for name, kernel in exacts.items() if kernel.traceable]
     short = [
-        Case("warmup", 1, 2, 2, queries, EXACT_LENGTH, head_dim, _aligned(mask, queries))
+        BenchCase("warmup", 1, 2, 2, queries, EXACT_LENGTH, head_dim, _aligned(mask, queries))
         for queries, mask, head_dim in itertools.product((1, EXACT_LENGTH), EXACT_MASKS, head_dims)
     ]
     return compile_kernels(device, [*itertools.product(recipes, cases), *itertools.product(exactly, short)])

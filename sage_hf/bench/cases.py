@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from sage_kernels.dispatch.curves import Sizes
+from sage_kernels.dispatch.curves import CallSizes
 from sage_kernels.spec.call import Call, Mask, MaskKind
 from sage_kernels.spec.recipe import get_recipe
 
@@ -36,7 +36,7 @@ BACKWARD = 3.5
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One call of attention.
 
     Attributes:
@@ -62,13 +62,13 @@ class Case:
     @classmethod
     def square(
         cls, name: str, sizes: tuple[int, int, int, int, int], causal: bool = False, training: bool = False
-    ) -> Case:
+    ) -> BenchCase:
         """Make a call with as many queries as keys; `sizes` are batch, q_heads, kv_heads, tokens and head_dim."""
         batch, q_heads, kv_heads, tokens, head_dim = sizes
         return cls(name, batch, q_heads, kv_heads, tokens, tokens, head_dim, "causal" if causal else "none", training)
 
     @classmethod
-    def parse(cls, text: str, training: bool = False) -> Case:
+    def parse(cls, text: str, training: bool = False) -> BenchCase:
         """Read B,Hq,Hkv,N,D or B,Hq,Hkv,N,D,causal, such as 1,32,8,4096,128,causal.
 
         Raises:
@@ -84,7 +84,7 @@ class Case:
         return cls.square(text, (batch, q_heads, kv_heads, tokens, head_dim), text.endswith("causal"), training)
 
     @classmethod
-    def of_row(cls, row: dict[str, Any]) -> Case:
+    def of_row(cls, row: dict[str, Any]) -> BenchCase:
         """Return the call that a row of a result belongs to."""
         mask: MaskName = row["mask"] if "mask" in row else "causal" if row["causal"] else "none"
         sizes = {name: row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")}
@@ -104,9 +104,9 @@ class Case:
         return text if self.mask == "none" else f"{text}, {self.mask}"
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> CallSizes:
         """Return the sizes of the call as a cost model takes them."""
-        return Sizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
+        return CallSizes(self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim)
 
     @property
     def direction(self) -> str:
@@ -177,7 +177,7 @@ def _triangle(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CaseInputs:
     """The tensors of a call on a device, with its mask in every form that a provider may take.
 
     Attributes:
@@ -189,7 +189,7 @@ class Inputs:
         gradient: gradient of the output, for training; else None.
     """
 
-    case: Case
+    case: BenchCase
     query: Tensor
     key: Tensor
     value: Tensor
@@ -211,8 +211,14 @@ class Inputs:
         """Return the call as kernels take it; causality is stated with its offset, and is in no mask."""
         case = self.case
         mask = Mask.of(None if case.mask == "lower_right" else self.mask, case.kv_len)
-        causality = case.is_causal, case.causal_offset
-        return Call(*self.tensors, get_recipe(recipe), mask, *causality, scale=case.head_dim**-0.5)
+        return Call(
+            *self.tensors,
+            get_recipe(recipe),
+            mask,
+            is_causal=case.is_causal,
+            causal_offset=case.causal_offset,
+            scale=case.head_dim**-0.5,
+        )
 
     @cached_property
     def lower_right(self) -> Any:
@@ -220,7 +226,7 @@ class Inputs:
         return causal_lower_right(self.case.q_len, self.case.kv_len)
 
 
-def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bool = False) -> Inputs:
+def draw(case: BenchCase, device: torch.device, biased: bool = False, heads_first: bool = False) -> CaseInputs:
     """Draw standard normal tensors, the same tensors at every call; Q, K and V require gradients for training.
 
     Args:
@@ -252,10 +258,10 @@ def draw(case: Case, device: torch.device, biased: bool = False, heads_first: bo
         numbers = [random_.randint(max(1, case.kv_len // 4), case.kv_len) for _ in range(case.batch)]
         lengths = torch.tensor(numbers, dtype=torch.int32, device=device)
     mask = _mask(case, lengths, generator, device)
-    return Inputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)
+    return CaseInputs(case, query, key, value, mask, lengths if case.mask == "lengths" else None, gradient)
 
 
-def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device: torch.device) -> Tensor | None:
+def _mask(case: BenchCase, lengths: Tensor | None, generator: torch.Generator, device: torch.device) -> Tensor | None:
     queries = torch.arange(case.q_len, device=device)[:, None] + (case.kv_len - case.q_len)
     keys = torch.arange(case.kv_len, device=device)
     match case.mask:
@@ -280,26 +286,26 @@ def _mask(case: Case, lengths: Tensor | None, generator: torch.Generator, device
 
 # From 4k to 119k tokens, at the head_dims of today's models. The smallest inputs are larger than any L2 cache, so the
 # cache need not be flushed between calls.
-SHAPES: tuple[Case, ...] = (
-    Case.square("4k-128", (4, 32, 32, 4096, 128)),
-    Case.square("8k-128", (2, 32, 32, 8192, 128)),
-    Case.square("16k-128", (2, 32, 32, 16384, 128)),
-    Case.square("16k-128-causal", (2, 32, 32, 16384, 128), causal=True),
-    Case.square("4k-64", (4, 32, 32, 4096, 64)),
-    Case.square("16k-64", (2, 32, 32, 16384, 64)),
-    Case.square("16k-64-causal", (2, 32, 32, 16384, 64), causal=True),
-    Case.square("cogvideox-2b", (2, 30, 30, 17776, 64)),
-    Case.square("mochi", (1, 24, 24, 44776, 128)),
-    Case.square("hunyuanvideo-720p", (1, 24, 24, 119056, 128)),
-    Case.square("flux", (1, 24, 24, 4608, 128)),
-    Case.square("llama-3-prefill", (1, 32, 8, 32768, 128), causal=True),
+SHAPES: tuple[BenchCase, ...] = (
+    BenchCase.square("4k-128", (4, 32, 32, 4096, 128)),
+    BenchCase.square("8k-128", (2, 32, 32, 8192, 128)),
+    BenchCase.square("16k-128", (2, 32, 32, 16384, 128)),
+    BenchCase.square("16k-128-causal", (2, 32, 32, 16384, 128), causal=True),
+    BenchCase.square("4k-64", (4, 32, 32, 4096, 64)),
+    BenchCase.square("16k-64", (2, 32, 32, 16384, 64)),
+    BenchCase.square("16k-64-causal", (2, 32, 32, 16384, 64), causal=True),
+    BenchCase.square("cogvideox-2b", (2, 30, 30, 17776, 64)),
+    BenchCase.square("mochi", (1, 24, 24, 44776, 128)),
+    BenchCase.square("hunyuanvideo-720p", (1, 24, 24, 119056, 128)),
+    BenchCase.square("flux", (1, 24, 24, 4608, 128)),
+    BenchCase.square("llama-3-prefill", (1, 32, 8, 32768, 128), causal=True),
 )
 
 # Training calls of models: plain, causal, a small head_dim, a language model's grouped queries, a video's tokens.
-TRAINING_SHAPES: tuple[Case, ...] = (
-    Case.square("8k-128", (2, 32, 32, 8192, 128), training=True),
-    Case.square("8k-128-causal", (2, 32, 32, 8192, 128), causal=True, training=True),
-    Case.square("8k-64", (2, 32, 32, 8192, 64), training=True),
-    Case.square("llama-3-training", (1, 32, 8, 16384, 128), causal=True, training=True),
-    Case.square("cogvideox-2b-training", (1, 30, 30, 17776, 64), training=True),
+TRAINING_SHAPES: tuple[BenchCase, ...] = (
+    BenchCase.square("8k-128", (2, 32, 32, 8192, 128), training=True),
+    BenchCase.square("8k-128-causal", (2, 32, 32, 8192, 128), causal=True, training=True),
+    BenchCase.square("8k-64", (2, 32, 32, 8192, 64), training=True),
+    BenchCase.square("llama-3-training", (1, 32, 8, 16384, 128), causal=True, training=True),
+    BenchCase.square("cogvideox-2b-training", (1, 30, 30, 17776, 64), training=True),
 )

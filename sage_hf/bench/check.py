@@ -16,7 +16,7 @@ from sage_hf.text import text_table
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import examination, execution, registry, self_check, verdicts
-from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, Case, Verdict
+from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, CheckCase, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.kv_cache import FORMATS
@@ -103,7 +103,7 @@ def _examinations(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the name of each check, and the function that runs it and passes each verdict to `note`."""
 
-    def examine_exact(name: str, where: str, case: Case) -> None:
+    def examine_exact(name: str, where: str, case: CheckCase) -> None:
         verdict = examination.examine_exact(name, case, device)
         note(verdict, where)
         if verdict.reason:
@@ -131,7 +131,7 @@ def _examinations(
     low_bit = [name for name, recipe in RECIPES.items() if recipe.qk != "exact"]
     cases = [pair for name in low_bit for pair in _cases(name, head_dims)]
 
-    def examine(where: str, case: Case) -> None:
+    def examine(where: str, case: CheckCase) -> None:
         request = execution.request_of(case.draw(device), case.grad)
         while True:  # until a kernel is right, or no kernel is left
             try:
@@ -146,7 +146,7 @@ def _examinations(
             if self_check.keep(plan, plan_verdicts) or not verdicts.enabled():
                 return
 
-    def examine_untried(where: str, case: Case) -> None:
+    def examine_untried(where: str, case: CheckCase) -> None:
         with enforce_nvfp4_forward(True):
             examine(where, case)
 
@@ -157,7 +157,7 @@ def _examinations(
             yield where, partial(examine_untried, where, case)
 
 
-def _run_once(device: torch.device, case: Case) -> None:
+def _run_once(device: torch.device, case: CheckCase) -> None:
     """Run the kernels of a case, so that the caches on disk hold them."""
     request = execution.request_of(case.draw(device), case.grad)
     if case.recipe != "exact":
@@ -167,10 +167,10 @@ def _run_once(device: torch.device, case: Case) -> None:
             examination.examine_exact(name, case, device)
 
 
-def _cases(recipe: str, head_dims: Sequence[int]) -> Iterator[tuple[str, Case]]:
+def _cases(recipe: str, head_dims: Sequence[int]) -> Iterator[tuple[str, CheckCase]]:
     """Yield the cases of a recipe with their names."""
     for head_dim in head_dims:
-        case = Case(recipe, head_dim=head_dim, v_head_dim=head_dim, return_lse=recipe != "exact")
+        case = CheckCase(recipe, head_dim=head_dim, v_head_dim=head_dim, return_lse=recipe != "exact")
         behind = KV_LEN - Q_LEN
         kinds = {
             "": case,

@@ -24,14 +24,14 @@ from sage_hf.bench import (
     results,
     tables,
 )
-from sage_hf.bench.cases import SHAPES, TRAINING_SHAPES, Case
+from sage_hf.bench.cases import SHAPES, TRAINING_SHAPES, BenchCase
 from sage_hf.bench.grid import CASES
 from sage_hf.bench.model_providers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS, ModelProvider
-from sage_hf.bench.models import MODELS, Model
+from sage_hf.bench.models import MODELS, BenchModel
 from sage_hf.bench.providers import PROVIDERS, TRAINING_PROVIDERS, Provider
-from sage_hf.bench.results import Result, Row
+from sage_hf.bench.results import BenchmarkResult, Row
 
-Named = TypeVar("Named", Case, Provider, Model, ModelProvider)
+Subject = TypeVar("Subject", BenchCase, Provider, BenchModel, ModelProvider)
 ALL = "all"
 EVERY_MODEL_PROVIDER = tuple(dict.fromkeys((*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS)))
 
@@ -173,7 +173,7 @@ def _execute_models(args: argparse.Namespace) -> None:
     def key(row: Row) -> tuple[str, ...]:
         return row["name"], row["mode"], row["provider"]
 
-    def write(result: Result) -> None:
+    def write(result: BenchmarkResult) -> None:
         results.write(path, {**result, "rows": results.merged(result["rows"], earlier, key, order)})
 
     result = measure_models.run(device, models, providers, progress, args.layers, args.compiled, write)
@@ -208,8 +208,8 @@ def _execute_grid(args: argparse.Namespace) -> None:
 
 
 def measure_calls(
-    args: argparse.Namespace, benchmark: str, cases: Sequence[Case], extra_columns: Row
-) -> tuple[Path, Result]:
+    args: argparse.Namespace, benchmark: str, cases: Sequence[BenchCase], extra_columns: Row
+) -> tuple[Path, BenchmarkResult]:
     """Measure calls like the grid's, and write <gpu>-<benchmark>.json as rows come; return the file and its result.
 
     The file's rows of other calls stay, if machine, versions and commit are the same.
@@ -231,7 +231,7 @@ def measure_calls(
             case for case in cases if grid_tables.key(measure_grid.sizes(case) | extra_columns) not in measured_keys
         ]
 
-    def write(result: Result) -> None:
+    def write(result: BenchmarkResult) -> None:
         rows = [row | extra_columns for row in result["rows"]]
         results.write(path, {**result, "rows": results.merged(rows, earlier, grid_tables.key, order)})
 
@@ -268,23 +268,23 @@ def gpu(name: str) -> torch.device:
     return device
 
 
-def _of(args: argparse.Namespace, forward: Sequence[Named], training: Sequence[Named]) -> Sequence[Named]:
+def _of(args: argparse.Namespace, forward: Sequence[Subject], training: Sequence[Subject]) -> Sequence[Subject]:
     return training if args.training else forward
 
 
-def _shapes(args: argparse.Namespace) -> list[Case]:
+def _shapes(args: argparse.Namespace) -> list[BenchCase]:
     """Return the requested named and parsed shapes; by default all named shapes."""
-    cases = [Case.parse(text, args.training) for text in args.shape]
+    cases = [BenchCase.parse(text, args.training) for text in args.shape]
     if args.shapes is None and cases:
         return cases
     return _chosen("--shapes", args.shapes, _of(args, SHAPES, TRAINING_SHAPES)) + cases
 
 
-def _names(items: Sequence[Named]) -> str:
+def _names(items: Sequence[Subject]) -> str:
     return ", ".join(dict.fromkeys(item.name for item in items))
 
 
-def _chosen(option: str, names: Sequence[str] | None, items: Sequence[Named]) -> list[Named]:
+def _chosen(option: str, names: Sequence[str] | None, items: Sequence[Subject]) -> list[Subject]:
     """Return the items with these names, or all without names. Raise ValueError for unknown names."""
     if unknown := set(names or ()).difference(item.name for item in items):
         raise ValueError(f"{option}: unknown {', '.join(sorted(unknown))}; choose from: {_names(items)}")

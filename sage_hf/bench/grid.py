@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from sage_hf.bench.cases import BACKWARD, Case, MaskName
+from sage_hf.bench.cases import BACKWARD, BenchCase, MaskName
 
 MOST_OPERATIONS = 6e12
 """Largest number of multiplications and additions of a call, without regard to its mask."""
 
 
-def capped(case: Case, most_operations: float = MOST_OPERATIONS) -> Case:
+def capped(case: BenchCase, most_operations: float = MOST_OPERATIONS) -> BenchCase:
     """Return the case; if it has too many operations, with a smaller batch and then with fewer heads."""
     batch, kv_heads, group = case.batch, case.kv_heads, case.q_heads // case.kv_heads
     of_a_head = case.dense_operations / (batch * case.q_heads) * (BACKWARD if case.training else 1)
@@ -31,19 +31,19 @@ def capped(case: Case, most_operations: float = MOST_OPERATIONS) -> Case:
     return replace(case, batch=batch, q_heads=kv_heads * group, kv_heads=kv_heads)
 
 
-def _square(kind: str, batch: int, heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> Case:
-    return Case(kind, batch, heads, heads, tokens, tokens, head_dim, mask)
+def _square(kind: str, batch: int, heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> BenchCase:
+    return BenchCase(kind, batch, heads, heads, tokens, tokens, head_dim, mask)
 
 
-def _rectangle(kind: str, heads: int, q_len: int, kv_len: int, head_dim: int, mask: MaskName = "none") -> Case:
-    return Case(kind, 1, heads, heads, q_len, kv_len, head_dim, mask)
+def _rectangle(kind: str, heads: int, q_len: int, kv_len: int, head_dim: int, mask: MaskName = "none") -> BenchCase:
+    return BenchCase(kind, 1, heads, heads, q_len, kv_len, head_dim, mask)
 
 
 _LENGTHS = (1, 16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536, 131072)
 _OTHER_HEAD_DIMS = (32, 40, 48, 72, 80, 96, 112, 160, 192, 256)
 
 
-def _self_attention() -> Iterator[Case]:
+def _self_attention() -> Iterator[BenchCase]:
     kind = "self-attention"
     for head_dim in (64, 128):
         yield from (_square(kind, 2 if tokens < 4096 else 1, 24, tokens, head_dim) for tokens in _LENGTHS)
@@ -59,7 +59,7 @@ def _self_attention() -> Iterator[Case]:
     yield from (_square(kind, *size) for size in sizes)
 
 
-def _causal() -> Iterator[Case]:
+def _causal() -> Iterator[BenchCase]:
     for head_dim in (64, 128):
         for tokens in (*_LENGTHS[2:6], *_LENGTHS[7:8], *_LENGTHS[9:]):
             yield _square("causal", 2 if tokens < 4096 else 1, 32, tokens, head_dim, "causal")
@@ -69,10 +69,10 @@ def _causal() -> Iterator[Case]:
         for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)[
             :: 1 if (q_heads, head_dim) == (32, 128) else 3
         ]:
-            yield Case("causal, grouped queries", 1, q_heads, kv_heads, tokens, tokens, head_dim, "causal")
+            yield BenchCase("causal, grouped queries", 1, q_heads, kv_heads, tokens, tokens, head_dim, "causal")
 
 
-def _cross_attention() -> Iterator[Case]:
+def _cross_attention() -> Iterator[BenchCase]:
     for kv_len in (77, 128, 226, 256, 333, 512):
         yield from (_rectangle("cross-attention", 12, q_len, kv_len, 128) for q_len in (1024, 4096, 16384, 32760))
     for kv_len in (77, 256, 512):
@@ -81,7 +81,7 @@ def _cross_attention() -> Iterator[Case]:
     yield _rectangle("cross-attention", 40, 75600, 512, 128)
 
 
-def _masked() -> Iterator[Case]:
+def _masked() -> Iterator[BenchCase]:
     for batch in (8, 32, 128):
         for heads, head_dim in ((12, 64), (16, 64), (12, 32), (32, 128)):
             yield _square("padded texts", batch, heads, 512, head_dim, "lengths")
@@ -100,24 +100,24 @@ def _masked() -> Iterator[Case]:
     yield from (_square("bias of each head", 64, 8, tokens, 32, "bias") for tokens in (256, 512))
 
 
-def _after_a_cache() -> Iterator[Case]:
+def _after_a_cache() -> Iterator[BenchCase]:
     lengths = (128, 1024, 4096, 8192, 32768, 131072)
     for batch, q_heads, kv_heads, head_dim in ((1, 32, 8, 128), (16, 32, 8, 128), (1, 32, 32, 128), (8, 16, 16, 64)):
         for kv_len in lengths:
             if 4 * batch * kv_heads * kv_len * head_dim <= 2**33:
-                yield Case("decoding", batch, q_heads, kv_heads, 1, kv_len, head_dim)
-    yield from (Case("decoding", 16, 32, 8, 1, kv_len, 128, "lengths") for kv_len in (1024, 8192))
+                yield BenchCase("decoding", batch, q_heads, kv_heads, 1, kv_len, head_dim)
+    yield from (BenchCase("decoding", 16, 32, 8, 1, kv_len, 128, "lengths") for kv_len in (1024, 8192))
     for q_len in (4, 16):
         for kv_len in (4096, 32768):
-            yield Case("chunked prefill", 1, 32, 8, q_len, kv_len, 128, "lower_right")
+            yield BenchCase("chunked prefill", 1, 32, 8, q_len, kv_len, 128, "lower_right")
     for q_len in (512, 2048, 8192):
         for kv_len in (4096, 16384, 32768, 131072):
             if q_len < kv_len:
-                yield Case("chunked prefill", 1, 32, 8, q_len, kv_len, 128, "lower_right")
-    yield from (Case("chunked prefill", 1, 16, 16, 2048, kv_len, 64, "lower_right") for kv_len in (8192, 32768))
+                yield BenchCase("chunked prefill", 1, 32, 8, q_len, kv_len, 128, "lower_right")
+    yield from (BenchCase("chunked prefill", 1, 16, 16, 2048, kv_len, 64, "lower_right") for kv_len in (8192, 32768))
 
 
-def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> list[Case]:
+def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> list[BenchCase]:
     """Draw calls of every kind except training, at lengths and sizes that nobody tuned for; a seed gives fixed
     calls."""
     random_ = random.Random(seed)
@@ -152,13 +152,13 @@ def drawn(count: int, seed: int, most_operations: float = MOST_OPERATIONS) -> li
             q_len = max(1, min(8192, round(tokens * random_.uniform(0.05, 0.5))))
         elif kind == "decoding":
             q_len = 1
-        case = Case(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
+        case = BenchCase(kind, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, mask)
         cases.append(capped(case, most_operations))
     return cases
 
 
-def _training() -> Iterator[Case]:
-    training_case = partial(Case, training=True)
+def _training() -> Iterator[BenchCase]:
+    training_case = partial(BenchCase, training=True)
     for head_dim in (64, 128):
         for tokens in (256, 512, 1024, 2048, 4096, 8192, 16384):
             batch = max(1, 8192 // tokens)
@@ -188,7 +188,7 @@ def _training() -> Iterator[Case]:
         yield training_case(kind, max(1, 8192 // tokens), heads, heads, tokens, tokens, head_dim, mask)  # type: ignore[arg-type]
 
 
-def _all_cases() -> tuple[Case, ...]:
+def _all_cases() -> tuple[BenchCase, ...]:
     forward = (*_self_attention(), *_causal(), *_cross_attention(), *_masked(), *_after_a_cache(), *drawn(66, seed=17))
     return tuple(dict.fromkeys(capped(case) for case in (*forward, *_training())))
 

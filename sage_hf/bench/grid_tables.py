@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sage_hf.bench.cases import Case
+from sage_hf.bench.cases import BenchCase
 from sage_hf.bench.measure_grid import SIZES
-from sage_hf.bench.results import Result, Row
+from sage_hf.bench.results import BenchmarkResult, Row
 from sage_hf.bench.tables import not_measured, versions
 from sage_hf.text import markdown_table, text_table
 from sage_kernels.dispatch.cost_model import FA3_HOST_US
@@ -43,7 +43,7 @@ def ratio(row: Row) -> float:
     return row["best_ms"] / row["ours_ms"]
 
 
-def measured(result: Result) -> list[Row]:
+def measured(result: BenchmarkResult) -> list[Row]:
     """Return the rows that have times."""
     return [row for row in result["rows"] if "ours_ms" in row]
 
@@ -54,7 +54,7 @@ def geometric_mean(numbers: Iterable[float]) -> float:
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan
 
 
-def summary(result: Result) -> tuple[list[str], list[list[str]]]:
+def summary(result: BenchmarkResult) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the table by kind of call, with all calls in the last line."""
     header = ["calls", "number", "low bits ran", f"at least {ENOUGH:g}", "geometric mean", "smallest"]
     header += [f"geometric mean from {LONG_KEYS:,} keys on", "host time within limits"]
@@ -78,7 +78,7 @@ def _summary_line(name: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def unseen(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+def unseen(results: Iterable[BenchmarkResult]) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the scores of unseen calls: a line for each GPU and table of costs."""
     header = ["GPU", "table of costs", "unseen calls", "low bits ran", f"at least {ENOUGH:g}"]
     header += [f"at least {TOLERABLE:g}", f"of {FA3_HOST_US:g} µs and more, both", "geometric mean", "smallest"]
@@ -103,7 +103,7 @@ def unseen(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def unseen_markdown(results: Sequence[Result]) -> str:
+def unseen_markdown(results: Sequence[BenchmarkResult]) -> str:
     """Return the scores of unseen calls on several GPUs, and the slowest calls of each, as Markdown tables."""
     parts = [markdown_table(*unseen(results))]
     for result in results:
@@ -112,7 +112,7 @@ def unseen_markdown(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
-def unseen_text(result: Result) -> str:
+def unseen_text(result: BenchmarkResult) -> str:
     """Return the scores of unseen calls, the slowest calls, and calls that could not be timed, for a terminal."""
     return "\n\n".join([text_table(*unseen([result])), text_table(*worst(result)), caption(result), *_missing(result)])
 
@@ -128,7 +128,7 @@ def has_host_time_within_limits(row: Row) -> bool:
     return row["ours_host_us"] <= row["best_host_us"] + limit
 
 
-def worst(result: Result) -> tuple[list[str], list[list[str]]]:
+def worst(result: BenchmarkResult) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the WORST calls, beginning with the lowest ratio."""
     header = ["call", "ran", "ours, ms", "best, ms", "best", "ours is faster by", "host, µs", "best's host, µs"]
     cells = [
@@ -148,27 +148,27 @@ def worst(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def _call(row: Row) -> str:
-    return f"{row['kind']}, {Case.of_row(row)}"
+    return f"{row['kind']}, {BenchCase.of_row(row)}"
 
 
-def markdown(result: Result) -> str:
+def markdown(result: BenchmarkResult) -> str:
     """Return the summary and the worst calls as Markdown tables."""
     slowest = f"The {WORST} slowest:"
     return "\n\n".join((markdown_table(*summary(result)), slowest, markdown_table(*worst(result)), caption(result)))
 
 
-def text(result: Result) -> str:
+def text(result: BenchmarkResult) -> str:
     """Return the tables for a terminal, and calls that could not be timed."""
     tables = text_table(*summary(result)), text_table(*worst(result))
     return "\n\n".join([caption(result), *tables, *_missing(result)])
 
 
-def _missing(result: Result) -> list[str]:
+def _missing(result: BenchmarkResult) -> list[str]:
     rows = [row for row in result["rows"] if "unavailable" in row]
     return not_measured({f"{_call(row)}: {row['unavailable']}": [] for row in rows})
 
 
-def caption(result: Result) -> str:
+def caption(result: BenchmarkResult) -> str:
     """Return a sentence that explains the numbers."""
     return (
         f"Our speed relative to the fastest of PyTorch's backends and FlashAttention 3: {len(measured(result))} calls"
@@ -179,7 +179,7 @@ def caption(result: Result) -> str:
     )
 
 
-def cells(result: Result) -> tuple[list[str], list[str], list[list[float]]]:
+def cells(result: BenchmarkResult) -> tuple[list[str], list[str], list[list[float]]]:
     """Return (kinds, labels of the columns, geometric mean of the speed in each cell of the heat map, NaN if empty)."""
     rows = measured(result)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sage_hf import record
-from sage_hf.bench.cases import SHAPES, Case, Inputs, draw
+from sage_hf.bench.cases import SHAPES, BenchCase, CaseInputs, draw
 from sage_hf.bench.providers import PROVIDERS, Provider, within
-from sage_hf.bench.results import Result, Row, facts, reason
-from sage_hf.bench.timing import Steps, first_calls, median_steps_ms
+from sage_hf.bench.results import BenchmarkResult, Row, facts, reason
+from sage_hf.bench.timing import CallSteps, first_calls, median_steps_ms
 from sage_hf.metrics import tensor_errors
 from sage_kernels.exact import sdpa
 from sage_kernels.exact.gradients import Gradients, exact_gradients
@@ -26,10 +26,10 @@ ERRORS = ("output", "dq", "dk", "dv")
 
 def run(
     device: torch.device,
-    cases: Sequence[Case] = SHAPES,
+    cases: Sequence[BenchCase] = SHAPES,
     providers: Sequence[Provider] = PROVIDERS,
     progress: Callable[[str], None] = print,
-) -> Result:
+) -> BenchmarkResult:
     """Measure all cases with all providers.
 
     Args:
@@ -41,7 +41,7 @@ def run(
     Returns:
         Plain data: facts about the machine, and "rows". A row has the case, "provider", "scope" and
         - "ms" (median time of a call, in training of forward and backward, every pass included), "tflops" (of
-          `Case.operations`), "kernel" (which ran), and in training "forward_ms", "backward_ms";
+          `BenchCase.operations`), "kernel" (which ran), and in training "forward_ms", "backward_ms";
         - "compile_s": seconds by which the first call took longer than the second;
         - "rel_l1", "cosine", in training "output_rel_l1", "dq_rel_l1", "dk_rel_l1", "dv_rel_l1": errors in some heads,
           on the timed tensors, which are standard normal; the same names with "_biased": errors if K and V have means;
@@ -50,7 +50,7 @@ def run(
           value and output if it keeps them;
         or, if the provider is missing or refuses the call, "unavailable": the reason.
     """
-    result: Result = {**facts(device), "rows": []}
+    result: BenchmarkResult = {**facts(device), "rows": []}
     with torch.cuda.device(device):
         for case in cases:
             progress(f"{case.name}: {case}")
@@ -61,10 +61,10 @@ def run(
     return result
 
 
-def measure_case(case: Case, providers: Sequence[Provider], device: torch.device) -> list[Row]:
+def measure_case(case: BenchCase, providers: Sequence[Provider], device: torch.device) -> list[Row]:
     """Return the rows of the result for one case; all providers have the same scope."""
     rows = {provider.name: new_row(case, provider) for provider in providers}
-    calls: dict[str, Steps] = {}
+    calls: dict[str, CallSteps] = {}
     with torch.set_grad_enabled(case.training):
         for biased in (False, True):
             try:
@@ -79,7 +79,7 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                 try:
                     prepared = provider.prepare(inputs)
                     call = within(provider, prepared.call)
-                    step = Step(call, inputs) if case.training else call
+                    step = TrainingStep(call, inputs) if case.training else call
                     if not biased:
                         row["compile_s"], peak, count = first_calls(step)
                         if provider.scope == "end_to_end":
@@ -87,7 +87,7 @@ def measure_case(case: Case, providers: Sequence[Provider], device: torch.device
                             row["peak_extra_bytes"] = max(0, peak - result_bytes)
                         if case.training:
                             row["saved_bytes"] = saved_bytes(provider, inputs)
-                        steps = (step.forward, step.backward) if isinstance(step, Step) else (step,)
+                        steps = (step.forward, step.backward) if isinstance(step, TrainingStep) else (step,)
                         calls[provider.name] = steps, count
                     results, announced = _run_observed(step)
                     row["kernel"] = prepared.kernel or announced
@@ -113,7 +113,7 @@ def _run_observed(step: Callable[[], Tensor | Gradients]) -> tuple[Tensor | Grad
     return results, kernels[-1]
 
 
-def new_row(case: Case, provider: Provider) -> Row:
+def new_row(case: BenchCase, provider: Provider) -> Row:
     """Return a row of the result with case and provider, without measurements."""
     return {**case.to_row(), "scope": provider.scope, "provider": provider.name}
 
@@ -128,7 +128,7 @@ def require_finite(results: Tensor | Sequence[Tensor]) -> None:
 class SampledErrors:
     """Errors against exact attention in float64, for some rows of the first sample's first and last head."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: CaseInputs) -> None:
         query, key, value = inputs.tensors
         q_heads, tokens = query.shape[1:3]
         self._heads = torch.tensor([0, q_heads - 1], device=query.device)
@@ -154,7 +154,7 @@ class SampledErrors:
 class SampledGradientErrors:
     """Errors against exact gradients in float64, for the first sample's first and last key head with their queries."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: CaseInputs) -> None:
         self._kv_heads = inputs.case.kv_heads
         assert inputs.gradient is not None
         tensors = (self._sample(x.detach()) for x in (inputs.gradient, *inputs.tensors))
@@ -170,7 +170,7 @@ class SampledGradientErrors:
         return groups[:, list(dict.fromkeys((0, self._kv_heads - 1)))].flatten(1, 2)
 
 
-class Step:
+class TrainingStep:
     """Forward pass with its backward pass, as two steps that can be timed separately.
 
     Args:
@@ -178,7 +178,7 @@ class Step:
         inputs: inputs with a gradient, which is copied to the output's memory layout, as in a model.
     """
 
-    def __init__(self, attend: Callable[[], Tensor], inputs: Inputs) -> None:
+    def __init__(self, attend: Callable[[], Tensor], inputs: CaseInputs) -> None:
         assert inputs.gradient is not None
         self._attend, self._inputs, self._gradient = attend, inputs.tensors, inputs.gradient
         self._output: Tensor | None = None
@@ -201,7 +201,7 @@ class Step:
         return Gradients(output, *self.backward())
 
 
-def saved_bytes(provider: Provider, inputs: Inputs) -> int:
+def saved_bytes(provider: Provider, inputs: CaseInputs) -> int:
     """Return the bytes that stay allocated between forward and backward if the caller keeps nothing but the output.
 
     Query, key and value are copied, and only the graph keeps the copies.

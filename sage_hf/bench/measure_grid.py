@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from sage_hf import record
-from sage_hf.bench.cases import Case, Inputs, draw
+from sage_hf.bench.cases import BenchCase, CaseInputs, draw
 from sage_hf.bench.grid import CASES
 from sage_hf.bench.prewarm import PROCESSES, call_in_processes
 from sage_hf.bench.providers import GRID_PROVIDERS, GRID_TRAINING_PROVIDERS, Provider
-from sage_hf.bench.results import Result, Row, facts, reason
-from sage_hf.bench.timing import Timed, TimingStream
+from sage_hf.bench.results import BenchmarkResult, Row, facts, reason
+from sage_hf.bench.timing import TimedCall, TimingStream
 
 # Another provider is left out if its second call took this many times as long as the fastest, and over LONG_MS.
 HOPELESS = 2.0
@@ -33,17 +33,17 @@ SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "mask", 
 RAN = ("recipe", "kernel", "quantizer", "backward", "reason")
 
 
-def sizes(case: Case) -> Row:
+def sizes(case: BenchCase) -> Row:
     """Return the sizes, mask and direction that identify a call in a row of the result."""
     return {"kind": case.name} | {name: getattr(case, name) for name in SIZES}
 
 
 def run(
     device: torch.device,
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[BenchCase] = CASES,
     progress: Callable[[str], None] = print,
-    write: Callable[[Result], None] = lambda result: None,
-) -> Result:
+    write: Callable[[BenchmarkResult], None] = lambda result: None,
+) -> BenchmarkResult:
     """Measure calls, forward or forward and backward.
 
     Args:
@@ -64,7 +64,7 @@ def run(
     Raises:
         RuntimeError: a kernel failed in a way that leaves the process without a GPU; the row of its call is written.
     """
-    result: Result = {**facts(device), "rows": []}
+    result: BenchmarkResult = {**facts(device), "rows": []}
     started = time.perf_counter()
     warm(cases)
     progress(f"compiled in {time.perf_counter() - started:.0f} s")
@@ -99,28 +99,28 @@ def summary(row: Row) -> str:
     )
 
 
-def warm(cases: Sequence[Case]) -> None:
+def warm(cases: Sequence[BenchCase]) -> None:
     """Run sage-hf once at every call, in several processes, so that the caches on disk hold the compiled kernels."""
     # Neighbouring calls need the same kernels; calls far from each other need different kernels, compiled in parallel.
     stride = max(1, len(cases) // PROCESSES)
     call_in_processes(_call_once, [case for start in range(stride) for case in cases[start::stride]])
 
 
-def _call_once(case: Case) -> None:
+def _call_once(case: BenchCase) -> None:
     (provider,) = (item for item in providers_of(case) if item.ours)
     with torch.set_grad_enabled(case.training):
         grid_call(provider, draw(case, torch.device("cuda")))()
         torch.cuda.synchronize()
 
 
-def providers_of(case: Case) -> tuple[Provider, ...]:
+def providers_of(case: BenchCase) -> tuple[Provider, ...]:
     """Return the providers to try at a call."""
     return tuple(
         provider for provider in (GRID_TRAINING_PROVIDERS if case.training else GRID_PROVIDERS) if provider.suits(case)
     )
 
 
-def grid_call(provider: Provider, inputs: Inputs) -> Callable[[], Tensor]:
+def grid_call(provider: Provider, inputs: CaseInputs) -> Callable[[], Tensor]:
     """Return a provider's call, which returns the output; for training, its forward and backward pass."""
     attend = provider.prepare(inputs).call
 
@@ -134,22 +134,22 @@ def grid_call(provider: Provider, inputs: Inputs) -> Callable[[], Tensor]:
 
 
 @dataclass
-class Candidate:
+class GridCandidate:
     """A provider at a call: its output and its times."""
 
     provider: Provider
     output: Tensor
-    timed: Timed
+    timed: TimedCall
 
 
-def measure_case(case: Case, stream: TimingStream) -> Row:
+def measure_case(case: BenchCase, stream: TimingStream) -> Row:
     """Return the row of one call.
 
     Providers are prepared one after the other; a hopelessly slow other provider is left out. Then the host times of all
     are taken in turns, and all graphs are replayed in turns.
     """
     row, failures = sizes(case), {}
-    candidates: list[Candidate] = []
+    candidates: list[GridCandidate] = []
     fastest_ms = float("inf")
     with torch.set_grad_enabled(case.training):
         try:
@@ -173,7 +173,7 @@ def measure_case(case: Case, stream: TimingStream) -> Row:
                         with watch(announced):
                             call()  # later steps of decoding may run another kernel than the first step
                         row |= announced[0]
-                    candidates.append(Candidate(provider, output, timed))
+                    candidates.append(GridCandidate(provider, output, timed))
             except Exception as error:  # A provider may raise any error.
                 failures[provider.name] = reason(error)
         stream.take_host_times([candidate.timed for candidate in candidates])
@@ -192,7 +192,7 @@ def watch(rows: list[Row]) -> Iterator[None]:
         yield
 
 
-def _compared(candidates: Sequence[Candidate], failures: dict[str, str]) -> Row:
+def _compared(candidates: Sequence[GridCandidate], failures: dict[str, str]) -> Row:
     """Return the part of a row that compares sage-hf with other providers."""
     ours = next((candidate for candidate in candidates if candidate.provider.ours), None)
     other_providers = sorted(

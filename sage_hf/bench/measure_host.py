@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from sage_hf.attention import sage_attention
-from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.results import BenchmarkResult, Row, facts, reason
 from sage_hf.bench.timing import looped_us, synchronize
 from sage_hf.text import markdown_table, text_table
 from sage_kernels.exact import sdpa
 
-Route = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled"]
-ROUTES: tuple[Route, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
+HostRoute = Literal["plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled"]
+ROUTES: tuple[HostRoute, ...] = ("plain", "key_mask", "exact", "forward_backward", "exact_forward_backward", "compiled")
 PROVIDERS = ("sage", "sdpa", "sageattention")
-RECIPES: dict[Route, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
+RECIPES: dict[HostRoute, str] = {"forward_backward": "sage_bwd", "exact_forward_backward": "exact"}
 """Our recipe on each route with gradients."""
 
 BATCH = 1
@@ -42,10 +42,10 @@ HostCall = tuple[Callable[[], object], int]
 
 def run(
     device: torch.device,
-    routes: Sequence[Route] = ROUTES,
+    routes: Sequence[HostRoute] = ROUTES,
     providers: Sequence[str] = PROVIDERS,
     progress: Callable[[str], None] = print,
-) -> Result:
+) -> BenchmarkResult:
     """Measure all routes with all providers.
 
     Args:
@@ -69,7 +69,7 @@ def run(
         return {**facts(device), "rows": rows}
 
 
-def measure_route(route: Route, providers: Sequence[str], device: torch.device) -> list[Row]:
+def measure_route(route: HostRoute, providers: Sequence[str], device: torch.device) -> list[Row]:
     """Return the rows of one route."""
     rows: dict[str, Row] = {}
     calls: dict[str, HostCall] = {}
@@ -88,7 +88,7 @@ def measure_route(route: Route, providers: Sequence[str], device: torch.device) 
     return list(rows.values())
 
 
-def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
+def prepare(route: HostRoute, provider: str, device: torch.device) -> HostCall:
     """Return a provider's call for a route.
 
     Raises:
@@ -148,7 +148,7 @@ def prepare(route: Route, provider: str, device: torch.device) -> HostCall:
     return call, 1
 
 
-def table(result: Result) -> tuple[list[str], list[list[str]]]:
+def table(result: BenchmarkResult) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the table: µs of a call, by route and provider."""
     times_by_route: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
@@ -160,11 +160,11 @@ def table(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["µs of a call", *(f"`{provider}`" for provider in PROVIDERS)], lines
 
 
-def markdown(result: Result) -> str:
+def markdown(result: BenchmarkResult) -> str:
     """Return the table for a page."""
     return markdown_table(*table(result))
 
 
-def text(result: Result) -> str:
+def text(result: BenchmarkResult) -> str:
     """Return the table for a terminal."""
     return f"On the host of {result['gpu']}:\n\n{text_table(*table(result))}"

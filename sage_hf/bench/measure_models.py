@@ -19,11 +19,11 @@ from sage_hf.bench.model_providers import (
     MODEL_PROVIDERS,
     TRAINING_MODEL_PROVIDERS,
     ModelProvider,
-    Step,
+    ModelStep,
     replaced_sdpa,
 )
-from sage_hf.bench.models import MODELS, Loaded, Model, load
-from sage_hf.bench.results import Result, Row, facts, reason
+from sage_hf.bench.models import MODELS, BenchModel, LoadedModel, load
+from sage_hf.bench.results import BenchmarkResult, Row, facts, reason
 from sage_hf.bench.timing import drawn_orders, synchronize
 from sage_hf.explain import explain
 from sage_hf.metrics import tensor_errors
@@ -44,13 +44,13 @@ LONG_STEP = 0.5
 
 def run(
     device: torch.device,
-    models: Sequence[Model] = MODELS,
+    models: Sequence[BenchModel] = MODELS,
     providers: Sequence[ModelProvider] = (*MODEL_PROVIDERS, *TRAINING_MODEL_PROVIDERS),
     progress: Callable[[str], None] = print,
     layers: int | None = None,
     compiled: bool = False,
-    write: Callable[[Result], None] = lambda result: None,
-) -> Result:
+    write: Callable[[BenchmarkResult], None] = lambda result: None,
+) -> BenchmarkResult:
     """Measure a step of every model with every provider that suits it.
 
     Args:
@@ -79,7 +79,7 @@ def run(
           without a finite reference;
         or, if the model or provider cannot run, "unavailable": the reason.
     """
-    result: Result = {**facts(device), "rows": []}
+    result: BenchmarkResult = {**facts(device), "rows": []}
     for model in models:
         progress(f"{model.name}: {model.label}, {model.call}")
         started = time.perf_counter()
@@ -98,7 +98,7 @@ def run(
 
 
 def measure_model(
-    model: Model,
+    model: BenchModel,
     providers: Sequence[ModelProvider],
     device: torch.device,
     modes: Sequence[str] = ("eager",),
@@ -126,7 +126,9 @@ def measure_model(
 class _Measurement:
     """Measurement of one model in one mode, which fills in the rows of its providers."""
 
-    def __init__(self, model: Model, loaded: Loaded, device: torch.device, mode: str, rows: dict[str, Row]) -> None:
+    def __init__(
+        self, model: BenchModel, loaded: LoadedModel, device: torch.device, mode: str, rows: dict[str, Row]
+    ) -> None:
         self._model, self._loaded, self._device, self._mode, self._rows = model, loaded, device, mode, rows
         self._samples: dict[str, list[float]] = {}
         self._seconds: dict[str, float] = {}
@@ -188,7 +190,7 @@ class _Measurement:
                 second = self._second(row, step)
         self._seconds[provider.name] = second
 
-    def _second(self, row: Row, step: Step) -> float:
+    def _second(self, row: Row, step: ModelStep) -> float:
         """Return the seconds of a warm step, and write its memory to the row."""
         if _on_gpu(self._device):
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -240,7 +242,7 @@ class AttentionTime:
         self._device = device
         self._marks: list[tuple[Any, Any]] = []
 
-    def measure(self, step: Step) -> Tensor:
+    def measure(self, step: ModelStep) -> Tensor:
         """Run the step."""
         original: Any = F.scaled_dot_product_attention
 
@@ -288,11 +290,11 @@ def compiled_blocks(module: nn.Module) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _suited(model: Model) -> tuple[ModelProvider, ...]:
+def _suited(model: BenchModel) -> tuple[ModelProvider, ...]:
     return TRAINING_MODEL_PROVIDERS if model.training else MODEL_PROVIDERS
 
 
-def _new_row(model: Model, provider: ModelProvider, mode: str, layers: int) -> Row:
+def _new_row(model: BenchModel, provider: ModelProvider, mode: str, layers: int) -> Row:
     return {
         "model": model.label,
         "name": model.name,

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sage_hf.bench.cases import SHAPES, Case, Inputs, draw
+from sage_hf.bench.cases import SHAPES, BenchCase, CaseInputs, draw
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.bench.providers import QUANTIZERS, quantizers
-from sage_hf.bench.results import Result, Row, facts, reason
-from sage_hf.bench.timing import Span, copy_bandwidth, profiled
+from sage_hf.bench.results import BenchmarkResult, Row, facts, reason
+from sage_hf.bench.timing import KernelRun, copy_bandwidth, profiled
 from sage_kernels import ops
 
 RECIPES = tuple(QUANTIZERS)
@@ -29,9 +29,9 @@ PHASES = {"forward": "attention", "quantize": "quantize", "heavy": "quantize"}
 
 def run(
     device: torch.device,
-    cases: Sequence[Case] = SHAPES,
+    cases: Sequence[BenchCase] = SHAPES,
     progress: Callable[[str], None] = print,
-) -> Result:
+) -> BenchmarkResult:
     """Measure the phases of whole calls, and of the quantisers alone.
 
     Args:
@@ -49,14 +49,14 @@ def run(
     kinds = {(case.head_dim, case.upper_left): case for case in cases}
     call_in_processes(_call_once, itertools.product(kinds.values(), RECIPES))
     with torch.cuda.device(device), torch.no_grad():
-        result: Result = {**facts(device), "copy_bandwidth": copy_bandwidth(device), "rows": []}
+        result: BenchmarkResult = {**facts(device), "copy_bandwidth": copy_bandwidth(device), "rows": []}
         for case in cases:
             progress(f"{case.name}: {case}")
             result["rows"] += measure_case(case, device, result["copy_bandwidth"])
         return result
 
 
-def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row]:
+def measure_case(case: BenchCase, device: torch.device, bandwidth: float) -> list[Row]:
     """Return the rows of one case; the row of a failed measurement holds the reason."""
     sizes: Row = case.to_row()
     try:
@@ -83,7 +83,7 @@ def measure_case(case: Case, device: torch.device, bandwidth: float) -> list[Row
 
 
 @torch.no_grad()
-def _call_once(call: tuple[Case, str]) -> None:
+def _call_once(call: tuple[BenchCase, str]) -> None:
     """Call a recipe's quantisers alone, and then the recipe."""
     case, recipe = call
     inputs = draw(case, torch.device("cuda"), heads_first=True)
@@ -92,12 +92,12 @@ def _call_once(call: tuple[Case, str]) -> None:
     torch.cuda.synchronize()
 
 
-def _whole(inputs: Inputs, recipe: str) -> Callable[[], object]:
+def _whole(inputs: CaseInputs, recipe: str) -> Callable[[], object]:
     is_causal = inputs.case.upper_left
     return lambda: ops.attention(*inputs.tensors, is_causal=is_causal, recipe=recipe, fallback="error")
 
 
-def phases(calls: Sequence[Sequence[Span]]) -> dict[str, tuple[float, list[str]]]:
+def phases(calls: Sequence[Sequence[KernelRun]]) -> dict[str, tuple[float, list[str]]]:
     """Return phase -> (median ms, names of its kernels); WHOLE comes last.
 
     Args:

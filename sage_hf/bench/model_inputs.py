@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Inputs = dict[str, Any]
+ModelInputs = dict[str, Any]
 """Arguments of a model's forward, by name."""
 
 
@@ -37,11 +37,11 @@ class Draw:
         return mask.expand(batch, tokens).contiguous()
 
 
-def cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
+def cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], ModelInputs]:
     """Return a drawer for CogVideoX: `batch` videos of 49 frames, 480×720; `rotary` for the larger models."""
 
-    def inputs(draw: Draw) -> Inputs:
-        tensors: Inputs = {
+    def inputs(draw: Draw) -> ModelInputs:
+        tensors: ModelInputs = {
             "hidden_states": draw.normal(batch, 13, 16, 60, 90),
             "encoder_hidden_states": draw.normal(batch, 226, 4096),
             "timestep": draw.full(500, batch, dtype=torch.int64),
@@ -54,7 +54,7 @@ def cogvideox(batch: int, rotary: bool = False) -> Callable[[Draw], Inputs]:
     return inputs
 
 
-def hunyuanvideo(draw: Draw) -> Inputs:
+def hunyuanvideo(draw: Draw) -> ModelInputs:
     """Draw for HunyuanVideo: 129 frames of 720×1280, text of 64 tokens padded to 256."""
     return {
         "hidden_states": draw.normal(1, 16, 33, 90, 160),
@@ -66,7 +66,7 @@ def hunyuanvideo(draw: Draw) -> Inputs:
     }
 
 
-def mochi(draw: Draw) -> Inputs:
+def mochi(draw: Draw) -> ModelInputs:
     """Draw for Mochi: both halves of guidance, 163 frames of 480×848."""
     return {
         "hidden_states": draw.normal(2, 12, 28, 60, 106),
@@ -76,10 +76,10 @@ def mochi(draw: Draw) -> Inputs:
     }
 
 
-def wan(frames: int, height: int, width: int) -> Callable[[Draw], Inputs]:
+def wan(frames: int, height: int, width: int) -> Callable[[Draw], ModelInputs]:
     """Return a drawer for Wan: one video of that size in latents."""
 
-    def inputs(draw: Draw) -> Inputs:
+    def inputs(draw: Draw) -> ModelInputs:
         return {
             "hidden_states": draw.normal(1, 16, frames, height, width),
             "timestep": draw.full(500, 1, dtype=torch.int64),
@@ -89,10 +89,10 @@ def wan(frames: int, height: int, width: int) -> Callable[[Draw], Inputs]:
     return inputs
 
 
-def flux(side: int) -> Callable[[Draw], Inputs]:
+def flux(side: int) -> Callable[[Draw], ModelInputs]:
     """Return a drawer for Flux: one image of `side`² pixels."""
 
-    def inputs(draw: Draw) -> Inputs:
+    def inputs(draw: Draw) -> ModelInputs:
         tokens = (side // 16) ** 2
         return {
             "hidden_states": draw.normal(1, tokens, 64),
@@ -107,7 +107,7 @@ def flux(side: int) -> Callable[[Draw], Inputs]:
     return inputs
 
 
-def sd3(draw: Draw) -> Inputs:
+def sd3(draw: Draw) -> ModelInputs:
     """Draw for SD 3.5: both halves of guidance, 1024² pixels."""
     return {
         "hidden_states": draw.normal(2, 16, 128, 128),
@@ -117,7 +117,7 @@ def sd3(draw: Draw) -> Inputs:
     }
 
 
-def sdxl(draw: Draw) -> Inputs:
+def sdxl(draw: Draw) -> ModelInputs:
     """Draw for SDXL: both halves of guidance, 1024² pixels."""
     return {
         "sample": draw.normal(2, 4, 128, 128),
@@ -127,7 +127,7 @@ def sdxl(draw: Draw) -> Inputs:
     }
 
 
-def qwen_image(draw: Draw) -> Inputs:
+def qwen_image(draw: Draw) -> ModelInputs:
     """Draw for Qwen-Image: one image of 1024² pixels."""
     return {
         "hidden_states": draw.normal(1, 64 * 64, 64),
@@ -137,12 +137,12 @@ def qwen_image(draw: Draw) -> Inputs:
     }
 
 
-def text(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
+def text(tokens: int, vocabulary: int) -> Callable[[Draw], ModelInputs]:
     """Return a drawer of a prompt; the model computes the last token's logits."""
     return lambda draw: {"input_ids": draw.ids(vocabulary, 1, tokens), "logits_to_keep": 1}
 
 
-def token_batch(tokens: int, vocabulary: int) -> Callable[[Draw], Inputs]:
+def token_batch(tokens: int, vocabulary: int) -> Callable[[Draw], ModelInputs]:
     """Return a drawer of a batch for training, with its attention mask: if it is missing, older transformers makes
     one."""
     return lambda draw: {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.apply import apply
-from sage_hf.bench.models import Model
+from sage_hf.bench.models import BenchModel
 from sage_hf.bench.providers import PYTORCH, fa3_attention, sageattention
 from sage_hf.config import SageConfig
 from sage_hf.diffusers.processor import attention_layers, sage_of
@@ -28,12 +28,12 @@ from sage_kernels.dispatch.registry import exacts, forwards, without
 from sage_kernels.dispatch.select import select
 from sage_kernels.external.flash_attention3 import is_installed
 
-Step = Callable[[], Tensor]
-Kernels = dict[str, int]
+ModelStep = Callable[[], Tensor]
+KernelCounts = dict[str, int]
 """Names of the attention kernels of a step -> number of calls."""
-Observe = Callable[[Step], tuple[Tensor, Kernels]]
+Observe = Callable[[ModelStep], tuple[Tensor, KernelCounts]]
 """Function that runs a step, and returns its output and the kernels that ran."""
-Attend = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
+AttendFunction = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
 """(query, key, value, is_causal, scale) -> output, all (batch, heads, tokens, head_dim)."""
 
 
@@ -50,7 +50,7 @@ class ModelProvider:
 
     name: str
     label: str
-    use: Callable[[Model, nn.Module], AbstractContextManager[Observe]]
+    use: Callable[[BenchModel, nn.Module], AbstractContextManager[Observe]]
 
     @property
     def ours(self) -> bool:
@@ -69,12 +69,12 @@ def replaced_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
         setattr(F, PYTORCH, original)
 
 
-def _pytorch(*backends: SDPBackend) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+def _pytorch(*backends: SDPBackend) -> Callable[[BenchModel, nn.Module], AbstractContextManager[Observe]]:
     """Use PyTorch's attention unchanged, or with the first of these backends that supports a call."""
 
     @contextmanager
-    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
-        def observe(step: Step) -> tuple[Tensor, Kernels]:
+    def use(model: BenchModel, module: nn.Module) -> Iterator[Observe]:
+        def observe(step: ModelStep) -> tuple[Tensor, KernelCounts]:
             output, kernels = _observe_pytorch(step)
             if backends and backends[0].name not in kernels:
                 raise RuntimeError(f"{backends[0].name} serves none of this model's attention calls")
@@ -86,7 +86,7 @@ def _pytorch(*backends: SDPBackend) -> Callable[[Model, nn.Module], AbstractCont
     return use
 
 
-def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
+def _observe_pytorch(step: ModelStep) -> tuple[Tensor, KernelCounts]:
     kernels: Counter[str] = Counter()
     original: Any = F.scaled_dot_product_attention
 
@@ -100,12 +100,12 @@ def _observe_pytorch(step: Step) -> tuple[Tensor, Kernels]:
 
 
 def in_place_of_pytorch(
-    kernel: str, load: Callable[[], Attend]
-) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+    kernel: str, load: Callable[[], AttendFunction]
+) -> Callable[[BenchModel, nn.Module], AbstractContextManager[Observe]]:
     """Use another library's attention for the calls that it serves: 16-bit calls without mask or dropout."""
 
     @contextmanager
-    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+    def use(model: BenchModel, module: nn.Module) -> Iterator[Observe]:
         if model.masked:
             raise RuntimeError("it takes no mask, and this model's longest calls have one")
         theirs = load()
@@ -130,7 +130,7 @@ def in_place_of_pytorch(
             kernels[PYTORCH] += 1
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-        def observe(step: Step) -> tuple[Tensor, Kernels]:
+        def observe(step: ModelStep) -> tuple[Tensor, KernelCounts]:
             kernels.clear()
             output = step()
             if not kernels[kernel]:
@@ -143,12 +143,12 @@ def in_place_of_pytorch(
     return use
 
 
-def _load_fa3() -> Attend:
+def _load_fa3() -> AttendFunction:
     import_module("fa3_fwd._C")
     return fa3_attention
 
 
-def _load_sageattention2() -> Attend:
+def _load_sageattention2() -> AttendFunction:
     module = sageattention(2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -159,7 +159,7 @@ def _load_sageattention2() -> Attend:
 
 def _ours(
     recipe: str, only_native: bool = False, low_bits: bool = True, norms: bool = True, fa3: bool = True
-) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+) -> Callable[[BenchModel, nn.Module], AbstractContextManager[Observe]]:
     """Use `sage_hf.apply`.
 
     Args:
@@ -172,14 +172,14 @@ def _ours(
     left_out = () if fa3 else tuple(name for name in exacts if name.startswith("fa3"))
 
     @contextmanager
-    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+    def use(model: BenchModel, module: nn.Module) -> Iterator[Observe]:
         device = next(module.parameters()).device
         if only_native:
             select(nominal_request(recipe, device), "error")
         if not fa3 and not is_installed():
             raise RuntimeError("FlashAttention 3 is not installed, so nothing is left out")
 
-        def observe(step: Step) -> tuple[Tensor, Kernels]:
+        def observe(step: ModelStep) -> tuple[Tensor, KernelCounts]:
             before = _calls(module)
             output = step()
             return output, dict(_calls(module) - before)
@@ -195,14 +195,14 @@ def _ours(
     return use
 
 
-def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], AbstractContextManager[Observe]]:
+def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[BenchModel, nn.Module], AbstractContextManager[Observe]]:
     """Use `sage_hf.apply` with sparse self-attention, where the model's grid of tokens is known.
 
     The kept weight is not measured, because that would add to the time of the first steps.
     """
 
     @contextmanager
-    def use(model: Model, module: nn.Module) -> Iterator[Observe]:
+    def use(model: BenchModel, module: nn.Module) -> Iterator[Observe]:
         if layout_of(module) is None:
             raise RuntimeError("this model's grid of video tokens is unknown")
         with apply(module, SageConfig(recipe, sparse=sparse)):
@@ -211,7 +211,7 @@ def ours_sparse(recipe: str, sparse: Sparse) -> Callable[[Model, nn.Module], Abs
             for layer in layers:
                 layer.model.measured_calls = 0
 
-            def observe(step: Step) -> tuple[Tensor, Kernels]:
+            def observe(step: ModelStep) -> tuple[Tensor, KernelCounts]:
                 before = _calls(module)
                 output = step()
                 if not any(layer.statistics.calls for layer in layers):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sage_hf.bench.model_providers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
-from sage_hf.bench.results import Result, Row
+from sage_hf.bench.results import BenchmarkResult, Row
 from sage_hf.bench.tables import MISSING, not_measured, versions
 from sage_hf.text import markdown_table, text_table
 
@@ -76,7 +76,7 @@ def _family(kernels: str) -> str:
     return next((family for prefix, family in families.items() if kernel.startswith(prefix)), ours)
 
 
-def model_gain(result: Result) -> str:
+def model_gain(result: BenchmarkResult) -> str:
     """Return a Markdown table of whole models: a step's time before and after, the kernels, and the parts of the gain.
 
     Args:
@@ -99,7 +99,7 @@ def model_gain(result: Result) -> str:
     return f"{markdown_table(*_without_single_mode(header, cells))}\n\n{_models_caption(result)}"
 
 
-def low_bit_gain(result: Result, most: int) -> str:
+def low_bit_gain(result: BenchmarkResult, most: int) -> str:
     """Return short rows of `model_gain` in which calls ran in low bits, and a line about all other rows.
 
     Args:
@@ -132,13 +132,13 @@ NOT_SLOWER = 0.97
 """Ratio of a step's times from which sage-hf counts as not slower: two runs of a model differ by as much."""
 
 
-def _models_caption(result: Result) -> str:
+def _models_caption(result: BenchmarkResult) -> str:
     installed = any(row.get("fa3_installed") or row["provider"] == "fa3" for row in result["rows"] if "ms" in row)
     fa3 = "; FlashAttention 3 (FA3, `pip install fa3-fwd`) was installed" if installed else ""
     return f"Steps on {result['gpu']}{fa3}. {versions(result)}"
 
 
-def model_gains(result: Result) -> list[ModelGain]:
+def model_gains(result: BenchmarkResult) -> list[ModelGain]:
     """Return the gain of each model in each mode by our fastest recipe.
 
     A model without both is left out. Sparse attention computes a different function, so its time does not count.
@@ -164,13 +164,13 @@ def model_gains(result: Result) -> list[ModelGain]:
     return gains
 
 
-def model_speed(result: Result) -> str:
+def model_speed(result: BenchmarkResult) -> str:
     """Return a Markdown table of every provider's time of a step of every model, and of the share of attention."""
     header, cells = _model_speeds(result)
     return markdown_table(header, cells)
 
 
-def model_text(result: Result) -> str:
+def model_text(result: BenchmarkResult) -> str:
     """Return tables for a terminal: the time of a step of every model, and models that could not run."""
     missing: dict[str, list[str]] = {}
     for row in result["rows"]:
@@ -180,7 +180,7 @@ def model_text(result: Result) -> str:
     return "\n\n".join([*parts, *not_measured(missing)])
 
 
-def _model_rows(result: Result) -> dict[tuple[str, str], dict[str, Row]]:
+def _model_rows(result: BenchmarkResult) -> dict[tuple[str, str], dict[str, Row]]:
     """Return (model, with its layers if not all ran; mode) -> provider -> row, for rows that have times."""
     rows: dict[tuple[str, str], dict[str, Row]] = {}
     for row in result["rows"]:
@@ -194,7 +194,7 @@ def _model_and_layers(row: Row) -> str:
     return row["model"] if layers == whole else f"{layers} of {whole} layers of {row['model']}"
 
 
-def _model_speeds(result: Result) -> tuple[list[str], list[list[str]]]:
+def _model_speeds(result: BenchmarkResult) -> tuple[list[str], list[list[str]]]:
     rows = _model_rows(result)
     providers = list(dict.fromkeys(row["provider"] for row in result["rows"] if "ms" in row))
     shares = {

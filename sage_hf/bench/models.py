@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sage_hf.bench.cases import Case
+from sage_hf.bench.cases import BenchCase
 from sage_hf.bench.model_inputs import (
     Draw,
-    Inputs,
+    ModelInputs,
     cogvideox,
     flux,
     hunyuanvideo,
@@ -32,7 +32,7 @@ from sage_hf.bench.model_inputs import (
 
 
 @dataclass(frozen=True)
-class Model:
+class BenchModel:
     """A model at one size of its input, and the step that is measured.
 
     Attributes:
@@ -61,8 +61,8 @@ class Model:
     library: Literal["diffusers", "transformers"]
     class_name: str
     config: Mapping[str, Any]
-    inputs: Callable[[Draw], Inputs]
-    attention: Case
+    inputs: Callable[[Draw], ModelInputs]
+    attention: BenchCase
     layers_of_model: int
     depths: tuple[str, ...] = ("num_layers",)
     layers: int | None = None
@@ -100,7 +100,7 @@ MASK_ARGUMENT = 3
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A model on a device, ready for its steps.
 
     Attributes:
@@ -118,13 +118,13 @@ class Loaded:
     advance: Callable[[], None] = field(default=lambda: None)
 
 
-def load(model: Model, device: torch.device, layers: int | None = None) -> Loaded:
+def load(model: BenchModel, device: torch.device, layers: int | None = None) -> LoadedModel:
     """Build a model in bfloat16 with random weights, and draw its inputs.
 
     Args:
         model: the model.
         device: device on which its weights are made.
-        layers: see `Model.shortened`.
+        layers: see `BenchModel.shortened`.
 
     Raises:
         ModuleNotFoundError, AttributeError: the library is missing, or too old for the model.
@@ -145,13 +145,15 @@ def load(model: Model, device: torch.device, layers: int | None = None) -> Loade
     if model.kind == "decode":
         return _decoding(module, count, inputs, model, device)
     if model.kind == "prefill":
-        return Loaded(module, count, lambda: module(**inputs).logits)
+        return LoadedModel(module, count, lambda: module(**inputs).logits)
     if model.training:
         return _training(module, count, inputs)
-    return Loaded(module, count, lambda: module(**inputs, return_dict=False)[0])
+    return LoadedModel(module, count, lambda: module(**inputs, return_dict=False)[0])
 
 
-def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, device: torch.device) -> Loaded:
+def _decoding(
+    module: nn.Module, layers: int, inputs: ModelInputs, model: BenchModel, device: torch.device
+) -> LoadedModel:
     config: Any = module.config
     cache = import_module("transformers").DynamicCache()
     draw, tokens = Draw(device), 0
@@ -174,19 +176,19 @@ def _decoding(module: nn.Module, layers: int, inputs: Inputs, model: Model, devi
         return logits
 
     add(model.cache_tokens)
-    return Loaded(module, layers, step, reset, advance=partial(add, 1))
+    return LoadedModel(module, layers, step, reset, advance=partial(add, 1))
 
 
-def _training(module: nn.Module, layers: int, inputs: Inputs) -> Loaded:
+def _training(module: nn.Module, layers: int, inputs: ModelInputs) -> LoadedModel:
     def step() -> Tensor:
         output = module(**inputs, return_dict=False)[0]
         output.backward(torch.ones_like(output))
         return output.detach()
 
-    return Loaded(module, layers, step, lambda: module.zero_grad(set_to_none=True))
+    return LoadedModel(module, layers, step, lambda: module.zero_grad(set_to_none=True))
 
 
-def _diffusers_model(model: Model, config: dict[str, Any]) -> nn.Module:
+def _diffusers_model(model: BenchModel, config: dict[str, Any]) -> nn.Module:
     module_class = getattr(import_module("diffusers"), model.class_name)
     module = module_class(**config)
     # As from_pretrained(torch_dtype=torch.bfloat16) leaves them.
@@ -197,7 +199,7 @@ def _diffusers_model(model: Model, config: dict[str, Any]) -> nn.Module:
     return module
 
 
-def _transformers_model(model: Model, config: dict[str, Any]) -> nn.Module:
+def _transformers_model(model: BenchModel, config: dict[str, Any]) -> nn.Module:
     module_class = getattr(import_module("transformers"), model.class_name)
     return module_class(module_class.config_class(**config))
 
@@ -291,21 +293,23 @@ def _diffusers(
     label: str,
     class_name: str,
     config: dict[str, Any],
-    inputs: Callable[[Draw], Inputs],
+    inputs: Callable[[Draw], ModelInputs],
     attention: tuple[int, int, int, int],
     layers_of_model: int,
     **options: Any,
-) -> Model:
+) -> BenchModel:
     batch, heads, tokens, head_dim = attention
-    case = Case.square(name, (batch, heads, heads, tokens, head_dim))
-    return Model(name, label, "diffusers", class_name, config, inputs, case, layers_of_model, **options)
+    case = BenchCase.square(name, (batch, heads, heads, tokens, head_dim))
+    return BenchModel(name, label, "diffusers", class_name, config, inputs, case, layers_of_model, **options)
 
 
-def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> Model:
-    case = Case.square(name, (1, 32, 8, tokens, 128), causal=options.get("kind") != "decode")
+def _llama(name: str, label: str, tokens: int, class_name: str = "LlamaForCausalLM", **options: Any) -> BenchModel:
+    case = BenchCase.square(name, (1, 32, 8, tokens, 128), causal=options.get("kind") != "decode")
     inputs = text(tokens, LLAMA_3_8B["vocab_size"])
     options = {"depths": ("num_hidden_layers",), "kind": "prefill", "inputs": inputs, **options}
-    return Model(name, label, "transformers", class_name, LLAMA_3_8B, attention=case, layers_of_model=32, **options)
+    return BenchModel(
+        name, label, "transformers", class_name, LLAMA_3_8B, attention=case, layers_of_model=32, **options
+    )
 
 
 _HUNYUANVIDEO: dict[str, Any] = {
@@ -321,7 +325,7 @@ _COGVIDEOX_2B = ("CogVideoXTransformer3DModel", COGVIDEOX_2B)
 _FLUX = ("FluxTransformer2DModel", FLUX_DEV)
 _FLUX_DEPTHS = ("num_layers", "num_single_layers")
 
-MODELS: tuple[Model, ...] = (
+MODELS: tuple[BenchModel, ...] = (
     _diffusers(
         "cogvideox-2b",
         "CogVideoX-2B, 480×720, 49 frames",

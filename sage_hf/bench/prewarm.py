@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, wait
 from typing import TypeVar
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Task = TypeVar("Task")
+TaskResult = TypeVar("TaskResult")
 
 PROCESSES = 16
 
 
 def call_in_processes(
-    function: Callable[[Item], Result], items: Iterable[Item], seconds: float | None = None
-) -> list[Result]:
+    function: Callable[[Task], TaskResult], items: Iterable[Task], seconds: float | None = None
+) -> list[TaskResult]:
     """Call a function once for each item, in the order of the items, in up to PROCESSES new processes.
 
     Args:

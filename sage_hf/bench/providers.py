@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.attention import attend_observed, sage_attention
-from sage_hf.bench.cases import Case, Inputs
+from sage_hf.bench.cases import BenchCase, CaseInputs
 from sage_hf.drop_in import STAND_INS
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.execution import request_of
@@ -41,7 +41,7 @@ FEW_QUERIES = 64
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A call that is ready to be timed.
 
     Attributes:
@@ -56,11 +56,11 @@ class Prepared:
     output_scale: float = 1.0
 
 
-Prepare = Callable[[Inputs], Prepared]
+PrepareCall = Callable[[CaseInputs], PreparedCall]
 """Function that raises an error if the provider is missing or refuses the call; it leaves the inputs unchanged."""
 
 
-def _any(case: Case) -> bool:
+def _any(case: BenchCase) -> bool:
     return True
 
 
@@ -80,10 +80,10 @@ class Provider:
 
     name: str
     label: str
-    prepare: Prepare
+    prepare: PrepareCall
     scope: Literal["end_to_end", "kernel"] = "end_to_end"
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    suits: Callable[[Case], bool] = _any
+    suits: Callable[[BenchCase], bool] = _any
 
     @property
     def ours(self) -> bool:
@@ -101,17 +101,17 @@ def within(provider: Provider, call: Callable[[], Tensor]) -> Callable[[], Tenso
     return run
 
 
-def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare:
+def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> PrepareCall:
     """Prepare our attention: by the recipe's own kernel or an error; with "native", as in a user's call."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: CaseInputs) -> PreparedCall:
         (query, key, value), mask, case = inputs.tensors, inputs.mask, inputs.case
         options: dict[str, Any] = {"enable_gqa": inputs.grouped, "recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as in transformers, whose masks state causality
-            behind = Options(True, case.causal_offset, **options)
-            return Prepared(lambda: attend_observed(query, key, value, None, behind)[0])
+            behind = Options(is_causal=True, causal_offset=case.causal_offset, **options)
+            return PreparedCall(lambda: attend_observed(query, key, value, None, behind)[0])
         options["is_causal"] = case.upper_left
-        return Prepared(lambda: sage_attention(query, key, value, mask, **options))
+        return PreparedCall(lambda: sage_attention(query, key, value, mask, **options))
 
     return prepare
 
@@ -126,21 +126,21 @@ def _quantizer(name: str) -> Quantizer:
     return quantizer
 
 
-def ours_in_triton(recipe: str) -> Prepare:
+def ours_in_triton(recipe: str) -> PrepareCall:
     """Prepare the portable Triton kernel, on GPUs for which another kernel is preferred."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: CaseInputs) -> PreparedCall:
         call = inputs.call(recipe)
         portable, quantizer = get_forward("int8_forward"), _quantizer("int8_quantize")
         if _plan(call).kernel == portable.name:
             raise RuntimeError(f"{recipe} runs in Triton here as it is")
-        return Prepared(lambda: portable.attend(call, quantizer)[0], portable.name)
+        return PreparedCall(lambda: portable.attend(call, quantizer)[0], portable.name)
 
     return prepare
 
 
-def _our_int8_kernel(recipe: str) -> Prepare:
-    def prepare(inputs: Inputs) -> Prepared:
+def _our_int8_kernel(recipe: str) -> PrepareCall:
+    def prepare(inputs: CaseInputs) -> PreparedCall:
         from sage_kernels.cuda import int8_forward as hopper
         from sage_kernels.triton import int8_forward as portable
 
@@ -149,7 +149,7 @@ def _our_int8_kernel(recipe: str) -> Prepare:
         operands = _quantizer("int8_quantize").quantize(call)
         output = torch.empty_like(inputs.query)
         if kernel == "int8_forward_hopper":
-            launch = partial(hopper.forward, operands, output, None, call, hopper.Config.of_call(call))
+            launch = partial(hopper.forward, operands, output, None, call, hopper.Int8ForwardConfig.of_call(call))
         else:
             capability = torch.cuda.get_device_capability(inputs.query.device)
             launch = partial(portable.forward, operands, output, None, call, capability)
@@ -158,23 +158,23 @@ def _our_int8_kernel(recipe: str) -> Prepare:
             launch()
             return output
 
-        return Prepared(run, kernel)
+        return PreparedCall(run, kernel)
 
     return prepare
 
 
-def _sdpa(inputs: Inputs, mask: Any) -> Callable[[], Tensor]:
+def _sdpa(inputs: CaseInputs, mask: Any) -> Callable[[], Tensor]:
     query, key, value = inputs.tensors
     options: dict[str, Any] = {"is_causal": inputs.case.upper_left, "enable_gqa": inputs.grouped}
     return lambda: sdpa.pytorch_sdpa(query, key, value, attn_mask=mask, **options)
 
 
-def _pytorch(name: str, label: str, backend: SDPBackend, suits: Callable[[Case], bool] = _any) -> Provider:
+def _pytorch(name: str, label: str, backend: SDPBackend, suits: Callable[[BenchCase], bool] = _any) -> Provider:
     """Return PyTorch's scaled_dot_product_attention with one backend; an unsupported call raises an error."""
 
-    def prepare(inputs: Inputs) -> Prepared:
+    def prepare(inputs: CaseInputs) -> PreparedCall:
         flash = backend == SDPBackend.FLASH_ATTENTION and inputs.case.mask == "lower_right"
-        return Prepared(_sdpa(inputs, inputs.lower_right if flash else inputs.mask), f"{PYTORCH}, {backend.name}")
+        return PreparedCall(_sdpa(inputs, inputs.lower_right if flash else inputs.mask), f"{PYTORCH}, {backend.name}")
 
     return Provider(name, label, prepare, context=lambda: sdpa_kernel(backend), suits=suits)
 
@@ -205,15 +205,15 @@ def fa3_attention(
     return output.transpose(1, 2)
 
 
-def _fa3(inputs: Inputs) -> Prepared:
+def _fa3(inputs: CaseInputs) -> PreparedCall:
     import_module("fa3_fwd._C")
     if inputs.case.mask not in ("none", "causal", "lower_right", "lengths"):
         raise RuntimeError(f"fa3_fwd takes no mask such as {inputs.case.mask}")
     is_causal = inputs.case.mask in ("causal", "lower_right")
-    return Prepared(lambda: fa3_attention(*inputs.tensors, is_causal, lengths=inputs.lengths), "fa3_fwd.fwd")
+    return PreparedCall(lambda: fa3_attention(*inputs.tensors, is_causal, lengths=inputs.lengths), "fa3_fwd.fwd")
 
 
-def _fa3_training(inputs: Inputs) -> Prepared:
+def _fa3_training(inputs: CaseInputs) -> PreparedCall:
     try:
         module = import_module("flash_attn_interface")
     except ModuleNotFoundError as error:
@@ -226,10 +226,10 @@ def _fa3_training(inputs: Inputs) -> Prepared:
         output = module.flash_attn_func(*(x.transpose(1, 2) for x in inputs.tensors), causal=inputs.case.upper_left)
         return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
 
-    return Prepared(call, "flash_attn_interface.flash_attn_func")
+    return PreparedCall(call, "flash_attn_interface.flash_attn_func")
 
 
-def _fa3_fp8(inputs: Inputs) -> Prepared:
+def _fa3_fp8(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     import_module("fa3_fwd._C")
     group = query.shape[1] // key.shape[1]
@@ -252,10 +252,10 @@ def _fa3_fp8(inputs: Inputs) -> Prepared:
             num_splits=1,
         )[0].transpose(1, 2)
 
-    return Prepared(call, "fa3_fwd.fwd, e4m3")
+    return PreparedCall(call, "fa3_fwd.fwd, e4m3")
 
 
-def _cudnn_fp8(inputs: Inputs) -> Prepared:
+def _cudnn_fp8(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     cudnn: Any = import_module("cudnn")
     types = cudnn.data_type
@@ -307,7 +307,7 @@ def _cudnn_fp8(inputs: Inputs) -> Prepared:
         graph.execute(buffers, workspace, handle=handle)
         return output
 
-    return Prepared(call, "cudnn sdpa_fp8", descales[2].item())
+    return PreparedCall(call, "cudnn sdpa_fp8", descales[2].item())
 
 
 @cache
@@ -322,34 +322,34 @@ def to_e4m3(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return (x / descale).to(torch.float8_e4m3fn), descale.flatten() if len(dims) == x.ndim else descale.squeeze(dims)
 
 
-def _sageattention1(inputs: Inputs) -> Prepared:
+def _sageattention1(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     module = sageattention(1)
     key = key.clone()  # It subtracts the mean from the caller's keys in place.
-    return Prepared(
+    return PreparedCall(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, Triton"
     )
 
 
-def _sageattention1_kernel(inputs: Inputs) -> Prepared:
+def _sageattention1_kernel(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     package = sageattention(1).__name__
     quantize = import_module(f"{package}.quant_per_block").per_block_int8
     forward = import_module(f"{package}.attn_qk_int8_per_block{'_causal' if is_causal else ''}").forward
     q, q_scale, k, k_scale = quantize(query, key - key.mean(2, keepdim=True))
     v = value.half()
-    return Prepared(lambda: forward(q, k, v, q_scale, k_scale, output_dtype=query.dtype), "attn_qk_int8_per_block")
+    return PreparedCall(lambda: forward(q, k, v, q_scale, k_scale, output_dtype=query.dtype), "attn_qk_int8_per_block")
 
 
-def _sageattention2(inputs: Inputs) -> Prepared:
+def _sageattention2(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     module = sageattention(2)
-    return Prepared(
+    return PreparedCall(
         lambda: module.sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal), "sageattn, CUDA"
     )
 
 
-def _sageattention2_kernel(inputs: Inputs) -> Prepared:
+def _sageattention2_kernel(inputs: CaseInputs) -> PreparedCall:
     (query, key, value), is_causal = inputs.tensors, inputs.case.upper_left
     if torch.cuda.get_device_capability(query.device) != (9, 0):
         raise RuntimeError("its kernel alone is measured on sm_90 only")
@@ -368,7 +368,7 @@ def _sageattention2_kernel(inputs: Inputs) -> Prepared:
         forward(q, k, v, output, q_scale, k_scale, v_scale, heads_first, int(is_causal), per_thread, scale, no_lse)
         return output
 
-    return Prepared(call, "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf")
+    return PreparedCall(call, "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf")
 
 
 def sageattention(generation: Literal[1, 2]) -> ModuleType:
@@ -390,16 +390,16 @@ def sageattention(generation: Literal[1, 2]) -> ModuleType:
     raise ModuleNotFoundError(f"SageAttention {generation} is not installed")
 
 
-def _is_small(case: Case) -> bool:
+def _is_small(case: BenchCase) -> bool:
     return case.scores <= MOST_MATH_SCORES
 
 
-def _is_open(case: Case) -> bool:
+def _is_open(case: BenchCase) -> bool:
     """Return whether any kernel may be the fastest: if FlashAttention takes no such mask, or if the call is small."""
     return case.mask not in ("none", "causal", "lower_right") or case.dense_operations < LARGE
 
 
-def _has_plans(case: Case) -> bool:
+def _has_plans(case: BenchCase) -> bool:
     """Return whether to try cuDNN. It makes a plan for each length, and each step of decoding has a new length."""
     return case.training or case.q_len >= DECODED_QUERIES or case.mask in ("lengths", "keys")
 
@@ -448,7 +448,7 @@ GRID_TRAINING_PROVIDERS: tuple[Provider, ...] = (
 
 
 def quantizers(
-    inputs: Inputs, recipes: Sequence[str] = tuple(QUANTIZERS)
+    inputs: CaseInputs, recipes: Sequence[str] = tuple(QUANTIZERS)
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return the quantisers of some recipes: name -> (function that quantises a call's operands, bytes that it moves).
 

@@ -10,7 +10,7 @@ import torch
 from sage_hf.bench import check, measure
 from sage_hf.bench.cases import SHAPES
 from sage_hf.bench.providers import PROVIDERS
-from sage_hf.bench.results import Result, Row, facts
+from sage_hf.bench.results import BenchmarkResult, Row, facts
 from sage_hf.bench.timing import copy_bandwidth
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
@@ -44,9 +44,9 @@ def plans(device: torch.device) -> list[Row]:
 
 def run(
     device: torch.device,
-    write: Callable[[Result], None],
+    write: Callable[[BenchmarkResult], None],
     progress: Callable[[str], None] = print,
-) -> Result:
+) -> BenchmarkResult:
     """Report on a GPU.
 
     Kernels that nobody has tried come last, after everything else has been written: if one hangs, the file exists.
@@ -66,7 +66,7 @@ def run(
         provider for provider in PROVIDERS if provider.name in SPEED_PROVIDERS and provider.scope == "end_to_end"
     ]
     properties = torch.cuda.get_device_properties(device)
-    result: Result = {
+    result: BenchmarkResult = {
         **facts(device),
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
@@ -97,7 +97,7 @@ def run(
     return result
 
 
-def text(result: Result) -> str:
+def text(result: BenchmarkResult) -> str:
     """Return the report's tables as text: the self-check, then speeds and errors."""
     speeds = [
         [

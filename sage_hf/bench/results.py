@@ -18,7 +18,7 @@ import torch
 from sage_hf.files import replacing
 
 Row = dict[str, Any]
-Result = dict[str, Any]
+BenchmarkResult = dict[str, Any]
 """Facts, and "rows"; some benchmarks have more tables of rows."""
 
 PACKAGES = (
@@ -29,7 +29,7 @@ COMMIT = "SAGE_HF_COMMIT"
 """Environment variable that names the commit of the source where there is no git checkout."""
 
 
-def facts(device: torch.device) -> Result:
+def facts(device: torch.device) -> BenchmarkResult:
     """Return facts about the machine, the versions and the source."""
     packages = {}
     for name in PACKAGES:
@@ -67,24 +67,24 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def path_of(folder: Path, result: Result, benchmark: str) -> Path:
+def path_of(folder: Path, result: BenchmarkResult, benchmark: str) -> Path:
     """Return the file of a benchmark's result: <gpu>-<benchmark>.json."""
     return folder / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
 
 
-def read(path: Path) -> Result | None:
+def read(path: Path) -> BenchmarkResult | None:
     """Return the result in a file; None if there is no such file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def write(path: Path, result: Result) -> None:
+def write(path: Path, result: BenchmarkResult) -> None:
     """Write a result to a file, and make its folder; an interrupted run leaves the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(to_json(result), encoding="utf-8")
 
 
-def to_json(result: Result) -> str:
+def to_json(result: BenchmarkResult) -> str:
     """Return a result as JSON, with one line for each row of each of its tables."""
 
     def lines(rows: Sequence[Row]) -> str:
@@ -100,7 +100,7 @@ def to_json(result: Result) -> str:
     return "{\n" + ",\n".join(named) + "\n}\n"
 
 
-def earlier_rows(path: Path, now: Result, table: str = "rows") -> list[Row]:
+def earlier_rows(path: Path, now: BenchmarkResult, table: str = "rows") -> list[Row]:
     """Return the rows of a file's table; none if machine, versions or commit were others.
 
     Args:
@@ -121,9 +121,9 @@ class ResumedResult:
         result: facts and tables.
     """
 
-    def __init__(self, path: Path, facts: Result, tables: Sequence[str]) -> None:
+    def __init__(self, path: Path, facts: BenchmarkResult, tables: Sequence[str]) -> None:
         self.path = path
-        self.result: Result = facts | {table: earlier_rows(path, facts, table) for table in tables}
+        self.result: BenchmarkResult = facts | {table: earlier_rows(path, facts, table) for table in tables}
 
     def has(self, table: str, **key: Any) -> bool:
         """Return whether a table has a row with this key."""

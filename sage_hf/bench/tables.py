@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sage_hf.bench.cases import Case
+from sage_hf.bench.cases import BenchCase
 from sage_hf.bench.providers import PROVIDERS, TRAINING_PROVIDERS, Provider
-from sage_hf.bench.results import Result, Row
+from sage_hf.bench.results import BenchmarkResult, Row
 from sage_hf.text import markdown_table, text_table
 
 MISSING = "–"
-Columns = dict[Provider, dict[Case, Row]]
+Columns = dict[Provider, dict[BenchCase, Row]]
 """The rows of each provider, by case."""
 
 
-def markdown(result: Result) -> str:
+def markdown(result: BenchmarkResult) -> str:
     """Return a Markdown table of the speed of every provider at every shape; the fastest end to end is bold.
 
     For training, a second table has errors and memory at one shape.
@@ -26,7 +26,7 @@ def markdown(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def text(result: Result) -> str:
+def text(result: BenchmarkResult) -> str:
     """Return tables for a terminal: speeds, errors and memory at one shape, and providers that could not run."""
     parts = [_caption(result), text_table(*_speeds(result, bold=False))]
     if columns := measured(result):
@@ -36,7 +36,7 @@ def text(result: Result) -> str:
     return "\n\n".join([*parts, *_unavailable(result)])
 
 
-def phases_markdown(result: Result) -> str:
+def phases_markdown(result: BenchmarkResult) -> str:
     """Return the result of `measure_phases.run` as a Markdown table."""
     caption = (
         f"On {result['gpu']}, from a profiler's trace; a phase counts from the end of the previous phase. Shares "
@@ -46,7 +46,7 @@ def phases_markdown(result: Result) -> str:
     return f"{markdown_table(*_phases(result))}\n\n{caption}"
 
 
-def phases_text(result: Result) -> str:
+def phases_text(result: BenchmarkResult) -> str:
     """Return the result of `measure_phases.run` as a table for a terminal, and calls that could not run."""
     missing: dict[str, list[str]] = {
         f"{row['shape']}, {row['what']}: {row['unavailable']}": [] for row in result["rows"] if "unavailable" in row
@@ -55,11 +55,11 @@ def phases_text(result: Result) -> str:
     return "\n\n".join([*parts, *not_measured(missing)])
 
 
-def _phases(result: Result) -> tuple[list[str], list[list[str]]]:
+def _phases(result: BenchmarkResult) -> tuple[list[str], list[list[str]]]:
     rows_by_phase: dict[tuple[str, str], dict[str, Row]] = {}
     for row in result["rows"]:
         if "ms" in row:
-            rows_by_phase.setdefault((str(Case.of_row(row)), row["what"]), {})[row["phase"]] = row
+            rows_by_phase.setdefault((str(BenchCase.of_row(row)), row["what"]), {})[row["phase"]] = row
     phases = ("statistics", "quantize", "attention", "whole")
     copied = ("statistics", "quantize", "whole")
     header = ["call", "of", *(f"{phase}, ms" for phase in phases), *(f"{phase}, of a copy" for phase in copied)]
@@ -71,32 +71,32 @@ def _phases(result: Result) -> tuple[list[str], list[list[str]]]:
     return header, cells
 
 
-def rows_of(result: Result, provider: Provider) -> dict[Case, Row]:
+def rows_of(result: BenchmarkResult, provider: Provider) -> dict[BenchCase, Row]:
     """Return the rows that one provider measured, by shape."""
     return {
-        Case.of_row(row): row
+        BenchCase.of_row(row): row
         for row in result["rows"]
         if (row["provider"], row["scope"]) == (provider.name, provider.scope) and "tflops" in row
     }
 
 
-def measured(result: Result) -> Columns:
+def measured(result: BenchmarkResult) -> Columns:
     """Return the rows of each provider that has any, in the order of PROVIDERS or TRAINING_PROVIDERS."""
     providers = TRAINING_PROVIDERS if is_training(result) else PROVIDERS
     rows_by_provider = {provider: rows_of(result, provider) for provider in providers}
     return {provider: rows for provider, rows in rows_by_provider.items() if rows}
 
 
-def is_training(result: Result) -> bool:
+def is_training(result: BenchmarkResult) -> bool:
     """Return whether the result comes from a run of training."""
     return any(row["direction"] == "forward_backward" for row in result["rows"])
 
 
-def _speeds(result: Result, bold: bool = True) -> tuple[list[str], list[list[str]]]:
+def _speeds(result: BenchmarkResult, bold: bool = True) -> tuple[list[str], list[list[str]]]:
     columns = measured(result)
     header = ["shape", *map(heading, columns)]
     cells = []
-    for shape in dict.fromkeys(map(Case.of_row, result["rows"])):
+    for shape in dict.fromkeys(map(BenchCase.of_row, result["rows"])):
         speeds = {provider: rows[shape]["tflops"] for provider, rows in columns.items() if shape in rows}
         fastest = max((speed for provider, speed in speeds.items() if provider.scope == "end_to_end"), default=None)
         line = [f"{shape.name}: {shape}"]
@@ -109,13 +109,13 @@ def _speeds(result: Result, bold: bool = True) -> tuple[list[str], list[list[str
     return header, cells
 
 
-def common_shape(columns: Columns) -> Case:
+def common_shape(columns: Columns) -> BenchCase:
     """Return the shape that most providers measured; if several, the shape with most operations."""
     shapes = {shape for rows in columns.values() for shape in rows}
     return max(shapes, key=lambda shape: (sum(shape in rows for rows in columns.values()), shape.operations))
 
 
-def _at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[list[str]]]:
+def _at_shape(columns: Columns, shape: BenchCase) -> tuple[list[str], list[list[str]]]:
     header = ["provider", "ms", "rel-L1", "rel-L1, K and V biased", "extra memory / Q, K, V", "first call, s"]
     cells = []
     for provider, rows in columns.items():
@@ -126,7 +126,7 @@ def _at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[list[str]]
     return header, cells
 
 
-def _training_at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[list[str]]]:
+def _training_at_shape(columns: Columns, shape: BenchCase) -> tuple[list[str], list[list[str]]]:
     header = ["provider", "forward, ms", "backward, ms"]
     header += [f"{name} rel-L1 (biased)" for name in ("O", "dQ", "dK", "dV")]
     header += ["kept for backward, MB", "extra memory / Q, K, V", "first step, s"]
@@ -143,7 +143,7 @@ def _training_at_shape(columns: Columns, shape: Case) -> tuple[list[str], list[l
     return header, cells
 
 
-def _training_caption(shape: Case) -> str:
+def _training_caption(shape: BenchCase) -> str:
     return (
         f"At {shape}. Errors of the output and of the gradients against exact attention in float64, on standard normal "
         "tensors and, in brackets, where K and V have means. Kept for backward: allocated between the passes, with "
@@ -156,7 +156,7 @@ def heading(provider: Provider) -> str:
     return f"{provider.label} (kernel)" if provider.scope == "kernel" else provider.label
 
 
-def _caption(result: Result) -> str:
+def _caption(result: BenchmarkResult) -> str:
     sizes = "batch × heads (query/key) × tokens × head_dim"
     if is_training(result):
         direction = (
@@ -170,7 +170,7 @@ def _caption(result: Result) -> str:
     return f"TFLOP/s on {result['gpu']}, {direction}. {versions(result)}"
 
 
-def versions(result: Result) -> str:
+def versions(result: BenchmarkResult) -> str:
     """Return the versions, commit and date of a result; rows that were measured earlier name their own commit."""
     versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "cuda"))
     source = f"commit {result['commit'][:10]}, " if result["commit"] else ""
@@ -181,7 +181,7 @@ def versions(result: Result) -> str:
     return f"{versions}, {source}{result['date']}{others}."
 
 
-def _unavailable(result: Result) -> list[str]:
+def _unavailable(result: BenchmarkResult) -> list[str]:
     shapes = dict.fromkeys(row["shape"] for row in result["rows"])
     missing: dict[str, list[str]] = {}
     for row in result["rows"]:

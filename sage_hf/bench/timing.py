@@ -16,7 +16,7 @@ import torch
 
 Timeable = Callable[[], object]
 Item = TypeVar("Item")
-Steps = tuple[Sequence[Timeable], int]
+CallSteps = tuple[Sequence[Timeable], int]
 """(consecutive steps of a call, number of calls)."""
 
 SECONDS = 1.0
@@ -95,11 +95,11 @@ def _seconds(call: Timeable) -> float:
 
 def median_ms(calls: Mapping[Any, tuple[Timeable, int]]) -> dict[Any, float]:
     """Return the median time of each call in ms; `calls` is key -> (call, number of calls); see `median_steps_ms`."""
-    steps: dict[Any, Steps] = {key: ((call,), count) for key, (call, count) in calls.items()}
+    steps: dict[Any, CallSteps] = {key: ((call,), count) for key, (call, count) in calls.items()}
     return {key: whole for key, (whole, _) in median_steps_ms(steps).items()}
 
 
-def median_steps_ms(calls: Mapping[Any, Steps]) -> dict[Any, list[float]]:
+def median_steps_ms(calls: Mapping[Any, CallSteps]) -> dict[Any, list[float]]:
     """Return the median times in ms of calls that consist of steps: first of the whole call, then of each step.
 
     Each call runs several times in a row, at the clocks and temperature that it causes itself, as in a model that
@@ -139,7 +139,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @dataclass
-class Timed:
+class TimedCall:
     """A call that a `TimingStream` times.
 
     Attributes:
@@ -222,15 +222,15 @@ class TimingStream:
         times = (start.elapsed_time(end) for start, end in itertools.pairwise(marks))
         return statistics.median(times) / count * 1e3
 
-    def prepare(self, call: Timeable, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> Timed:
+    def prepare(self, call: Timeable, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> TimedCall:
         """Repeat the call until it has done its one-time work, and capture as many calls as fit into a replay."""
         for _ in range(SETTLING_CALLS):
             call()
         once_ms = self.once_ms(call)
         calls = max(1, min(MAX_CAPTURED, int(WINDOW_MS / (REPLAYS + 1) / max(1e-3, once_ms))))
-        return Timed(call, context, once_ms, self._capture(call, calls).replay, calls)
+        return TimedCall(call, context, once_ms, self._capture(call, calls).replay, calls)
 
-    def take_host_times(self, timed: Sequence[Timed]) -> None:
+    def take_host_times(self, timed: Sequence[TimedCall]) -> None:
         """Take the host times of all calls in turns, in random orders: from an idle GPU until the call returns.
 
         A host time is the time of one call after other calls, not of a call in a loop: other calls have displaced its
@@ -247,7 +247,7 @@ class TimingStream:
                     call.host_times.append(1e6 * (time.perf_counter() - started))
         self._stream.synchronize()
 
-    def replay(self, timed: Sequence[Timed]) -> None:
+    def replay(self, timed: Sequence[TimedCall]) -> None:
         """Replay all graphs in turns, in random orders, and wait until the last has ended.
 
         Before each timed replay the GPU is kept busy; otherwise the calls of a short replay would wait for the host's
@@ -300,7 +300,7 @@ def looped_us(calls: Mapping[str, tuple[Timeable, int]], device: torch.device) -
     return {name: 1e6 * statistics.median(rounds) for name, rounds in times.items()}
 
 
-class Span(NamedTuple):
+class KernelRun(NamedTuple):
     """One run of a kernel: its name, and its start and end in µs."""
 
     kernel: str
@@ -308,7 +308,7 @@ class Span(NamedTuple):
     end: float
 
 
-def profiled(call: Timeable) -> list[list[Span]]:
+def profiled(call: Timeable) -> list[list[KernelRun]]:
     """Return the kernels of some calls by PyTorch's profiler; each call's kernels are in the order of their ends.
 
     Raises:
@@ -322,7 +322,7 @@ def profiled(call: Timeable) -> list[list[Span]]:
             call()
         torch.cuda.synchronize()
     spans = [
-        Span(event.name, event.time_range.start, event.time_range.end)
+        KernelRun(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]

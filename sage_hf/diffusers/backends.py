@@ -34,7 +34,7 @@ def backend_member(recipe: str, fallback: str | None) -> Any:
 
 
 @dataclass
-class Choice:
+class BackendChoice:
     """Choice of a backend for one call of a processor.
 
     Attributes:
@@ -46,19 +46,19 @@ class Choice:
     reached: bool = False
 
 
-class _Thread(threading.local):
+class _BackendState(threading.local):
     """The choice for the processor that runs in this thread."""
 
-    choice: Choice | None = None
+    choice: BackendChoice | None = None
 
 
-_thread = _Thread()
+_thread = _BackendState()
 
 
 @contextmanager
-def choosing(backend: Any) -> Iterator[Choice]:
+def choosing(backend: Any) -> Iterator[BackendChoice]:
     """Attend by `backend` in this thread if a processor leaves the choice to diffusers. Eager mode only."""
-    before, _thread.choice = _thread.choice, Choice(backend)
+    before, _thread.choice = _thread.choice, BackendChoice(backend)
     try:
         yield _thread.choice
     finally:
@@ -118,7 +118,13 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
         plain = sparse is None and not (return_lse or (is_causal and attn_mask is not None))
         if plain and not torch.compiler.is_compiling() and not function_modes_are_active():
             options = Options(
-                *(is_causal, 0, scale, enable_gqa, dropout_p, recipe, chosen_fallback(fallback)), tokens_first=True
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                dropout_p=dropout_p,
+                recipe=recipe,
+                fallback=chosen_fallback(fallback),
+                tokens_first=True,
             )
             return attend_observed(query, key, value, attn_mask, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

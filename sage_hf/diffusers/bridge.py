@@ -24,14 +24,14 @@ IP_ADAPTER_METHODS = "_load_ip_adapter_weights", "unload_ip_adapter"
 # Running pipelines
 
 
-class _Thread(threading.local):
+class _BridgeState(threading.local):
     """Pipelines whose calls are running in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.pipelines: list[Any] = []
 
 
-_thread = _Thread()
+_thread = _BridgeState()
 
 
 def running_pipeline() -> Any:

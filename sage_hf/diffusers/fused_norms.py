@@ -183,7 +183,7 @@ LARGE_TRAINING_SAMPLE = 2**22
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedCall:
     """A processor's call whose QK-norm and RoPE a kernel computes.
 
     Attributes:
@@ -197,9 +197,9 @@ class Fused:
     trial_key: Hashable | None
 
 
-def plan_fused_norms(
+def prepare_fused_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
-) -> Fused | None:
+) -> FusedCall | None:
     """Plan a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
 
     Args:
@@ -244,7 +244,7 @@ def plan_fused_norms(
     if not norms:
         return None
     kind = (type(processor), sample.dtype, sample.device, *kinds) if kinds else None
-    return Fused(norms, arguments, kind)
+    return FusedCall(norms, arguments, kind)
 
 
 def _moved(rope: Rope, device: torch.device) -> Rope:
@@ -338,7 +338,7 @@ def _run_if_it_agrees(module: nn.Module, norm: Norm, heads_first: bool, x: Tenso
     return _run(norm, None, heads_first, x) if agrees else module(x)
 
 
-def agrees(fused: Fused, attn: nn.Module, run_original: Callable[[], Any], run_fused: Callable[[], Any]) -> bool:
+def agrees(fused: FusedCall, attn: nn.Module, run_original: Callable[[], Any], run_fused: Callable[[], Any]) -> bool:
     """Check that a processor attends with the same queries and keys as with its own operators.
 
     The first call of a kind is run up to its attention in both ways, in a layer whose submodules have no hooks to
@@ -386,13 +386,13 @@ class _Attended(Exception):
         self.tensors = tuple(x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)] for x in tensors)
 
 
-class _Thread(threading.local):
+class _TrialState(threading.local):
     """Thread state: whether the thread runs a processor only for its queries and keys."""
 
     trial = False
 
 
-_thread = _Thread()
+_thread = _TrialState()
 
 
 def end_trial(query: Tensor, key: Tensor, tokens_first: bool = False) -> None:

@@ -13,7 +13,13 @@ from huggingface_hub.utils import logging
 from sage_hf.diffusers.bridge import for_each_subclass, parallel_config_of, parallel_plan_of
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError, naming
 from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
-from sage_hf.diffusers.plans import SharedTextPlan, check_layers, check_split, context_parallel_plan, split_attention
+from sage_hf.diffusers.parallel_plans import (
+    ContextParallelPlan,
+    check_layers,
+    check_split,
+    context_parallel_plan,
+    split_attention,
+)
 from sage_hf.diffusers.processor import (
     SageAttnProcessor,
     attention_layers,
@@ -211,7 +217,7 @@ def complete_parallelism(model_class: Any) -> None:
         modules = _modules_of_ours(self) if splits_tokens(config) else {}
         if modules and cp_plan is None and parallel_plan_of(self) is None:
             cp_plan = context_parallel_plan(self)
-        if isinstance(cp_plan, SharedTextPlan) and splits_tokens(config):
+        if isinstance(cp_plan, ContextParallelPlan) and splits_tokens(config):
             check_split(self, config)
             enable(self, config=config, cp_plan=cp_plan, **kwargs)
             split_attention(self)

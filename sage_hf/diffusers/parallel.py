@@ -27,7 +27,7 @@ def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, i
         module: the attention module.
         layer: its `layers.Layer`.
         shards: the processes.
-        by_our_plan: whether a plan of sage-hf (`plans`) splits the tokens; every layer that runs our functions
+        by_our_plan: whether a plan of sage-hf (`parallel_plans`) splits the tokens; every layer that runs our functions
             supports such a plan.
         is_sparse: whether the module runs sparse attention.
     """

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from sage_hf.attributes import SPLIT
 from sage_hf.diffusers.bridge import Shards, scores_are_skipped
 from sage_hf.diffusers.fused_norms import end_trial
+from sage_kernels.spec.masks import with_leading_dims
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class SplitTokens:
             ValueError: the mask has another shape.
         """
         shards, given_shape = self.shards, tuple(mask.shape)
-        mask, (heads, queries, every_key) = mask[(None,) * (4 - mask.dim())], sizes
+        mask, (heads, queries, every_key) = with_leading_dims(mask), sizes
         if self.number is None and mask.shape[-1] == keys[shards.part] != every_key:
             longest = max(keys)
             sent = torch.nn.functional.pad(mask, (0, longest - mask.shape[-1])).movedim(-1, 0).contiguous()

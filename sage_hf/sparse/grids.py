@@ -15,7 +15,7 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """Order of the tokens in a family's self-attention, and its blocks' arguments with an entry for each token.
 
     Attributes:
@@ -34,7 +34,7 @@ class Layout:
     of_tokens: Mapping[str, tuple[int, int]]
 
 
-def layout_of(model: Any) -> Layout | None:
+def layout_of(model: Any) -> TokenLayout | None:
     """Return the layout of a denoiser; None if it is unknown: its tokens then stay in raster order."""
     return _LAYOUTS.get(name_in_diffusers(type(model)))
 
@@ -82,11 +82,11 @@ def _ltx(model: Any, arguments: dict[str, Any]) -> Grid | None:
 _ROTARY = {"image_rotary_emb": (2, 0), "freqs_cis": (2, 0)}
 _DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
 _LAYOUTS = {
-    "CogVideoXTransformer3DModel": Layout(_cogvideox, "first", ("transformer_blocks",), _ROTARY),
-    "HunyuanVideoTransformer3DModel": Layout(_hunyuan_video, "last", _DOUBLE_AND_SINGLE, _ROTARY),
-    "LTXVideoTransformer3DModel": Layout(
+    "CogVideoXTransformer3DModel": TokenLayout(_cogvideox, "first", ("transformer_blocks",), _ROTARY),
+    "HunyuanVideoTransformer3DModel": TokenLayout(_hunyuan_video, "last", _DOUBLE_AND_SINGLE, _ROTARY),
+    "LTXVideoTransformer3DModel": TokenLayout(
         _ltx, "last", ("transformer_blocks",), {"image_rotary_emb": (3, 1), "temb": (3, 1)}
     ),
-    "MochiTransformer3DModel": Layout(_mochi, "last", ("transformer_blocks",), {"image_rotary_emb": (3, 0)}),
-    "WanTransformer3DModel": Layout(_wan, "last", ("blocks",), {"rotary_emb": (4, 1), "temb": (4, 1)}),
+    "MochiTransformer3DModel": TokenLayout(_mochi, "last", ("transformer_blocks",), {"image_rotary_emb": (3, 0)}),
+    "WanTransformer3DModel": TokenLayout(_wan, "last", ("blocks",), {"rotary_emb": (4, 1), "temb": (4, 1)}),
 }

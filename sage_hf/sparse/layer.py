@@ -19,7 +19,7 @@ from sage_hf.attention import chosen_fallback, sage_attention
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
 from sage_hf.sparse.config import BLOCK, Sparse
-from sage_hf.sparse.grids import Grid, Layout, arguments_of, layout_of
+from sage_hf.sparse.grids import Grid, TokenLayout, arguments_of, layout_of
 from sage_hf.sparse.order import TileOrder
 from sage_hf.sparse.reorder import Reordering
 from sage_hf.sparse.routers import Router, even_budgets, kept_mass, tile_mass
@@ -27,7 +27,7 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
-from sage_kernels.spec.masks import key_mask
+from sage_kernels.spec.masks import key_mask, with_leading_dims
 
 MEASURED_CALLS = 8
 """Default of `SparseModel.measured_calls`."""
@@ -59,7 +59,7 @@ class SparseModel:
 
     def __init__(self, settings: Sparse, denoiser: nn.Module) -> None:
         self.settings = settings
-        self.layout: Layout | None = layout_of(denoiser)
+        self.layout: TokenLayout | None = layout_of(denoiser)
         self.call = _DenoiserCall()
         self.dense_step = settings.dense_steps > 0
         self.router = settings.make_router()
@@ -94,7 +94,7 @@ class SparseModel:
         """Check whether the denoiser's tokens are in 4×4×4 order already."""
         return self.reordering is not None and self.reordering.active
 
-    def order(self, tokens: int, device: torch.device) -> Order | None:
+    def order(self, tokens: int, device: torch.device) -> TokenOrder | None:
         """Return the order for a call's tokens.
 
         Return None if the grid is unknown: then text is unknown too, and all tokens count as video.
@@ -105,7 +105,7 @@ class SparseModel:
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenOrder:
     """Order of a call's tokens: video in 4×4×4 tiles, and text in its original place.
 
     Attributes:
@@ -120,13 +120,13 @@ class Order:
 
 
 @lru_cache(maxsize=16)
-def order_with_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> Order:
+def order_with_text(grid: Grid, tokens: int, text: Literal["first", "last"], device: torch.device) -> TokenOrder:
     """Return the order of a call of `tokens` tokens; tokens outside the grid are text."""
     video = TileOrder.of(grid, device).tokens
     first = tokens - len(video) if text == "first" else 0
     order = torch.arange(tokens, device=device)
     order[first : first + len(video)] = first + video
-    return Order(order, order.argsort(), slice(0, first) if text == "first" else slice(len(video), tokens))
+    return TokenOrder(order, order.argsort(), slice(0, first) if text == "first" else slice(len(video), tokens))
 
 
 def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Statistics:
+class SparsityStatistics:
     """Statistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
 
     Attributes:
@@ -172,7 +172,7 @@ class SparseLayer:
         self.model = model
         self.always_dense = always_dense
         self.crosses = crosses
-        self.statistics = Statistics()
+        self.statistics = SparsityStatistics()
         self.router: Router | None = None
 
     def attend(
@@ -245,7 +245,7 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a requested log-sum-exp"
-        if attn_mask is not None and key_mask(attn_mask[(None,) * (4 - attn_mask.dim())], key.shape[2]) is None:
+        if attn_mask is not None and key_mask(with_leading_dims(attn_mask), key.shape[2]) is None:
             return "a mask other than a key-padding mask"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a key-padding mask with unknown text tokens: a row might keep only padding"
@@ -292,14 +292,14 @@ def sparsity_of(layer: SparseLayer) -> str:
     return "; ".join(parts)
 
 
-class _Thread(threading.local):
+class _SparseState(threading.local):
     """The sparse layer whose attention this thread is computing."""
 
     def __init__(self) -> None:
         self.layer: SparseLayer | None = None
 
 
-_thread = _Thread()
+_thread = _SparseState()
 
 
 @contextmanager

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_hf.sparse.grids import Grid, Layout, by_name
+from sage_hf.sparse.grids import Grid, TokenLayout, by_name
 from sage_hf.sparse.order import TileOrder
 from sage_kernels.runtime import dynamo
 
 FOR_ALL_TOKENS = frozenset(
     ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "encoder_attention_mask", "attention_kwargs")
 )
-"""Arguments of blocks, in addition to `Layout.of_tokens`, that have no entry for each video token.
+"""Arguments of blocks, in addition to `TokenLayout.of_tokens`, that have no entry for each video token.
 
 Masks have entries for text; over video tokens they are constant."""
 
@@ -38,7 +38,7 @@ class Reordering(threading.local):
         grid: (frames, height, width) of the current call in tokens, if the call may be reordered; else None.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TokenLayout) -> None:
         self.layout = layout
         self.active = False
         self.grid: Grid | None = None

@@ -154,7 +154,7 @@ class _ModelCall:
     def report_exact(self, reason: str) -> None:
         """Record that the call runs exactly, with the reason; raise KernelUnavailableError if the fallback is
         "error"."""
-        options = Options(self.is_causal, recipe=self.recipe, fallback=self.fallback)
+        options = Options(is_causal=self.is_causal, recipe=self.recipe, fallback=self.fallback)
         execution.announce_exact(self.query, self.key, self.value, self.mask, None, options, reason)
 
 
@@ -225,7 +225,7 @@ def _gains(causality: Causality, call: _ModelCall) -> bool:
     if not get_recipe(call.recipe).recent_keys:
         return False
     request = Request.of(call.query, call.key, call.value, call.mask, True, call.recipe)
-    return execution.choose(request, call.fallback).recipe == call.recipe
+    return execution.select_checked(request, call.fallback).recipe == call.recipe
 
 
 def _eager(

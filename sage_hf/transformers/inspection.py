@@ -16,12 +16,12 @@ from torch import nn
 from sage_hf.sources import source_of
 from sage_hf.transformers.bridge import EVERY_MODEL, INTERFACE, asks_for_implementation, runs_other_attention
 
-Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 
-def once_per_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
+def once_per_class(function: Callable[[type], Answer]) -> Callable[[type], Answer]:
     """Return `function` with cached results (functools.cache, typed so that it accepts classes)."""
-    return cast(Callable[[type], Result], functools.cache(function))
+    return cast(Callable[[type], Answer], functools.cache(function))
 
 
 def is_module_class(value: object) -> TypeGuard[type[nn.Module]]:

@@ -33,7 +33,7 @@ HANDLE = "sage_kv_layer"
 """Keyword that passes a cache layer to the attention function."""
 WHOLE = "whole K and V"
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+AttentionForward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -174,7 +174,7 @@ class QuantizedLayer(DynamicLayer):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float | None,
-        forward: Forward,
+        forward: AttentionForward,
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the tokens of the latest `update` to the cache, and store them.
@@ -360,7 +360,7 @@ def attention_with_cache(
     layer: QuantizedLayer | None = kwargs.pop(HANDLE, None)
     if keeps_weights() and has_eager_attention(module):
         kwargs["output_attentions"] = True
-    forward: Forward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
+    forward: AttentionForward = functools.partial(sage_attention_forward, recipe=recipe, fallback=fallback)
     if layer is None:
         return forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
     return layer.attend(module, query, key, value, attention_mask, scaling, forward, kwargs)

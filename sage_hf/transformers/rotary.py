@@ -40,13 +40,13 @@ LARGE_WITH_GRADIENTS = 2**22
 RopeFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
-class _Thread(threading.local):
+class _RotaryState(threading.local):
     """Thread state: the layer that the thread is running, if the layer has a recipe of ours."""
 
     layer: nn.Module | None = None
 
 
-_thread = _Thread()
+_thread = _RotaryState()
 _agreements: dict[tuple[RopeFunction, torch.dtype, int, torch.device], bool] = {}
 """Bit-for-bit agreement of modelling files' functions with the kernel."""
 

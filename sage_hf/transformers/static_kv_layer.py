@@ -13,7 +13,7 @@ from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from sage_hf import kv_record
-from sage_hf.transformers.kv_layer import Forward, QuantizedLayer, eagerly, limit_of_keywords
+from sage_hf.transformers.kv_layer import AttentionForward, QuantizedLayer, eagerly, limit_of_keywords
 from sage_kernels import kv_step
 from sage_kernels.runtime.torch_private import mark_static
 from sage_kernels.spec.kv_cache import KVCache
@@ -117,7 +117,7 @@ class StaticQuantizedLayer(QuantizedLayer):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scaling: float | None,
-        forward: Forward,
+        forward: AttentionForward,
         keywords: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the tokens of the latest `update` to the cache, and store them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_hf.bench.cases import Case, draw
+from sage_hf.bench.cases import BenchCase, draw
 from sage_hf.bench.prewarm import call_in_processes
 from sage_kernels import ops, training
 from sage_kernels.dispatch import cost_model, execution
@@ -29,7 +29,7 @@ BACKENDS = {
 assert tuple(BACKENDS) == cost_model.BACKENDS
 
 
-def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable[[str], Callable[[], object]]:
+def prepare(device: torch.device, case: BenchCase, backward: bool = True) -> Callable[[str], Callable[[], object]]:
     """Draw a case's tensors; return a function from the name of a recipe or exact kernel to a call with these tensors.
 
     Args:
@@ -46,8 +46,8 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     def exactly(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
             if not case.training:
-                return execution.compute(call, execution.choose(execution.request_of(call), "native"))[0]
-            options = Options(case.is_causal, case.causal_offset, enable_gqa=inputs.grouped)
+                return execution.compute(call, execution.select_checked(execution.request_of(call), "native"))[0]
+            options = Options(is_causal=case.is_causal, causal_offset=case.causal_offset, enable_gqa=inputs.grouped)
             return attend_exactly(query, key, value, mask, blocks=None, options=options)[0]
 
     def forward(name: str) -> Callable[[], Tensor]:
@@ -72,7 +72,7 @@ def prepare(device: torch.device, case: Case, backward: bool = True) -> Callable
     return lambda name: partial(both, forward(name)) if case.training else forward(name)
 
 
-def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Case]], seconds: float | None = None) -> int:
+def compile_kernels(device: torch.device, calls: Iterable[tuple[str, BenchCase]], seconds: float | None = None) -> int:
     """Run each (recipe, case) once in one of several processes, so that later processes find its kernels in the caches.
 
     Args:
@@ -88,14 +88,14 @@ def compile_kernels(device: torch.device, calls: Iterable[tuple[str, Case]], sec
     return sum(call_in_processes(partial(_run_once, device), small, seconds))
 
 
-def _cut(case: Case) -> Case:
+def _cut(case: BenchCase) -> BenchCase:
     """Return a case whose calls need the same kernels, but less work."""
     kv_heads = min(2, case.kv_heads)
     q_heads = kv_heads * (case.q_heads // case.kv_heads)
     return replace(case, batch=min(2, case.batch), q_heads=q_heads, kv_heads=kv_heads)
 
 
-def _run_once(device: torch.device, call: tuple[str, Case]) -> bool:
+def _run_once(device: torch.device, call: tuple[str, BenchCase]) -> bool:
     """Run a call, (recipe or exact kernel, case); return whether it is native for the case."""
     name, case = call
     trains = get_exact(name) is None and get_recipe(name).backward is not None and case.kind in ("none", "keys")

@@ -11,15 +11,24 @@ from typing import get_args
 
 import torch
 
-from sage_kernels.dispatch.curves import NOMINAL_WIDTH, Curve, Order, Regime, Schedule, Sizes, Weights, work
+from sage_kernels.dispatch.curves import (
+    NOMINAL_WIDTH,
+    CallSizes,
+    CostCurve,
+    CostWeights,
+    ItemOrder,
+    ItemSchedule,
+    Regime,
+    work,
+)
 
 ROWS = (64, 128, 192, 256)
 KEYS = (64, 128, 176, 192)
 ITEMS_PER_MULTIPROCESSOR = (1, 2, 3, 4)
-ORDERS = get_args(Order)
+ORDERS = get_args(ItemOrder)
 WIDTHS = (tuple(range(32, 257, 32)), (64, 128, 192, 256), (16, 32, 64, 128, 256), (64, 96, 128, 192, 256))
 """Head dimensions to which kernels pad: multiples of 32 and of 64, powers of 2, and FlashAttention 3's sizes."""
-PER_WIDTH = [Weights._fields.index(name) for name in ("queries", "keys", "wide_item", "wide_tile", "ragged")]
+PER_WIDTH = [CostWeights._fields.index(name) for name in ("queries", "keys", "wide_item", "wide_tile", "ragged")]
 FEWEST = 8
 """Smallest number of calls, over all head_dims, for a curve."""
 FEWEST_OF_A_WIDTH = 20
@@ -33,23 +42,23 @@ LAST_SWEEPS = 400
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Time of one call in microseconds, with the fields of `Curve` that name the call's kind."""
+class MeasuredTime:
+    """Time of one call in microseconds, with the fields of `CostCurve` that name the call's kind."""
 
     provider: str
     mask: str
     causal: bool
-    sizes: Sizes
+    sizes: CallSizes
     us: float
     regime: Regime = ""
 
 
-def fit(measured: Iterable[Measured], multiprocessors: int) -> tuple[Curve, ...]:
+def fit(measured: Iterable[MeasuredTime], multiprocessors: int) -> tuple[CostCurve, ...]:
     """Fit a curve to each provider, kind of mask, causality and regime with at least FEWEST calls.
 
     The curve is for all head_dims; padded head_dims with FEWEST_OF_A_WIDTH calls also have a separate curve.
     """
-    kinds: dict[tuple[str, str, bool, Regime], list[Measured]] = {}
+    kinds: dict[tuple[str, str, bool, Regime], list[MeasuredTime]] = {}
     for point in measured:
         kinds.setdefault((point.provider, point.mask, point.causal, point.regime), []).append(point)
     curves = []
@@ -73,13 +82,13 @@ def _padded_alike(widths: Sequence[int], head_dim: int) -> tuple[int, int]:
     return (widths[index - 1] + 1 if index else 1), widths[index]
 
 
-def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
+def _fit_one(calls: Sequence[MeasuredTime], multiprocessors: int) -> CostCurve:
     """Return the curve with the least sum of squared relative errors."""
     kind, head_dims = calls[0], {call.sizes.head_dim for call in calls}
     grouped = any(call.sizes.q_heads != call.sizes.kv_heads for call in calls)
     slots = [count * multiprocessors for count in ITEMS_PER_MULTIPROCESSOR]
     packs, widths = (False, True)[: 1 + grouped], WIDTHS if len(head_dims) > 1 else WIDTHS[:1]
-    nominal_schedules = [Schedule(*sizes, (NOMINAL_WIDTH,)) for sizes in product(ROWS, KEYS, slots, ORDERS, packs)]
+    nominal_schedules = [ItemSchedule(*sizes, (NOMINAL_WIDTH,)) for sizes in product(ROWS, KEYS, slots, ORDERS, packs)]
     schedules = [
         replace(nominal_schedule, widths=padded) for padded, nominal_schedule in product(widths, nominal_schedules)
     ]
@@ -96,9 +105,9 @@ def _fit_one(calls: Sequence[Measured], multiprocessors: int) -> Curve:
     best = _nonnegative(relative, SWEEPS)[1].topk(BEST_SCHEDULES, largest=False).indices
     weights, errors = _nonnegative(relative[best], LAST_SWEEPS)
     least = int(errors.argmin())
-    schedule, fitted = schedules[int(best[least])], Weights(*weights[least].tolist())
+    schedule, fitted = schedules[int(best[least])], CostWeights(*weights[least].tolist())
     served = _padded_alike(schedule.widths, min(head_dims))[0], _padded_alike(schedule.widths, max(head_dims))[1]
-    curve = Curve(kind.provider, kind.mask, kind.causal, served, schedule, fitted, regime=kind.regime)
+    curve = CostCurve(kind.provider, kind.mask, kind.causal, served, schedule, fitted, regime=kind.regime)
     squares = [math.log(call.us / curve.us(call.sizes)) ** 2 for call in calls]
     return replace(curve, error=math.sqrt(sum(squares) / len(squares)))
 

@@ -15,15 +15,15 @@ from datetime import date
 import torch
 
 from sage_hf.bench import grid
-from sage_hf.bench.cases import Case, MaskName
+from sage_hf.bench.cases import BenchCase, MaskName
 from sage_hf.bench.timing import TimingStream
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
-from sage_hf.tune.fit import Measured, fit
+from sage_hf.tune.fit import MeasuredTime, fit
 from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
-from sage_kernels.dispatch.cost_model import DECODED_QUERIES, Table
-from sage_kernels.dispatch.curves import Curve, Regime
+from sage_kernels.dispatch.cost_model import DECODED_QUERIES, CostTable
+from sage_kernels.dispatch.curves import CostCurve, Regime
 from sage_kernels.dispatch.registry import exacts
 from sage_kernels.dispatch.select import MIN_KV_LEN, MIN_QUERY_LEN, select
 from sage_kernels.runtime.toolchain import triton_version
@@ -67,7 +67,7 @@ TRAINING_MS = 30.0
 REPLAYS = 3
 
 
-def points() -> list[Case]:
+def points() -> list[BenchCase]:
     """Return the calls to measure: random calls of the grid's kinds, and calls with gradients.
 
     Kinds of calls take turns, so that a few calls of every kind come first.
@@ -77,12 +77,12 @@ def points() -> list[Case]:
         for drawn_case in grid.drawn(DRAWN, SEED, MOST_OPERATIONS)
     ]
     for (heads, group, head_dim), kv_len, q_len in itertools.product(CACHED, (1024, 8192, 32768), (4, 12)):
-        cases.append(Case("chunked prefill", 1, heads, heads // group, q_len, kv_len, head_dim, "lower_right"))
+        cases.append(BenchCase("chunked prefill", 1, heads, heads // group, q_len, kv_len, head_dim, "lower_right"))
     for head_dim, n, batch in itertools.product((32, 64, 128, 256), (300, 1024, 3000), (1, 8)):
-        cases.append(Case("causal", batch, 16, 16, n, n, head_dim, "causal_lengths"))
+        cases.append(BenchCase("causal", batch, 16, 16, n, n, head_dim, "causal_lengths"))
 
     def train(batch: int, q_heads: int, kv_heads: int, tokens: int, head_dim: int, mask: MaskName = "none") -> None:
-        cases.append(Case("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
+        cases.append(BenchCase("training", batch, q_heads, kv_heads, tokens, tokens, head_dim, mask, training=True))
 
     for head_dim, n in itertools.product((64, 128), TRAINING_LENGTHS):
         batch = max(1, 8192 // n)
@@ -100,7 +100,7 @@ def points() -> list[Case]:
     for head_dim, (batch, n), mask in itertools.product((72, 96), ((24, 308), (4, 1400)), TRAINING_MASKS[:2]):
         train(batch, 20, 20, n, head_dim, mask)
     cases += _drawn_training()
-    kinds: dict[tuple[str, Regime, bool, bool], list[Case]] = {}
+    kinds: dict[tuple[str, Regime, bool, bool], list[BenchCase]] = {}
     for case in dict.fromkeys(cases):
         kinds.setdefault((case.kind, _regime(case), case.is_causal, case.training), []).append(case)
     for index, calls in enumerate(kinds.values()):
@@ -109,7 +109,7 @@ def points() -> list[Case]:
     return [case for turn in turns for case in turn if case is not None]
 
 
-def _drawn_training() -> list[Case]:
+def _drawn_training() -> list[BenchCase]:
     """Draw calls with gradients, of lengths and numbers of heads that are no powers of two."""
     random_ = random.Random(SEED)
     cases = []
@@ -117,7 +117,7 @@ def _drawn_training() -> list[Case]:
         mask, head_dim = random_.choice(TRAINING_MASKS), random_.choice((64, 128))
         kv_heads, group = random_.choice((2, 4, 8, 12, 16, 24, 32)), random_.choice((1, 1, 1, 4))
         batch, tokens = random_.choice((1, 1, 2, 4)), round(2 ** random_.uniform(8.5, 14))
-        case = Case("training", batch, kv_heads * group, kv_heads, tokens, tokens, head_dim, mask, training=True)
+        case = BenchCase("training", batch, kv_heads * group, kv_heads, tokens, tokens, head_dim, mask, training=True)
         cases.append(grid.capped(case, TRAINING_OPERATIONS))
     return cases
 
@@ -127,13 +127,13 @@ def _measured(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def _regime(case: Case) -> Regime:
+def _regime(case: BenchCase) -> Regime:
     """Return the regime of the curves of such calls."""
     return cost_model.regime_of(case.is_causal, case.sizes)
 
 
-def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> Table:
-    """Measure a GPU, and return its table; `Table.write` stores it.
+def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str], None] = print) -> CostTable:
+    """Measure a GPU, and return its table; `CostTable.write` stores it.
 
     Kinds of calls for which there was no time get the curves of the shipped table for such GPUs, if there is one.
 
@@ -170,15 +170,15 @@ def tune(device: torch.device, seconds: float = SECONDS, progress: Callable[[str
         measured_kinds = set(map(_kind, curves))
         curves += tuple(curve for curve in cost_model.read_table(shipped).curves if _kind(curve) not in measured_kinds)
     progress(f"fitted {len(curves)} curves until {elapsed():.0f} s")
-    return Table(properties.name, capability, versions(), curves)
+    return CostTable(properties.name, capability, versions(), curves)
 
 
-def _kind(curve: Curve) -> tuple[str, Regime, bool, bool]:
+def _kind(curve: CostCurve) -> tuple[str, Regime, bool, bool]:
     """Return the kind of a curve's calls: curves of one kind are compared, so all must be of the same GPU."""
     return curve.mask, curve.regime, curve.causal, curve.provider.endswith(cost_model.TRAINING)
 
 
-def unseen_points(count: int, seed: int) -> list[Case]:
+def unseen_points(count: int, seed: int) -> list[BenchCase]:
     """Return random calls of the grid's kinds by a seed, except the calls that `tune` measures."""
     seen = {(case.sizes, case.mask) for case in points()}
     return [case for case in grid.drawn(count, seed) if (case.sizes, case.mask) not in seen]
@@ -193,7 +193,7 @@ def table_in_use(device: torch.device) -> str:
     return "shipped" if table.origin == str(cost_model.shipped_path(capability)) else "tuned"
 
 
-def names_for(case: Case) -> list[str]:
+def names_for(case: BenchCase) -> list[str]:
     """Return the recipes and exact kernels to time for a call."""
     if case.training:
         return [TRAINING_RECIPE, *BACKENDS]
@@ -218,7 +218,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+def variants(capability: tuple[int, int], case: BenchCase) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     """Yield `names_for` a call, each with its context for timing; a recipe comes once for each of its kernels."""
     for name in names_for(case):
         if name == RIVAL_RECIPE and capability in CONSUMER_BLACKWELL:
@@ -227,7 +227,7 @@ def variants(capability: tuple[int, int], case: Case) -> Iterator[tuple[str, Abs
             yield name, nullcontext()
 
 
-def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -> Iterator[Measured]:
+def measure_points(device: torch.device, todo: Sequence[BenchCase], seconds: float) -> Iterator[MeasuredTime]:
     """Time each call's variants until the seconds are over; a variant that refuses a call is left out."""
     end = time.perf_counter() + seconds
     capability = torch.cuda.get_device_capability(device)
@@ -252,7 +252,7 @@ def measure_points(device: torch.device, todo: Sequence[Case], seconds: float) -
                 except (RuntimeError, ValueError):  # the call is not supported, or there is no memory
                     torch.cuda.synchronize(device)
                     continue
-                yield Measured(provider, case.kind, case.is_causal, case.sizes, us, _regime(case))
+                yield MeasuredTime(provider, case.kind, case.is_causal, case.sizes, us, _regime(case))
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def provider_of(device: torch.device, case: Case, name: str, backward: bool) -> str:
+def provider_of(device: torch.device, case: BenchCase, name: str, backward: bool) -> str:
     """Return the name, in a table of costs, of a recipe's kernels for a call or of an exact kernel.
 
     Args:

@@ -12,9 +12,9 @@ import torch
 
 import sage_hf
 from sage_hf.bench import measure, model_tables, plots, providers, results, tables
-from sage_hf.bench.cases import SHAPES, Case, draw
+from sage_hf.bench.cases import SHAPES, BenchCase, draw
 from sage_hf.bench.measure import SampledErrors
-from sage_hf.bench.providers import PROVIDERS, Prepared, Provider, sageattention, to_e4m3
+from sage_hf.bench.providers import PROVIDERS, PreparedCall, Provider, sageattention, to_e4m3
 from sage_kernels import ops
 from sage_kernels.dispatch import registry
 from sage_kernels.exact import sdpa
@@ -35,7 +35,7 @@ def fake_timing(monkeypatch, times: list[float]) -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "lower_right"])
 @pytest.mark.parametrize("lengths", [(7, 7), (3, 10), (10, 3), (1, 5)])
 def test_operations_are_of_both_products_for_every_pair_that_causality_leaves(mask, lengths):
-    case = Case("x", 2, 4, 1, *lengths, 64, mask)
+    case = BenchCase("x", 2, 4, 1, *lengths, 64, mask)
     attends = draw(case, CPU).mask if mask == "lower_right" else torch.ones(lengths, dtype=torch.bool)
     pairs = int((attends.tril() if mask == "causal" else attends).sum())
     assert case.operations == 4 * 2 * 4 * pairs * 64
@@ -70,7 +70,9 @@ def test_a_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch):
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def half(inputs):
-        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0] / 2, "half", 2.0)
+        return PreparedCall(
+            lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0] / 2, "half", 2.0
+        )
 
     fake_timing(monkeypatch, [1e-3])
     ours = [Provider("absent", "Absent", absent, "kernel"), Provider("half", "Half", half, "kernel")]
@@ -85,7 +87,7 @@ def test_a_provider_whose_result_is_not_finite_has_no_speed(monkeypatch):
     def broken(inputs):
         output = torch.zeros_like(inputs.query)
         output[-1, -1, 7, 3] = torch.nan  # where no error is sampled
-        return Prepared(lambda: output, "broken")
+        return PreparedCall(lambda: output, "broken")
 
     fake_timing(monkeypatch, [1e-3])
     (row,) = measure.measure_case(SMALL, [Provider("broken", "Broken", broken, "kernel")], CPU)
@@ -291,6 +293,6 @@ def test_our_calls_take_at_most_the_memory_of_their_inputs(path):
     """The second call, which is the one measured, holds a second output: its first replay is compared with it."""
     for row in json.loads(path.read_text())["rows"]:
         if row["provider"].startswith("sage_hf") and "peak_extra_bytes" in row:
-            case = Case.of_row(row)
+            case = BenchCase.of_row(row)
             compared = case.output_bytes if case.output_bytes <= MOST_BYTES else 0
             assert row["peak_extra_bytes"] <= case.input_bytes + compared, row

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from sage_hf.app.cli import main
 from sage_hf.bench import cases, grid, grid_tables, measure_grid, measure_phases, plots, providers, results, tables
-from sage_hf.bench.cases import Case, draw
+from sage_hf.bench.cases import BenchCase, draw
 from sage_hf.bench.grid import CASES, MOST_OPERATIONS
 from sage_hf.bench.measure_grid import measure_case, sizes
 from sage_hf.bench.measure_phases import WHOLE, phases
 from sage_hf.bench.prewarm import call_in_processes
-from sage_hf.bench.providers import Prepared, Provider
-from sage_hf.bench.timing import Span, Timed
+from sage_hf.bench.providers import PreparedCall, Provider
+from sage_hf.bench.timing import KernelRun, TimedCall
 from sage_hf.tune import tune
 from sage_hf.tune.tune import unseen_points
 from sage_kernels.dispatch.plan import KernelUnavailableError
@@ -58,7 +58,7 @@ class FakeStream:
     def prepare(self, call, context):
         call()
         self.replayed.append(self.running)
-        timed = Timed(call, context, calls=2, host_times=[7.0])
+        timed = TimedCall(call, context, calls=2, host_times=[7.0])
         timed.marks.append((Event(0.0), Event(2 * self.times.get(self.running, 1.0))))
         return timed
 
@@ -68,14 +68,14 @@ class FakeStream:
     replay = take_host_times
 
 
-def tiny(case: Case) -> Case:
+def tiny(case: BenchCase) -> BenchCase:
     """The case's kind and mask, at sizes for a CPU."""
     group = 2 if case.q_heads != case.kv_heads else 1
     q_len = 1 if case.q_len == 1 else 90 if case.q_len != case.kv_len else 150
     return replace(case, batch=2, q_heads=2 * group, kv_heads=2, q_len=q_len, kv_len=150, head_dim=64)
 
 
-def row(case: Case, ours_ms: float = 1.0, **values) -> dict:
+def row(case: BenchCase, ours_ms: float = 1.0, **values) -> dict:
     found = {"ours_ms": ours_ms, "best_ms": 1.0, "best": "cudnn", "ours_host_us": 40.0, "best_host_us": 20.0}
     return sizes(case) | found | {"recipe": "sage2", "kernel": "k", "reason": "", "rel_l1": 0.01} | values
 
@@ -106,7 +106,7 @@ def test_every_point_is_a_call_that_fits_a_gpu():
 def test_masks_say_what_their_names_say(monkeypatch):
     monkeypatch.setattr(cases, "WINDOW", 20)
     monkeypatch.setattr(cases, "DOCUMENT", 40)
-    base = Case("any", 3, 2, 2, 150, 150, 16)
+    base = BenchCase("any", 3, 2, 2, 150, 150, 16)
     masks = {name: draw(replace(base, mask=name), CPU) for name in cases.MaskName.__args__}
     assert masks["none"].mask is None and masks["causal"].mask is None and masks["causal"].case.upper_left
     lengths = masks["lengths"]
@@ -164,7 +164,7 @@ def provider(name: str, ms: float = 0.0, error: str = "") -> Provider:
             stream.latest = ms
             return torch.ones_like(inputs.query)
 
-        return Prepared(call)
+        return PreparedCall(call)
 
     stream = provider.stream
     return Provider(name, name, prepare)
@@ -344,13 +344,17 @@ def test_the_command_refuses_what_does_not_fit_together(monkeypatch, capsys):
 
 
 def test_a_phase_counts_from_the_end_of_the_one_before():
-    call = [Span("statistics", 10.0, 14.0), Span("quantize", 11.0, 20.0), Span("int8_forward", 19.0, 50.0)]
-    later = [Span(one.kernel, one.start + 100, one.end + 102) for one in call]
+    call = [
+        KernelRun("statistics", 10.0, 14.0),
+        KernelRun("quantize", 11.0, 20.0),
+        KernelRun("int8_forward", 19.0, 50.0),
+    ]
+    later = [KernelRun(one.kernel, one.start + 100, one.end + 102) for one in call]
     found = phases([call, call, later])
     assert list(found) == ["statistics", "quantize", "attention", WHOLE]
     assert [ms for ms, _ in found.values()] == pytest.approx([4e-3, 6e-3, 30e-3, 40e-3])
     assert found["attention"][1] == ["int8_forward"]
-    gap = [Span("key_statistics", 0.0, 1.0), Span("value_statistics", 3.0, 5.0)]
+    gap = [KernelRun("key_statistics", 0.0, 1.0), KernelRun("value_statistics", 3.0, 5.0)]
     assert [ms for ms, _ in phases([gap]).values()] == pytest.approx([3e-3, 5e-3])
 
 
@@ -361,8 +365,8 @@ def test_calls_in_other_processes_run_once_and_may_fail(tmp_path):
 
 
 def test_the_shares_of_a_copy_are_those_of_the_bytes_of_a_phase(monkeypatch):
-    case = Case.square("small", (1, 2, 2, 100, 64))
-    spans = [[Span("statistics", 0.0, 10.0), Span("quantize", 10.0, 30.0)]]
+    case = BenchCase.square("small", (1, 2, 2, 100, 64))
+    spans = [[KernelRun("statistics", 0.0, 10.0), KernelRun("quantize", 10.0, 30.0)]]
     found = {"operands of sage2": (lambda: None, 200_000)}
     monkeypatch.setattr(measure_phases, "quantizers", lambda inputs, recipes: found)
     monkeypatch.setattr(measure_phases, "profiled", lambda call: spans)
@@ -393,7 +397,7 @@ def test_a_recipe_without_a_kernel_is_quantised_by_its_own_quantiser(monkeypatch
 
     monkeypatch.setattr(providers, "select", select)
     monkeypatch.setattr(providers, "_quantizer", quantizer)
-    inputs = draw(Case.square("small", (1, 2, 2, 100, 64)), CPU)
+    inputs = draw(BenchCase.square("small", (1, 2, 2, 100, 64)), CPU)
     found = {
         name: len(quantize().codes) for name, (quantize, _) in providers.quantizers(inputs, ("sage1", "sage3")).items()
     }

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_hf
 from sage_hf.app.cli import main
 from sage_hf.bench import measure_models, model_providers, model_tables, models, plots, results
-from sage_hf.bench.cases import SHAPES, Case
+from sage_hf.bench.cases import SHAPES, BenchCase
 from sage_hf.bench.model_providers import MODEL_PROVIDERS, TRAINING_MODEL_PROVIDERS
-from sage_hf.bench.models import MODELS, Model
+from sage_hf.bench.models import MODELS, BenchModel
 from sage_hf.sparse import Sparse
 from sage_kernels import qk_norm_rope
 from sage_kernels.dispatch import registry
@@ -51,7 +51,7 @@ TINY_LLAMA = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num
 TINY_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
 
-def tiny(name: str) -> Model:
+def tiny(name: str) -> BenchModel:
     """One of MODELS, so small that a CPU runs it at once."""
     model = NAMED[name]
     if model.library == "diffusers":
@@ -68,13 +68,13 @@ def tiny(name: str) -> Model:
     )
 
 
-def calls_of(step) -> list[tuple[Case, bool]]:
+def calls_of(step) -> list[tuple[BenchCase, bool]]:
     """The attention calls of a step: sizes, with the keys' number of tokens; whether there is a mask."""
     calls, original = [], F.scaled_dot_product_attention
 
     def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         sizes = query.shape[0], query.shape[1], key.shape[1], key.shape[2], query.shape[3]
-        calls.append((Case.square("", sizes, causal=is_causal), attn_mask is not None))
+        calls.append((BenchCase.square("", sizes, causal=is_causal), attn_mask is not None))
         return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     with model_providers.replaced_sdpa(attend):

@@ -9,7 +9,7 @@ import run as benchmark
 import sparse
 import torch
 
-from sage_hf.bench.cases import Case
+from sage_hf.bench.cases import BenchCase
 from sage_kernels import ops, training
 from sage_kernels.exact.gradients import Gradients
 
@@ -18,7 +18,7 @@ RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*-spar
 
 
 def small(tokens: int, skipped: float, trains: bool = False, **lists) -> sparse.Case:
-    return sparse.Case(Case.square("small", (1, 2, 2, tokens, 64), training=trains), skipped, **lists)
+    return sparse.Case(BenchCase.square("small", (1, 2, 2, tokens, 64), training=trains), skipped, **lists)
 
 
 def test_lists_keep_the_same_number_of_tiles_in_each_block_of_rows():

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.bench import command, measure, results, tables
-from sage_hf.bench.cases import TRAINING_SHAPES, Case, draw
-from sage_hf.bench.measure import SampledGradientErrors, Step
-from sage_hf.bench.providers import TRAINING_PROVIDERS, Prepared, Provider
+from sage_hf.bench.cases import TRAINING_SHAPES, BenchCase, draw
+from sage_hf.bench.measure import SampledGradientErrors, TrainingStep
+from sage_hf.bench.providers import TRAINING_PROVIDERS, PreparedCall, Provider
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.exact.gradients import Gradients, exact_gradients
@@ -70,7 +70,7 @@ def test_a_step_gives_the_gradients_for_every_layout_of_the_output():
 
     expected = autograd(inputs.gradient, *inputs.tensors, is_causal=True)
     for transposed in (False, True):
-        step = Step(lambda transposed=transposed: attend(transposed), inputs)
+        step = TrainingStep(lambda transposed=transposed: attend(transposed), inputs)
         for _ in range(2):
             for mine, pytorchs in zip(step(), expected, strict=True):
                 # Gradients are rounded to their inputs' bfloat16.
@@ -89,7 +89,7 @@ def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch
         raise ModuleNotFoundError("No module named 'absent'\nmore")
 
     def plain(inputs):
-        return Prepared(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0], "plain")
+        return PreparedCall(lambda: sdpa.attention(*inputs.tensors, is_causal=inputs.case.upper_left)[0], "plain")
 
     monkeypatch.setattr(measure, "first_calls", lambda call: (0.0, 10**9, 5))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
@@ -111,7 +111,7 @@ def test_a_training_provider_that_cannot_run_has_a_row_that_says_why(monkeypatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_measures_every_number_of_training():
-    case = Case.square("small", (2, 4, 4, 512, 64), causal=True, training=True)
+    case = BenchCase.square("small", (2, 4, 4, 512, 64), causal=True, training=True)
     result = measure.run(torch.device("cuda"), [case], TRAINING_PROVIDERS, lambda line: None)
     rows = {row["provider"]: row for row in result["rows"]}
     assert set(rows) == {one.name for one in TRAINING_PROVIDERS}

@@ -74,7 +74,7 @@ def triton_compiles_once(run_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
     """The plans of launches that ran instead of calls; none at first."""
     cache.forget()
     plans: list[LaunchPlan] = []

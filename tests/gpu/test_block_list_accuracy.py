@@ -9,7 +9,7 @@ from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter, routers
 from sage_kernels import ops, training
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import execution
-from sage_kernels.dispatch.select import select
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES
@@ -110,7 +110,7 @@ def test_reruns_are_equal_to_the_bit_and_compiled_calls_are_the_same(device):
     [("sage2", 128, False), ("sage2", 128, True), ("sage1", 64, False), ("sage1", 64, True)],
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, recipe, size, masked):
+def test_a_replayed_call_equals_the_first_call_bitwise(device, replayed, recipe, size, masked):
     if int8_kernel(device, (128, 128)) != "int8_forward_hopper":
         pytest.skip("calls of other kernels may be replayed or not")
     inputs = draw(device)
@@ -121,13 +121,13 @@ def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, recipe,
         calls.append(([x + seed for x in inputs], {"blocks": blocks, "mask": mask, "recipe": recipe}))
     expected = []
     for tensors, options in calls:
-        select.cache_clear()  # forgets replays
+        forget_choices()  # forgets replays
         expected.append(ops.attention(*tensors, **options, return_lse=True))
-    select.cache_clear()
+    forget_choices()
     for (tensors, options), wanted in zip(calls * 2, expected * 2, strict=True):
         found = ops.attention(*tensors, **options, return_lse=True)
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-    assert len(repeated) == 6 or size == 64  # Triton's launches cannot be repeated with a mask
+    assert len(replayed) == 6 or size == 64  # Triton's launches cannot be replayed with a mask
 
 
 def test_exact_attention_over_a_list_is_exact(device):

@@ -81,7 +81,7 @@ def at_once(*works: Callable[[], None]) -> None:
     [((1, 2, 20, 2048, 128), "exact"), ((1, 2, 20, 2048, 128), "sage2"), ((1, 2, 1, 3000, 128), "sage2")],
     ids=str,
 )
-def test_repeated_calls_write_to_no_others_memory(device, sizes, recipe):
+def test_replayed_calls_write_to_no_others_memory(device, sizes, recipe):
     batch, heads, queries, keys, channels = sizes
     tensors = [
         *draw(device, batch, heads, queries, channels, count=1),

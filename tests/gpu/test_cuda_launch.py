@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.launch import Kernel, Source
+from sage_kernels.cuda.launch import ConfiguredKernel, KernelSource
 from sage_kernels.cuda.launch import launch as launch_kernel
 from sage_kernels.cuda.parameters import Bytes, ConstFloats, CType, Float, Int, Int64, Map
 from sage_kernels.cuda.tensor_map import tensor_map
@@ -157,13 +157,13 @@ def hopper(device: torch.device) -> None:
 
 
 @cache
-def source(macros: tuple[tuple[str, int | str], ...]) -> Source:
-    return Source(SOURCE, PARAMETERS, dict(macros))
+def source(macros: tuple[tuple[str, int | str], ...]) -> KernelSource:
+    return KernelSource(SOURCE, PARAMETERS, dict(macros))
 
 
 @cache
-def kernel(name: str, threads: int, shared_bytes: int, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
-    return Kernel(source(macros), name, threads, shared_bytes)
+def kernel(name: str, threads: int, shared_bytes: int, macros: tuple[tuple[str, int | str], ...]) -> ConfiguredKernel:
+    return ConfiguredKernel(source(macros), name, threads, shared_bytes)
 
 
 def launch(
@@ -294,7 +294,9 @@ def test_a_wrong_launch_is_an_error_that_leaves_the_gpu_usable(change, error, me
 
     def run(name="add", given=right, threads=1, shared_bytes=0, macros=macros):
         described = {**PARAMETERS, name: Add}
-        launch_kernel(Kernel(Source(SOURCE, described, macros), name, threads, shared_bytes), 1, given, device)
+        launch_kernel(
+            ConfiguredKernel(KernelSource(SOURCE, described, macros), name, threads, shared_bytes), 1, given, device
+        )
 
     with pytest.raises(error, match=message):
         run(**change)

@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.layout import Lengths
@@ -74,9 +74,9 @@ def parts(operands):
 
 def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
     call = calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
-    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    assert CudaNVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     flags = None if valid is None else valid.to(torch.uint8)
-    actual, expected = NVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
+    actual, expected = CudaNVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
     assert parts(actual).keys() == parts(expected).keys()
     for name, y in parts(expected).items():
         x = parts(actual)[name]
@@ -174,7 +174,7 @@ def test_attention_biases_are_served(dtype):
     call = calls.new_call(*inputs, SAGE3, mask=mask)
     valid = mask_tiles(call, 128, 64).valid
     assert not valid.all() and not call.chooses_heavy_keys
-    actual, expected = NVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
+    actual, expected = CudaNVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
     for name, y in parts(expected).items():
         assert torch.equal(parts(actual)[name], y), name
 
@@ -209,9 +209,9 @@ def test_packed_sequences_have_the_operands_that_triton_gives_them(name, is_caus
     counts = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
     lengths = Lengths(*starts, max(q_lengths), max(k_lengths), counts)
     call = calls.new_call(query, key, value, RECIPES[name], lengths=lengths, is_causal=is_causal)
-    assert NVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
+    assert CudaNVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
     actual, expected = (
-        of_sequences(call, quantize(call)) for quantize in (NVFP4Quantizer().quantize, quantize_nvfp4_operands)
+        of_sequences(call, quantize(call)) for quantize in (CudaNVFP4Quantizer().quantize, quantize_nvfp4_operands)
     )
     assert actual.keys() == expected.keys()
     for part, y in expected.items():
@@ -221,5 +221,5 @@ def test_packed_sequences_have_the_operands_that_triton_gives_them(name, is_caus
 def test_reruns_are_equal():
     inputs = draw(2, 4, 4, 1000, 1000, 128, 128)
     call = calls.new_call(*inputs, "sage3")
-    first, second = (parts(NVFP4Quantizer().quantize(call)) for _ in range(2))
+    first, second = (parts(CudaNVFP4Quantizer().quantize(call)) for _ in range(2))
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)

@@ -1,4 +1,4 @@
-"""The kernels of exact attention on a GPU: no error but rounding, 0 in rows without a key, and repeatable."""
+"""The kernels of exact attention on a GPU: no error but rounding, 0 in rows without a key, and replayed bit for bit."""
 
 from dataclasses import replace
 
@@ -126,7 +126,7 @@ def test_few_queries_over_many_keys(device, sizes, kind, head_dim):
         ("splitkv_forward", "lengths", (2, 8, 2, 1, 3000)),
     ],
 )
-def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kind, sizes):
+def test_a_replayed_call_launches_and_gives_the_same(device, replayed, name, kind, sizes):
     call = draw_call(device, sizes, 64, kind)
     if reason := get_exact(name).unsupported(execution.request_of(call)):
         pytest.skip(reason)
@@ -137,7 +137,7 @@ def test_a_repeated_call_launches_and_gives_the_same(device, repeated, name, kin
         expected, _ = execution.compute(other, plan)
         output, _ = replay(other.query, other.key, other.value, other.mask.tensor)
         assert torch.equal(output, expected)
-    assert len(repeated) == 2
+    assert len(replayed) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])

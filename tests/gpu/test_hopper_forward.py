@@ -44,7 +44,7 @@ VALID = (
 )
 HEADS = ((128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 120, torch.float16))
 SAGE1, SAGE2 = RECIPES["sage1"], RECIPES["sage2"]
-OF_CALL = hopper.Config.of_call
+OF_CALL = hopper.Int8ForwardConfig.of_call
 
 
 pytestmark = pytest.mark.usefixtures("needs_hopper")
@@ -87,7 +87,7 @@ class Operands:
         call = self.call(is_causal=is_causal, causal_offset=causal_offset).for_kernel()
         operands = self.quantized[is_causal]
         if kernel is hopper:
-            hopper.forward(operands, output, lse, call, hopper.Config.of_call(call), self.padding)
+            hopper.forward(operands, output, lse, call, hopper.Int8ForwardConfig.of_call(call), self.padding)
         else:
             int8_forward.forward(operands, output, lse, call, (9, 0), padding=self.padding)
         return output, lse
@@ -248,7 +248,7 @@ def test_it_quantises_queries_as_the_quantiser_does(dtype, monkeypatch):
             changed[:, 0, q_len // 2, 3], changed[:, -1, 0] = torch.nan, 0.0
             queries = query.clone(), changed
             with monkeypatch.context() as patched:
-                patched.setattr(hopper.Config, "of_call", lambda call, _: OF_CALL(call))
+                patched.setattr(hopper.Int8ForwardConfig, "of_call", lambda call, _: OF_CALL(call))
                 expected = [attend(x, key, value) for x in queries]
             outputs = []
             for x, output in zip(3 * queries, 3 * expected, strict=True):
@@ -316,7 +316,7 @@ def test_ten_thousand_random_requests(group, forms, monkeypatch):
             sparse = torch.rand(batch, 1, 1, kv_len, generator=generator, device="cuda") < choose.random()
             first = (torch.arange(kv_len, device="cuda") < choose.randint(0, kv_len)).view(1, 1, 1, -1)
             call["mask"] = choose.choice((sparse, first))
-        monkeypatch.setattr(hopper.Config, "of_call", choose.choice(ways))
+        monkeypatch.setattr(hopper.Int8ForwardConfig, "of_call", choose.choice(ways))
         try:
             errors[recipe, return_lse] += judge(*inputs, recipe, return_lse=return_lse, **call)
         except AssertionError as failure:

@@ -90,7 +90,9 @@ class Operands:
         if kernel is hopper:
             lists = sort_lists(call, self.padding)
             change(lists)
-            hopper.forward(self.quantized, output, lse, call, hopper.Config.of_call(call), self.padding, lists)
+            hopper.forward(
+                self.quantized, output, lse, call, hopper.Int8ForwardConfig.of_call(call), self.padding, lists
+            )
         else:
             channels = padded_channels(max(query.shape[3], value.shape[3]))
             block_n = int8_forward.choose_config(call, channels, call.recipe.pv, (9, 0)).block_n

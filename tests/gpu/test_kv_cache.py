@@ -126,7 +126,7 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_steps_one_by_one_store_what_replayed_steps_store(format):
-    """The first step repeats its launches to compare them, and must count once."""
+    """The first step replays its launches to compare them, and must count once."""
     replay.forget()
     query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
     one = KVCache(get_format(format), key)

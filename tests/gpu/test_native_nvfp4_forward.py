@@ -13,7 +13,7 @@ from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
-from sage_kernels.triton.configs import Config
+from sage_kernels.triton.configs import TileConfig
 from tests.gpu.test_cuda_nvfp4_forward import RATIO, error, random_inputs
 from tests.helpers.calls import new_call
 from tests.helpers.portable_fp4 import without_fp4_instructions
@@ -35,7 +35,7 @@ def portable_instructions(monkeypatch, cache):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     without_fp4_instructions(monkeypatch)
     # A decoded tile of K and V in addition to what the native kernel holds: of two more tiles there is no room.
-    monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(128, 128, 8, 2))
+    monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: TileConfig(128, 128, 8, 2))
     caches = nvfp4_forward.nvfp4_forward.device_caches
     kept = dict(caches)
     caches.clear()

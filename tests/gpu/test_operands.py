@@ -28,7 +28,7 @@ def in_order(x, places, dim):
 
 
 def int8_values(operands, recipe):
-    """Kernel operands by the names and in the shapes of `reference.Operands`, padding included."""
+    """Kernel operands by the names and in the shapes of `reference.ReferenceOperands`, padding included."""
     value = operands.value.float()
     return {
         "query": operands.query.float(),

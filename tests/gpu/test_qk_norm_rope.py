@@ -1,11 +1,11 @@
-"""Norm and RoPE of heads on a GPU: called, repeated, captured, with gradients, and beyond 2³¹ elements."""
+"""Norm and RoPE of heads on a GPU: called, replayed, captured, with gradients, and beyond 2³¹ elements."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from sage_kernels.dispatch.qk_norm_rope_kernels import qk_norm_rope_kernel
+from sage_kernels.dispatch.qk_norm_rope_kernels import select_qk_norm_rope_kernel
 from sage_kernels.qk_norm_rope import qk_norm_rope
 from sage_kernels.reference.qk_norm_rope import qk_norm_rope as reference
 from sage_kernels.spec.qk_norm_rope import Norm, Rope
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
-def test_repeated_calls_compute_the_reference(case: QKNormRopeCase, dtype: torch.dtype, repeated: list[object]):
+def test_replayed_calls_compute_the_reference(case: QKNormRopeCase, dtype: torch.dtype, replayed: list[object]):
     for _ in range(3):
         x, norm, rope = case.draw(dtype, "cuda")
-        assert qk_norm_rope_kernel(x, norm, rope, grad=False).name == "qk_norm_rope"
+        assert select_qk_norm_rope_kernel(x, norm, rope, grad=False).name == "qk_norm_rope"
         case.judge(qk_norm_rope(x, norm, rope), x, norm, rope)
-    assert len(repeated) == 1
+    assert len(replayed) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -44,7 +44,7 @@ def test_gradients_match_the_reference(case: QKNormRopeCase, dtype: torch.dtype)
     case.judge_gradients((*found, None, None)[:3], gradient, x, norm, rope)
 
 
-def test_a_graph_repeats_it():
+def test_a_graph_replays_it():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
     for _ in range(3):
         qk_norm_rope(x, norm, rope)
@@ -85,7 +85,7 @@ def test_what_the_kernel_does_not_take_runs_in_operators():
     x, norm, rope = LARGE[1].draw(torch.bfloat16, "cuda")
     for other in (torch.stack((x, x), -1)[..., 0], torch._neg_view(-x)):
         qk_norm_rope(x, norm, rope)  # the kernel runs it
-        assert qk_norm_rope_kernel(other, norm, rope, grad=False).name == "reference"
+        assert select_qk_norm_rope_kernel(other, norm, rope, grad=False).name == "reference"
         LARGE[1].judge(qk_norm_rope(other, norm, rope).contiguous(), x, norm, rope)
 
 

@@ -27,7 +27,7 @@ def first_time(*tensors, **options):
     return result
 
 
-def repeat(*tensors, **options):
+def attend(*tensors, **options):
     return sage_attention(*tensors, **{"recipe": "sage2", "fallback": "error", **options})
 
 
@@ -56,7 +56,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, name):
+def test_a_replayed_call_equals_the_first_call_bitwise(device, replayed, name):
     shape, options = CALLS[name]
     options = dict(options)
     dtype = options.pop("dtype", torch.bfloat16)
@@ -68,20 +68,20 @@ def test_a_repeated_call_equals_the_first_call_bitwise(device, repeated, name):
 
     wanted = [first_time(*tensors, **given(number)) for number, tensors in enumerate(calls)]
     for number, tensors in enumerate(calls):
-        assert same(repeat(*tensors, **given(number)), wanted[number])
-    assert len(repeated) == 3
+        assert same(attend(*tensors, **given(number)), wanted[number])
+    assert len(replayed) == 3
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_repeated_call_reads_nothing_that_it_has_not_written(device, repeated):
+def test_a_replayed_call_reads_nothing_that_it_has_not_written(device, replayed):
     query, key, value = draw(device, 1, 2, 200, 64)
     wanted = first_time(query, key, value, return_lse=True)
     for _ in range(4):
-        assert same(repeat(query, key, value, return_lse=True), wanted)
-    assert len(repeated) == 2
+        assert same(attend(query, key, value, return_lse=True), wanted)
+    assert len(replayed) == 2
 
 
-def test_strides_and_shared_memory_may_change(device, repeated):
+def test_strides_and_shared_memory_may_change(device, replayed):
     """Q, K and V in one buffer, apart, tokens before heads, or one tensor three times."""
     together = torch.randn(2, 320, 3, 4, 64, device=device, dtype=torch.bfloat16)
     layouts = [
@@ -93,95 +93,95 @@ def test_strides_and_shared_memory_may_change(device, repeated):
     wanted = [first_time(*tensors) for tensors in layouts]
     for _ in range(4):
         for tensors, output in zip(layouts, wanted, strict=True):
-            assert same(repeat(*tensors), output)
-    assert len(repeated) >= 8
+            assert same(attend(*tensors), output)
+    assert len(replayed) >= 8
 
 
-def test_an_unaligned_tensor_is_served_as_before(device, repeated):
+def test_an_unaligned_tensor_is_served_as_before(device, replayed):
     for _ in range(3):
-        repeat(*draw(device))
-    repeated.clear()
+        attend(*draw(device))
+    replayed.clear()
     query, key, value = draw(device)
     shifted = torch.empty(query.numel() + 1, device=device, dtype=query.dtype)[1:].view(SHAPE).copy_(query)
     output = sage_attention(shifted, key, value, recipe="sage2")
-    assert not repeated
-    assert torch.allclose(output.float(), repeat(query, key, value).float(), atol=0.1)
+    assert not replayed
+    assert torch.allclose(output.float(), attend(query, key, value).float(), atol=0.1)
 
 
 @pytest.mark.parametrize("recipe", ["sage2", "sage3"])
-def test_each_stream_has_its_own_work_and_its_own_memory(device, repeated, recipe):
+def test_each_stream_has_its_own_work_and_its_own_memory(device, replayed, recipe):
     options = {"recipe": recipe, "fallback": "emulate"}
     inputs = [draw(device) for _ in range(8)]
     wanted = [first_time(*tensors, **options) for tensors in inputs]
     for tensors in inputs[:2]:
-        repeat(*tensors, **options)
+        attend(*tensors, **options)
     torch.cuda.synchronize()
     streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
     for turn in range(4):
         for number, tensors in enumerate(inputs):
             with torch.cuda.stream(streams[(number + turn) % 4]):
-                outputs.append(repeat(*tensors, **options))
+                outputs.append(attend(*tensors, **options))
     torch.cuda.synchronize()
     assert all(same(x, wanted[number % 8]) for number, x in enumerate(outputs))
-    assert len(repeated) == 32
+    assert len(replayed) == 32
 
 
-def test_a_graph_captures_a_repeated_call(device, repeated):
+def test_a_graph_captures_a_replayed_call(device, replayed):
     query, key, value = draw(device)
     for _ in range(3):
-        repeat(query, key, value)
+        attend(query, key, value)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = repeat(query, key, value)
-    eager = repeat(*draw(device))  # other addresses, between capture and replay
+        output = attend(query, key, value)
+    eager = attend(*draw(device))  # other addresses, between capture and replay
     for _ in range(3):
         new = draw(device)
         for x, y in zip((query, key, value), new, strict=True):
             x.copy_(y)
         graph.replay()
         assert same(output, first_time(*new))
-    assert eager.isfinite().all() and len(repeated) == 3
+    assert eager.isfinite().all() and len(replayed) == 3
 
 
-def test_a_thread_that_has_not_used_the_gpu_repeats_a_call(device):
+def test_a_thread_that_has_not_used_the_gpu_replays_a_call(device):
     tensors = draw(device)
     wanted = first_time(*tensors)
     for _ in range(3):
-        repeat(*tensors)
+        attend(*tensors)
     outputs = []
-    thread = threading.Thread(target=lambda: outputs.append(repeat(*tensors)))
+    thread = threading.Thread(target=lambda: outputs.append(attend(*tensors)))
     thread.start()
     thread.join()
     assert same(outputs[0], wanted)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_each_gpu_has_its_own_calls(device, repeated):
+def test_each_gpu_has_its_own_calls(device, replayed):
     for _ in range(4):
         for index in (0, 1):
             tensors = draw(torch.device("cuda", index))
-            assert repeat(*tensors).get_device() == index
-    assert len(repeated) == 4
+            assert attend(*tensors).get_device() == index
+    assert len(replayed) == 4
 
 
-def test_a_compiled_graph_repeats_its_calls(device, repeated):
+def test_a_compiled_graph_replays_its_calls(device, replayed):
     query, key, value = draw(device)
     wanted = first_time(query, key, value)
-    compiled = torch.compile(lambda *tensors: repeat(*tensors), fullgraph=True)
+    compiled = torch.compile(lambda *tensors: attend(*tensors), fullgraph=True)
     with torch.no_grad():
         for _ in range(5):
             assert same(compiled(query, key, value), wanted)
-    assert len(repeated) >= 2
+    assert len(replayed) >= 2
 
 
-def test_observers_and_layers_see_a_repeated_call(device, repeated):
+def test_observers_and_layers_see_a_replayed_call(device, replayed):
     layer, seen = torch.nn.Identity(), []
     for _ in range(3):
-        repeat(*draw(device))
+        attend(*draw(device))
     with record.observe(seen.append):
-        record.run_in_layer(layer, repeat, *draw(device))
+        record.run_in_layer(layer, attend, *draw(device))
     assert len(seen) == 1 and seen[0].plan is record.last_plans(layer)[0]
-    assert seen[0].plan.recipe == "sage2" and len(repeated) == 2
+    assert seen[0].plan.recipe == "sage2" and len(replayed) == 2
 
 
 TRAINING = {
@@ -195,7 +195,7 @@ TRAINING = {
 
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("name", TRAINING)
-def test_repeated_gradients_equal_the_operators_bitwise(device, monkeypatch, repeated, name):
+def test_replayed_gradients_equal_the_operators_bitwise(device, monkeypatch, replayed, name):
     shape, options = TRAINING[name]
     options = {"recipe": "sage_bwd", "fallback": "error", **options}
     calls = [
@@ -215,11 +215,11 @@ def test_repeated_gradients_equal_the_operators_bitwise(device, monkeypatch, rep
         patch.setattr(cache, "find", lambda *arguments: None)
         wanted = [step(number) for number in range(5)]
     found = [step(number) for number in range(5)]
-    assert len(repeated) == 3 + 2  # both passes
+    assert len(replayed) == 3 + 2  # both passes
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_a_repeated_call_has_no_second_derivative(device):
+def test_a_replayed_call_has_no_second_derivative(device):
     inputs = [x.requires_grad_() for x in draw(device)]
     outputs = [sage_attention(*inputs, recipe="sage_bwd", fallback="error") for _ in range(3)]
     first = torch.autograd.grad(outputs[-1].float().sum(), inputs, create_graph=True)
@@ -228,7 +228,7 @@ def test_a_repeated_call_has_no_second_derivative(device):
 
 
 @pytest.mark.usefixtures("repeatable")
-def test_checkpointing_recomputes_a_repeated_call(device):
+def test_checkpointing_recomputes_a_replayed_call(device):
     inputs = [x.requires_grad_() for x in draw(device)]
 
     def attend(*tensors):
@@ -241,12 +241,12 @@ def test_checkpointing_recomputes_a_repeated_call(device):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-def test_what_cannot_be_repeated_is_run_anew(device, repeated):
+def test_what_cannot_be_replayed_is_run_anew(device, replayed):
     tensors = draw(device)
     wanted = first_time(*tensors, scale=-0.2)
     for _ in range(4):
-        assert same(repeat(*tensors, scale=-0.2), wanted)
-    assert not repeated
+        assert same(attend(*tensors, scale=-0.2), wanted)
+    assert not replayed
 
 
 @pytest.mark.parametrize("number", range(3))

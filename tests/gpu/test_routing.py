@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_hf.bench.cases import Case, draw
+from sage_hf.bench.cases import BenchCase, draw
 from sage_hf.bench.timing import TimingStream
 from sage_hf.tune.tune import REPLAYS, TIMED_MS
 from sage_kernels import ops
@@ -13,15 +13,15 @@ from sage_kernels.spec.masks import with_causality
 
 SLOWER = 1.1  # two runs of one call differ by less, and a wrong choice costs more where it matters
 CASES = [
-    Case("", 1, 24, 24, 512, 512, 128),
-    Case("", 1, 24, 24, 1536, 1536, 128),
-    Case("", 1, 24, 24, 8192, 8192, 128),
-    Case("", 1, 32, 8, 16384, 16384, 128, "causal"),
-    Case("", 2, 24, 24, 4096, 77, 64),
-    Case("", 16, 12, 12, 512, 512, 64, "lengths"),
-    Case("", 1, 24, 24, 8192, 8192, 128, "lengths"),
-    Case("", 2, 16, 16, 2048, 2048, 64, "bias"),
-    Case("", 1, 8, 8, 4096, 4096, 256),
+    BenchCase("", 1, 24, 24, 512, 512, 128),
+    BenchCase("", 1, 24, 24, 1536, 1536, 128),
+    BenchCase("", 1, 24, 24, 8192, 8192, 128),
+    BenchCase("", 1, 32, 8, 16384, 16384, 128, "causal"),
+    BenchCase("", 2, 24, 24, 4096, 77, 64),
+    BenchCase("", 16, 12, 12, 512, 512, 64, "lengths"),
+    BenchCase("", 1, 24, 24, 8192, 8192, 128, "lengths"),
+    BenchCase("", 2, 16, 16, 2048, 2048, 64, "bias"),
+    BenchCase("", 1, 8, 8, 4096, 4096, 256),
 ]
 
 
@@ -44,7 +44,7 @@ def test_a_routed_call_is_as_fast_as_the_faster_choice(case, routed, device):
 
 @pytest.mark.parametrize("mask", ["lengths", "none"])
 def test_steps_of_decoding_are_exact_and_switch_no_backend_off_for_others(mask, routed, device):
-    inputs = draw(Case("", 2, 16, 4, 1, 300, 128, mask), device)
+    inputs = draw(BenchCase("", 2, 16, 4, 1, 300, 128, mask), device)
     with torch.no_grad():
         found, _ = ops.attention(*inputs.tensors, mask=inputs.mask, recipe="sage2")
         expected, _ = ops.attention(*inputs.tensors, mask=inputs.mask, recipe="exact")

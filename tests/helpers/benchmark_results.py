@@ -3,11 +3,11 @@
 import torch
 
 from sage_hf.bench import measure
-from sage_hf.bench.cases import SHAPES, TRAINING_SHAPES, Case
+from sage_hf.bench.cases import SHAPES, TRAINING_SHAPES, BenchCase
 from sage_hf.bench.providers import PROVIDERS, TRAINING_PROVIDERS
 
 CPU = torch.device("cpu")
-SMALL = Case.square("small", (2, 4, 2, 300, 64), causal=True)
+SMALL = BenchCase.square("small", (2, 4, 2, 300, 64), causal=True)
 FACTS = {"gpu": "NVIDIA H200", "capability": "9.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
 FACTS |= {"cudnn": 91900, "packages": {"fa3-fwd": "0.0.3"}, "commit": "0" * 40, "date": "2026-01-01"}
 

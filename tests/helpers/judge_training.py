@@ -87,7 +87,7 @@ def assert_equal(found, expected):
 
 def of_kernel(call: TrainingCall, backward: str = "") -> tuple[Gradients, Saved]:
     """By the kernels that serve the call, or with gradients by the backward kernel of that name."""
-    plan = execution.plan_training(execution.request_of(call.forward, grad=True), "emulate")
+    plan = execution.select_training(execution.request_of(call.forward, grad=True), "emulate")
     assert plan.recipe == call.recipe
     assert plan.kernel not in NO_KERNELS
     output, saved = execution.attend_and_save(call.forward, "emulate")

@@ -11,7 +11,7 @@ from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.operands import Int8Operands, NVFP4Operands, Saved
 from sage_kernels.spec.recipe import Recipe
 from sage_kernels.triton import int8_backward, int8_forward, nvfp4_forward
-from sage_kernels.triton.registration import Int8Quantizer, NVFP4Quantizer
+from sage_kernels.triton.registration import Int8Quantizer, TritonNVFP4Quantizer
 
 Capability = tuple[int, int]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def quantizer_of(recipe: Recipe) -> Quantizer:
     """Return Triton's quantiser of the recipe's format."""
-    return NVFP4Quantizer() if recipe.qk == "nvfp4" else Int8Quantizer()
+    return TritonNVFP4Quantizer() if recipe.qk == "nvfp4" else Int8Quantizer()
 
 
 def quantize(call: Call, valid: torch.Tensor | None = None) -> Int8Operands | NVFP4Operands:

@@ -69,4 +69,4 @@ def test_calls_without_time_are_counted(capsys):
 
 def test_kernels_are_registered_where_nothing_else_was_imported():
     code = "import sage_hf.bench.check; from sage_kernels.dispatch import qk_norm_rope_kernels as x; "
-    subprocess.run([sys.executable, "-c", code + "x.reference_kernel()"], check=True)
+    subprocess.run([sys.executable, "-c", code + "x.reference_qk_norm_rope_kernel()"], check=True)

@@ -8,7 +8,7 @@ from sage_hf.app.layer_errors import record_layer_errors, table
 from sage_hf.app.peaks import find_peaks
 from sage_hf.metrics import tensor_errors
 from sage_hf.record import observe
-from sage_kernels.dispatch.select import select
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.recipe import RECIPES, without_outlier_handling
@@ -127,9 +127,9 @@ def handled(monkeypatch):
     """Give `sage2` the one step of outlier handling that exists on every branch, a rotation."""
     recipe = replace(without_outlier_handling(RECIPES["sage2"]), rotate=True)
     monkeypatch.setitem(RECIPES, "sage2", recipe)
-    select.cache_clear()
+    forget_choices()
     yield recipe
-    select.cache_clear()
+    forget_choices()
 
 
 @pytest.mark.parametrize("padding", [0, 9])

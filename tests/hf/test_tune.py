@@ -13,20 +13,20 @@ import torch
 
 from sage_hf.app import warmup
 from sage_hf.app.cli import main
-from sage_hf.bench.cases import Case, MaskName, draw
+from sage_hf.bench.cases import BenchCase, MaskName, draw
 from sage_hf.nominal import nominal_request
 from sage_hf.tune import cases, tune
-from sage_hf.tune.fit import Measured, fit
+from sage_hf.tune.fit import MeasuredTime, fit
 from sage_kernels.cuda import compiler
-from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward
+from sage_kernels.cuda.registration import NOT_FASTER, CudaNVFP4Forward
 from sage_kernels.dispatch import cost_model, verdicts
-from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
+from sage_kernels.dispatch.cost_model import CostTable
+from sage_kernels.dispatch.curves import CallSizes, CostCurve, CostWeights, ItemSchedule
 from sage_kernels.exact import sdpa
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SCHEDULE = Schedule(rows=128, keys=64, slots=264, order="waves", packs=False, widths=(64, 96, 128, 192, 256))
-TRUE = Curve("x", "none", False, (1, 256), SCHEDULE, Weights(launch=8, queries=0.01, item=1.5, wide_tile=0.3))
+SCHEDULE = ItemSchedule(rows=128, keys=64, slots=264, order="waves", packs=False, widths=(64, 96, 128, 192, 256))
+TRUE = CostCurve("x", "none", False, (1, 256), SCHEDULE, CostWeights(launch=8, queries=0.01, item=1.5, wide_tile=0.3))
 
 
 def sizes_of_calls(count, head_dims=(128,)):
@@ -34,14 +34,14 @@ def sizes_of_calls(count, head_dims=(128,)):
     lengths = (256, 1000, 2048, 5000, 16384)
     for _ in range(count):
         tokens = draw.choice(lengths), draw.choice((77, *lengths))
-        yield Sizes(draw.choice((1, 2, 4)), 24, draw.choice((24, 8)), *tokens, draw.choice(head_dims))
+        yield CallSizes(draw.choice((1, 2, 4)), 24, draw.choice((24, 8)), *tokens, draw.choice(head_dims))
 
 
 def measured_by(curve, count, noise=0.0, **options):
     draw = random.Random(1)
     for sizes in sizes_of_calls(count, **options):
         us = curve.us(sizes) * draw.uniform(1 - noise, 1 + noise)
-        yield Measured(curve.provider, curve.mask, curve.causal, sizes, us)
+        yield MeasuredTime(curve.provider, curve.mask, curve.causal, sizes, us)
 
 
 @pytest.mark.parametrize("order", ["waves", "queue", "split"])
@@ -73,7 +73,7 @@ def measured_without_masks(name):
     calls = []
     for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
         if row["direction"] == "forward" and row["mask"] in ("none", "causal") and row["q_len"] >= 16:
-            sizes = Sizes(*(row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")))
+            sizes = CallSizes(*(row[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")))
             us = {provider: row["others_ms"].get(name, math.inf) * 1e3 for name, provider in PROVIDERS.items()}
             calls.append((row["mask"] == "causal", sizes, us))
     return calls
@@ -86,12 +86,12 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
     """
     calls, elsewhere = map(measured_without_masks, ("nvidia-h200-grid", "nvidia-h100-80gb-hbm3-unseen"))
     known = [
-        Measured(provider, "none", causal, sizes, one)
+        MeasuredTime(provider, "none", causal, sizes, one)
         for causal, sizes, us in calls[::2]
         for provider, one in us.items()
         if one < math.inf
     ]
-    table = Table("", (9, 0), {}, fit(known, multiprocessors=132))
+    table = CostTable("", (9, 0), {}, fit(known, multiprocessors=132))
     for others in (calls[1::2], elsewhere):
         shares = []
         for causal, sizes, us in others:
@@ -117,7 +117,7 @@ def test_the_points_cover_what_models_call():
 
 @pytest.mark.parametrize("mask", MaskName.__args__)
 def test_a_point_is_the_call_that_its_mask_names(mask, monkeypatch):
-    case = Case("any", 2, 4, 2, 90 if mask == "lower_right" else 150, 150, 64, mask)
+    case = BenchCase("any", 2, 4, 2, 90 if mask == "lower_right" else 150, 150, 64, mask)
     inputs = draw(case, torch.device("cpu"))
     expected, _ = sdpa.attention(*inputs.tensors, mask=inputs.mask, is_causal=mask in ("causal", "causal_lengths"))
     monkeypatch.setattr(cases, "sdpa_kernel", lambda backend: nullcontext())
@@ -140,8 +140,8 @@ def gpu(monkeypatch, tmp_path):
     def measure(device, points, seconds):
         for point in points[:200]:
             us = replace(TRUE, causal=point.is_causal).us(point.sizes)
-            yield Measured("flash", point.kind, point.is_causal, point.sizes, us)
-            yield Measured("sage2 by kernel, quantizer", point.kind, point.is_causal, point.sizes, us / 2 + 40)
+            yield MeasuredTime("flash", point.kind, point.is_causal, point.sizes, us)
+            yield MeasuredTime("sage2 by kernel, quantizer", point.kind, point.is_causal, point.sizes, us / 2 + 40)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(tune, "compile_kernels", lambda device, calls, seconds: 0)
@@ -154,7 +154,7 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
     assert f"wrote {path}" in capsys.readouterr().out
     table = cost_model.read_table(path)
     assert (table.gpu, table.capability, table.versions["torch"]) == ("NVIDIA RTX 4090", (8, 9), torch.__version__)
-    short, long = (Sizes(1, 24, 24, n, n, 128) for n in (512, 16384))
+    short, long = (CallSizes(1, 24, 24, n, n, 128) for n in (512, 16384))
     rivals = [table.curve("flash", "none", False, 128)]
     low_bit = table.curve("sage2 by kernel, quantizer", "none", False, 128)
     assert not cost_model.is_faster(low_bit, rivals, short)
@@ -163,11 +163,11 @@ def test_tune_writes_a_table_where_calls_look_for_it(gpu, monkeypatch, tmp_path,
 
 def test_kinds_that_there_was_no_time_for_are_as_the_table_that_ships_has_them(gpu, monkeypatch, tmp_path):
     path = tmp_path / "8.9.json"
-    slow = replace(TRUE, weights=Weights(launch=1e6))
+    slow = replace(TRUE, weights=CostWeights(launch=1e6))
     known = [
         replace(slow, provider=provider, mask=mask) for provider in ("flash", "fa3") for mask in ("none", "unknown")
     ]
-    Table("another GPU", (8, 9), {"torch": "2.0"}, tuple(known)).write(path)
+    CostTable("another GPU", (8, 9), {"torch": "2.0"}, tuple(known)).write(path)
     monkeypatch.setattr(cost_model, "shipped_path", lambda capability: path)
     few = [point for point in tune.points() if point.head_dim == 128 and point.mask == "none"]
     monkeypatch.setattr(tune, "points", lambda: few)
@@ -184,7 +184,7 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def measure(device, points, seconds):
-        kernel = NVFP4Forward()
+        kernel = CudaNVFP4Forward()
         request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0))
         request = replace(request, dtype=torch.bfloat16, aligned=True)
         for point in [one for one in points if one.head_dim == 128 and one.mask == "none" and not one.training]:
@@ -194,14 +194,14 @@ def test_both_kernels_of_consumer_blackwell_are_measured(gpu, monkeypatch, tmp_p
                 if name == "sage3":
                     provider = cost_model.low_bit_provider("sage3", ran, "nvfp4_quantize_cuda")
                     us = 100.0 if ran == kernel.rival else 50.0
-                    yield Measured(provider, point.kind, point.is_causal, point.sizes, us)
+                    yield MeasuredTime(provider, point.kind, point.is_causal, point.sizes, us)
 
     monkeypatch.setattr(tune, "measure_points", measure)
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
     table = tune.tune(torch.device("cuda"))
     request = nominal_request("sage3", torch.device("cpu"), device_type="cuda", capability=(12, 0), head_dim=128)
     monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
-    assert NVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
+    assert CudaNVFP4Forward().unsupported(replace(request, dtype=torch.bfloat16, aligned=True)) == ""
 
 
 def test_tune_writes_to_the_file_that_is_named(gpu, monkeypatch, tmp_path):

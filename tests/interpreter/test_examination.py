@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.dispatch import examination, kv_kernels
-from sage_kernels.dispatch.examination import Case
+from sage_kernels.dispatch.examination import CheckCase
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.triton import kv_append, kv_decode
@@ -29,8 +29,8 @@ def small(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "backward"),
     [
-        (Case("sage2", q_heads=4), ""),
-        pytest.param(Case("sage_bwd", grad=True), "int8_backward", marks=pytest.mark.audit),
+        (CheckCase("sage2", q_heads=4), ""),
+        pytest.param(CheckCase("sage_bwd", grad=True), "int8_backward", marks=pytest.mark.audit),
     ],
     ids=["sage2", "gradients"],
 )
@@ -49,7 +49,7 @@ def test_the_native_nvfp4_kernel_passes(monkeypatch):
     without_inline_assembly(monkeypatch)
     request = replace(REQUEST, recipe="sage3", capability=(12, 0))
     plan = Plan(request, "nvfp4_forward", "sage3", "native", (), "nvfp4_quantize")
-    forward, quantizer = examination.examine(plan, Case("sage3"), torch.device("cpu"))
+    forward, quantizer = examination.examine(plan, CheckCase("sage3"), torch.device("cpu"))
     assert (forward.kernel, quantizer.kernel) == ("nvfp4_forward", "nvfp4_quantize")
     assert forward.reason == "" and 0 < forward.distance < 1
 
@@ -69,7 +69,7 @@ class InterpretedKVKernel(TritonKVKernel):
 
 @pytest.mark.parametrize(("format", "head_dim"), [("int4", 128), ("int8", 64)])
 def test_the_kv_caches_kernel_passes(format, head_dim, monkeypatch):
-    kernels = {"kv_decode": InterpretedKVKernel(), "reference": kv_kernels.reference_kernel()}
+    kernels = {"kv_decode": InterpretedKVKernel(), "reference": kv_kernels.reference_kv_kernel()}
     monkeypatch.setattr(kv_kernels, "_kernels", kernels)
     found = examination.examine_kv(format, head_dim, torch.device("cpu"))
     assert (found.kernel, found.reason) == ("kv_decode", "")

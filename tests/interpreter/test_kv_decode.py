@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from sage_kernels.language import launch, repeated
+from sage_kernels.language import launch, replayed_launches
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
@@ -143,8 +143,8 @@ def test_rows_without_a_key_are_zero():
     assert (output == 0).all()
 
 
-class Repeated:
-    """`RepeatedLaunches` without a driver: tensors at other addresses and other numbers, to the same kernels."""
+class WithoutDriver:
+    """`ReplayedLaunches` without a driver: tensors at other addresses and other numbers, to the same kernels."""
 
     error, runs = 0.0, 0
 
@@ -169,9 +169,9 @@ class Repeated:
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("error", [0.0, 1.0])
-def test_steps_are_repeated_if_the_first_repetition_gives_their_output(error, fixed, monkeypatch):
-    monkeypatch.setattr(repeated, "can_repeat", lambda device: True)
-    monkeypatch.setattr(repeated, "RepeatedLaunches", type("One", (Repeated,), {"error": error}))
+def test_steps_are_replayed_if_the_first_replay_gives_their_output(error, fixed, monkeypatch):
+    monkeypatch.setattr(replayed_launches, "can_replay", lambda device: True)
+    monkeypatch.setattr(replayed_launches, "ReplayedLaunches", type("One", (WithoutDriver,), {"error": error}))
     monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     replay.forget()
@@ -186,10 +186,10 @@ def test_steps_are_repeated_if_the_first_repetition_gives_their_output(error, fi
         new = [x[:, :, length : length + 1].clone() for x in (query, key, value)]
         output = step(one, *new, None, 0.125) if fixed else decode(one, *new, None, 0.125)
         with monkeypatch.context() as patched:
-            patched.setattr(repeated, "can_repeat", lambda device: False)
+            patched.setattr(replayed_launches, "can_replay", lambda device: False)
             expected = step(two, *new, None, 0.125) if fixed else decode(two, *new, None, 0.125)
         assert torch.equal(output, expected)
-    assert repeated.RepeatedLaunches.runs == (1 if error else 5)
+    assert replayed_launches.ReplayedLaunches.runs == (1 if error else 5)
     for cache in (one, two):
         cache.read_counts()
     assert_same(one, two)

@@ -11,7 +11,7 @@ from sage_kernels.reference import forward as reference
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
-from sage_kernels.triton.configs import Config
+from sage_kernels.triton.configs import TileConfig
 from sage_kernels.triton.smooth_q_scores import smooth_q_scores
 from tests.helpers.calls import new_call
 from tests.helpers.triton_calls import attend, quantize
@@ -243,7 +243,7 @@ def test_packed_sequences_are_attended_as_if_alone(monkeypatch, delta_share):
 
 @pytest.mark.parametrize("block_n", [pytest.param(64, marks=pytest.mark.audit), 128])
 def test_every_tile_gives_the_error_of_its_reference(monkeypatch, block_n):
-    monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: Config(64, block_n, 4, 2))
+    monkeypatch.setattr(nvfp4_forward, "nvfp4_forward_config", lambda *_: TileConfig(64, block_n, 4, 2))
     check(*random_inputs(70, 300))
 
 

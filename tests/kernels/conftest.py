@@ -3,13 +3,13 @@
 import pytest
 
 from sage_kernels.cuda import compiler
-from sage_kernels.dispatch.select import select
+from sage_kernels.dispatch.registry import forget_choices
 
 
 @pytest.fixture
 def can_compile(monkeypatch):
     """A machine that compiles every CUDA kernel."""
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
-    select.cache_clear()
+    forget_choices()
     yield
-    select.cache_clear()
+    forget_choices()

@@ -10,11 +10,12 @@ import torch
 from sage_kernels import ops
 from sage_kernels.attend import attend
 from sage_kernels.cuda import compiler
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import block_lists, sdpa
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.arguments import Arguments
+from sage_kernels.spec.arguments import OperatorArguments
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.layout import Lengths
@@ -110,7 +111,11 @@ def test_opcheck_passes():
         for mask in (None, torch.ones(2, 1, 1, 330, dtype=torch.bool)):
             torch.library.opcheck(
                 torch.ops.sage_kernels.attention.default,
-                (*draw(dtype=dtype), mask, *Arguments.of(blocks, None, Options(recipe="sage2", return_lse=True))),
+                (
+                    *draw(dtype=dtype),
+                    mask,
+                    *OperatorArguments.of(blocks, None, Options(recipe="sage2", return_lse=True)),
+                ),
             )
 
 
@@ -145,9 +150,9 @@ def test_the_best_kernel_with_lists_runs(recipe, capability, kernel, ran, monkey
     request = Request(
         recipe, "cuda", capability, torch.bfloat16, 1, 4, 4, 4096, 4096, 128, 128, "blocks", False, False, aligned=True
     )
-    select.cache_clear()
+    forget_choices()
     plan, of_64 = (select(replace(request, list_sizes=(size, size))) for size in (128, 64))
-    select.cache_clear()
+    forget_choices()
     assert (plan.kernel, plan.recipe) == (kernel, ran)
     assert (of_64.kernel, of_64.recipe) == (kernel.removesuffix("_hopper"), ran)
     if capability == (9, 0):
@@ -260,7 +265,7 @@ def test_packed_sequences_have_lists_of_their_own(recipe, options, list_batch):
 def test_packed_lists_pass_opcheck_and_are_checked():
     inputs, lengths = draw_packed()
     blocks = draw_blocks(4, 4, 300, 330)
-    arguments = Arguments.of(blocks, Lengths(*lengths), Options(recipe="sage2", return_lse=True))
+    arguments = OperatorArguments.of(blocks, Lengths(*lengths), Options(recipe="sage2", return_lse=True))
     one = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
     torch.library.opcheck(torch.ops.sage_kernels.attention.default, (*one, None, *arguments))
     for bad, match in ((draw_blocks(2, 4, 300, 330), r"\(4 or 1"), (draw_blocks(4, 4, 500, 330), "300 queries")):

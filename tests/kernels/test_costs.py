@@ -11,10 +11,11 @@ import torch
 from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import cost_model, execution, registry
-from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Schedule, Sizes, Weights
-from sage_kernels.dispatch.exact_choice import why_training_slower
+from sage_kernels.dispatch.cost_model import CostTable
+from sage_kernels.dispatch.curves import CallSizes, CostCurve, CostWeights, ItemSchedule
+from sage_kernels.dispatch.decide import why_training_slower
 from sage_kernels.dispatch.plan import exact_plan
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import routing, select, set_routing
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
@@ -30,8 +31,8 @@ PROVIDER = cost_model.low_bit_provider("sage2", "low_bit", "")
 
 
 def curve(provider, launch=0.0, tile=0.0, mask="none", causal=False, head_dims=(65, 128), regime=""):
-    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128, 256))
-    return Curve(provider, mask, causal, head_dims, schedule, Weights(launch=launch, tile=tile), regime=regime)
+    schedule = ItemSchedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128, 256))
+    return CostCurve(provider, mask, causal, head_dims, schedule, CostWeights(launch=launch, tile=tile), regime=regime)
 
 
 # 32 heads of n tokens are n / 4 items, of n / 64 tiles each: both need 62 µs with 1,848 tokens.
@@ -43,14 +44,14 @@ def use_table(routed, monkeypatch):
     """One low-bit kernel, and a table of these curves; None: no table."""
 
     def use(*curves):
-        table = Table("a GPU", H200, {}, curves, "here") if curves else None
+        table = CostTable("a GPU", H200, {}, curves, "here") if curves else None
         monkeypatch.setattr(cost_model, "table_of", lambda capability: table)
-        select.cache_clear()
+        forget_choices()
 
     with only_the_reference():
         registry.register_forward(StandInForward("low_bit", "sage2"))
         yield use
-    select.cache_clear()
+    forget_choices()
 
 
 def with_tokens(tokens, **facts):
@@ -130,7 +131,7 @@ def test_a_kind_of_call_that_the_table_lacks_follows_the_rules_without_a_table(u
 
 def test_a_head_dim_takes_the_narrowest_curve_that_covers_it():
     wide, narrow = curve("flash", launch=1.0, head_dims=(33, 256)), curve("flash", launch=2.0, head_dims=(65, 128))
-    table = Table("a GPU", H200, {}, (wide, narrow))
+    table = CostTable("a GPU", H200, {}, (wide, narrow))
     found = [table.curve("flash", "none", False, head_dim) for head_dim in (32, 40, 72, 128, 136, 264)]
     assert found == [None, wide, narrow, narrow, wide, None]
 
@@ -138,15 +139,15 @@ def test_a_head_dim_takes_the_narrowest_curve_that_covers_it():
 @pytest.mark.parametrize("order", ["waves", "queue", "split"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_without_queries_or_keys_have_a_cost(order, causal):
-    schedule = Schedule(rows=128, keys=64, slots=132, order=order, packs=False, widths=(128,))
-    weights = Weights(launch=1.0, tile=1.0)
+    schedule = ItemSchedule(rows=128, keys=64, slots=132, order=order, packs=False, widths=(128,))
+    weights = CostWeights(launch=1.0, tile=1.0)
     for sizes in itertools.product((0, 63), repeat=2):
-        us = Curve(PROVIDER, "none", causal, (1, 128), schedule, weights).us(Sizes(2, 4, 2, *sizes, 64))
+        us = CostCurve(PROVIDER, "none", causal, (1, 128), schedule, weights).us(CallSizes(2, 4, 2, *sizes, 64))
         assert 1.0 <= us < 10.0
 
 
 def test_a_table_reads_back_as_written(tmp_path):
-    table = Table("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
+    table = CostTable("a GPU", H200, {"torch": "2.11"}, (LOW_BIT, CUDNN))
     path = tmp_path / "new" / "table.json"
     table.write(path)
     assert cost_model.read_table(path) == replace(table, origin=str(path))
@@ -180,7 +181,7 @@ def test_a_tuned_table_is_found_and_a_broken_one_is_ignored_with_a_warning(tuned
     tuned.write_text("{")
     cost_model.table_of.cache_clear()
     assert cost_model.table_of((8, 9)) is None and "ignored" in caplog.text
-    Table("NVIDIA RTX 4090", (8, 9), {}, (CUDNN,)).write(tuned)
+    CostTable("NVIDIA RTX 4090", (8, 9), {}, (CUDNN,)).write(tuned)
     cost_model.table_of.cache_clear()
     assert cost_model.table_of((8, 9)).origin == str(tuned)
 
@@ -307,11 +308,11 @@ def shipped(routed, monkeypatch):
         monkeypatch.setattr(compiler, "unavailable", lambda *_: "" if compiles else "nothing compiles here")
         monkeypatch.setattr(registration, "triton_version", lambda: triton)
         cost_model.table_of.cache_clear()
-        select.cache_clear()
+        forget_choices()
 
     yield use
     cost_model.table_of.cache_clear()
-    select.cache_clear()
+    forget_choices()
 
 
 def call_of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, mask="none", causal=False, **facts):
@@ -399,7 +400,7 @@ def test_a_call_says_how_its_causality_is_aligned(offset, lower_right, shifted):
 
 
 class OwnKernel:
-    name, repeats = "own", True
+    name, traceable = "own", True
 
     def unsupported(self, request):
         return "head_dim above 128" if request.head_dim > 128 else ""

@@ -302,8 +302,8 @@ def test_the_kernels_of_a_call_compile_at_the_same_time(folder, tmp_path, monkey
     both, compile_program = threading.Barrier(3, timeout=60), nvrtc.nvrtcCompileProgram
     monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *args: both.wait() >= 0 and compile_program(*args))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    sources = [launch.Source("kernel.cu", {}, {"FACTOR": factor}) for factor in (3, 5, "?")]
-    kernels = tuple(launch.Kernel(source, "scale", 32) for source in (*sources, sources[0]))
+    sources = [launch.KernelSource("kernel.cu", {}, {"FACTOR": factor}) for factor in (3, 5, "?")]
+    kernels = tuple(launch.ConfiguredKernel(source, "scale", 32) for source in (*sources, sources[0]))
     launch.compile_together(kernels, torch.device("cuda", 0))
     assert len(cached_files(tmp_path)) == 2
 

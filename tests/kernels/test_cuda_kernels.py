@@ -14,7 +14,8 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
 from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
-from sage_kernels.dispatch.exact_choice import runs_one_by_one
+from sage_kernels.dispatch.decide import runs_one_by_one
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.block_list import BlockList
@@ -52,7 +53,7 @@ def test_int8_forward_overlaps_its_matrix_products(
 ):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     head_dim, pv, kv_len = size
-    config = int8_forward.Config.of(
+    config = int8_forward.Int8ForwardConfig.of(
         recipe=replace(get_recipe("sage2"), pv=pv, heavy_keys=64 * heavy),
         head_dim=head_dim,
         kv_len=kv_len,
@@ -152,12 +153,12 @@ def test_without_triton_packed_sequences_run_one_by_one(monkeypatch, grad, fallb
     packed = replace(LONG, recipe="sage_bwd" if grad else "sage2", grad=grad, packed=True)
     assert not runs_one_by_one(packed, fallback)
     monkeypatch.setattr(registration, "triton_version", lambda: None)
-    select.cache_clear()
+    forget_choices()
     assert runs_one_by_one(packed, fallback)
     assert runs_one_by_one(replace(packed, q_len=200, kv_len=200), fallback)
     for facts in ({"dtype": torch.float32}, {"head_dim": 320}):
         assert not runs_one_by_one(replace(packed, **facts), fallback), facts
-    select.cache_clear()
+    forget_choices()
 
 
 @pytest.mark.usefixtures("can_compile")
@@ -172,9 +173,9 @@ def test_with_heavy_keys_tensors_that_are_not_aligned_run_the_portable_kernel(re
 
 def test_int8_forward_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "no NVRTC here")
-    select.cache_clear()
+    forget_choices()
     plan = select(LONG)
-    select.cache_clear()
+    forget_choices()
     assert plan.kernel == "int8_forward"
     assert ("sage2 by int8_forward_hopper", "no NVRTC here") in plan.passed_over
 
@@ -185,15 +186,15 @@ def forbidden(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "_compile", lambda program: compiler.Cubin(b"", str(program)))
     monkeypatch.setattr(compiler, "_outdated", lambda nvrtc: "")
-    select.cache_clear()
+    forget_choices()
 
     def forbid():
         monkeypatch.setenv("SAGE_KERNELS_COMPILE", "0")
         monkeypatch.setattr(compiler, "missing", lambda: "no NVRTC here")
-        select.cache_clear()
+        forget_choices()
 
     yield forbid
-    select.cache_clear()
+    forget_choices()
 
 
 class OtherQuantizer(HopperQuantizer):

@@ -10,7 +10,7 @@ import torch
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import compiler, nvfp4_forward, smooth_q_scores
-from sage_kernels.cuda.registration import NOT_FASTER, NVFP4Forward, enforce_nvfp4_forward
+from sage_kernels.cuda.registration import NOT_FASTER, CudaNVFP4Forward, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select, set_routing
@@ -19,7 +19,7 @@ from sage_kernels.testing.aot import machine_code
 from sage_kernels.triton import registration
 
 compiles = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unavailable())
-CONFIG = nvfp4_forward.Config(
+CONFIG = nvfp4_forward.NVFP4ForwardConfig(
     channels=128,
     is_causal=False,
     padded=False,
@@ -163,7 +163,7 @@ def test_serves_what_it_can_read(can_compile, facts, reason):
     capability = changes.pop("capability", (12, 0))
     aligned = changes.pop("aligned", True)
     with enforce_nvfp4_forward(True):
-        found = NVFP4Forward().unsupported(replace(request(), **changes, capability=capability, aligned=aligned))
+        found = CudaNVFP4Forward().unsupported(replace(request(), **changes, capability=capability, aligned=aligned))
     assert reason in found and bool(reason) == bool(found)
 
 
@@ -198,11 +198,11 @@ def test_runs_where_the_gpus_own_table_says_that_it_is_faster(can_compile, monke
 @pytest.mark.parametrize("missing", ["nvfp4_forward.cu", "smooth_q_scores.cu", "find_spans.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     monkeypatch.setattr(compiler, "unavailable", lambda source, *_: f"no {source}" if source == missing else "")
-    assert NVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"
+    assert CudaNVFP4Forward().unsupported(replace(request(), mask="keys")) == f"no {missing}"
 
 
 def test_serves_the_recipes_in_nvfp4():
-    kernel = NVFP4Forward()
+    kernel = CudaNVFP4Forward()
     assert [name for name in ("sage3", "sage3_paper", "sage2", "sage1") if kernel.serves(get_recipe(name))] == [
         "sage3",
         "sage3_paper",

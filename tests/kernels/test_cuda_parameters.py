@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(compiler.missing()), reason=compiler.missin
 SOURCE = """#include "parameters.cuh"
 extern "C" __global__ void kernel(KERNEL_PARAMETERS) {}
 """
-CONFIG = int8_forward.Config.of(
+CONFIG = int8_forward.Int8ForwardConfig.of(
     recipe=get_recipe("sage2"), head_dim=128, kv_len=4096, mask="none", is_causal=False, may_leave_query=False
 )
 SOURCES = {

@@ -11,7 +11,7 @@ import triton
 
 from sage_kernels.cuda import compiler, quantize_nvfp4
 from sage_kernels.cuda.launch import architecture
-from sage_kernels.cuda.registration import NVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
 from sage_kernels.formats.nvfp4 import BINS, FIRST_BIN, search_table
@@ -111,7 +111,9 @@ def test_blackwell_converts_to_e2m1_by_itself(tmp_path, monkeypatch):
 def unsupported(**facts):
     tensors = [torch.empty(2, 4, 300, 128, dtype=torch.bfloat16) for _ in range(3)]
     request = Request.of(*tensors, recipe="sage3")
-    return NVFP4Quantizer().unsupported(replace(request, device_type="cuda", capability=(9, 0), aligned=True, **facts))
+    return CudaNVFP4Quantizer().unsupported(
+        replace(request, device_type="cuda", capability=(9, 0), aligned=True, **facts)
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,12 +144,12 @@ def test_asks_the_compiler_for_the_gpus_own_architecture(monkeypatch, capability
     monkeypatch.setattr(compiler, "unavailable", lambda *arguments: asked.append(arguments[2]) or "")
     tensors = [torch.empty(2, 4, 300, 128, dtype=torch.bfloat16) for _ in range(3)]
     request = replace(Request.of(*tensors, recipe="sage3"), device_type="cuda", capability=capability, aligned=True)
-    assert NVFP4Quantizer().unsupported(request) == ""
+    assert CudaNVFP4Quantizer().unsupported(request) == ""
     assert asked == [architecture(capability)]
 
 
 def test_serves_no_search_over_more_scales_than_a_row_of_its_table():
-    assert NVFP4Quantizer().serves(SAGE3) and NVFP4Quantizer().serves(PAPER)
-    assert not NVFP4Quantizer().serves(replace(SAGE3, scale_steps=tuple(range(1, 9))))
-    assert not NVFP4Quantizer().serves(replace(SAGE3, key_scale_steps=tuple(range(1, 9))))
-    assert not NVFP4Quantizer().serves(replace(SAGE3, scale_steps=(12,)))
+    assert CudaNVFP4Quantizer().serves(SAGE3) and CudaNVFP4Quantizer().serves(PAPER)
+    assert not CudaNVFP4Quantizer().serves(replace(SAGE3, scale_steps=tuple(range(1, 9))))
+    assert not CudaNVFP4Quantizer().serves(replace(SAGE3, key_scale_steps=tuple(range(1, 9))))
+    assert not CudaNVFP4Quantizer().serves(replace(SAGE3, scale_steps=(12,)))

@@ -79,17 +79,17 @@ def assert_aligned(x):
         ({"offset": 1, "row_stride": 72}, False),
     ],
 )
-def test_pytorchs_function_alone_repeats_what_it_is_handed_over_as_it_is(handed_over, facts, alone):
+def test_pytorchs_function_alone_replays_what_it_is_handed_over_as_it_is(handed_over, facts, alone):
     given = {"is_causal": False, "scale": 0.2, "heads": 3, "tokens": 17, "head_dim": 64} | facts
     options = {name: given.pop(name) for name in ("is_causal", "scale")}
     size = given.pop("tokens"), given.pop("head_dim")
     query = cuda(2, given.pop("heads"), *size, dtype=torch.bfloat16, **given)
     key = cuda(2, 3, *size, dtype=torch.bfloat16, **given)
-    repeated = exact.repeated(query, key, key, **options)
-    assert (repeated is not None) == alone
-    if repeated is not None:
+    replay = exact.replay_function(query, key, key, **options)
+    assert (replay is not None) == alone
+    if replay is not None:
         exact.sdpa(query, key, key, **options, enable_gqa=True)
-        assert repeated.keywords == {name: handed_over[0][name] for name in repeated.keywords}
+        assert replay.keywords == {name: handed_over[0][name] for name in replay.keywords}
         assert handed_over[0]["mask"] is None and handed_over[0]["dropout_p"] == 0
         assert [handed_over[0][name] for name in ("query", "key", "value")] == [query, key, key]
 

@@ -5,7 +5,7 @@ import torch
 
 from sage_kernels.replay import launch_plan
 from sage_kernels.replay.launch_plan import LaunchPlan
-from sage_kernels.replay.trace import NotRepeatableError, tracing
+from sage_kernels.replay.trace import NotReplayableError, tracing
 from sage_kernels.runtime import torch_private
 
 CPU = torch.device("cpu")
@@ -31,21 +31,21 @@ def test_an_operator_among_launches_gets_the_tensors_of_each_call(monkeypatch):
 
 @pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
 def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(argument):
-    with tracing() as trace, pytest.raises(NotRepeatableError):
+    with tracing() as trace, pytest.raises(NotReplayableError):
         x = trace.stand_in(torch.empty(8, 4))
         trace.ran(lambda x: None, argument(x))
         LaunchPlan(trace, [x], [], CPU)
 
 
 def test_an_output_that_is_an_argument_cannot_be_replayed():
-    with tracing() as trace, pytest.raises(NotRepeatableError, match="shares"):
+    with tracing() as trace, pytest.raises(NotReplayableError, match="shares"):
         x = trace.stand_in(torch.empty(4))
         LaunchPlan(trace, [x], [x], CPU)
 
 
 def test_buffers_needed_at_once_do_not_overlap_and_others_may():
     sizes = [(1000, 0, 2), (300, 0, 3), (5000, 2, None), (700, 2, 3), (1, 3, None), (64, 1, 2)]
-    buffers = [launch_plan.Memory(number, size, first, last) for number, (size, first, last) in enumerate(sizes)]
+    buffers = [launch_plan.TracedMemory(number, size, first, last) for number, (size, first, last) in enumerate(sizes)]
     places, total = launch_plan.place_buffers(buffers, 4)
     spans = {number: (places[number], places[number] + sizes[number][0]) for number in places}
     for one in buffers:

@@ -17,7 +17,7 @@ from sage_kernels.dispatch import execution
 from sage_kernels.exact import sdpa
 from sage_kernels.packed import attend_packed
 from sage_kernels.reference import forward as reference
-from sage_kernels.spec.arguments import Arguments
+from sage_kernels.spec.arguments import OperatorArguments
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
@@ -40,7 +40,7 @@ def test_opcheck_passes(dtype, recipe, return_lse):
         options = Options(is_causal, recipe=recipe, return_lse=return_lse)
         torch.library.opcheck(
             torch.ops.sage_kernels.attention.default,
-            (*draw_tensors(dtype=dtype), mask, *Arguments.of(None, None, options)),
+            (*draw_tensors(dtype=dtype), mask, *OperatorArguments.of(None, None, options)),
         )
 
 
@@ -200,7 +200,7 @@ def test_packed_sequences_that_run_one_by_one_have_lists_of_their_own(list_batch
 def test_opcheck_passes_for_packed_sequences():
     inputs = [x[:1] for x in draw_tensors()]
     lengths = Lengths(pack([30, 40]), pack([50, 40]), 40, 50, torch.tensor([45, 40], dtype=torch.int32))
-    arguments = Arguments.of(None, lengths, Options(True, recipe="sage2", return_lse=True))
+    arguments = OperatorArguments.of(None, lengths, Options(True, recipe="sage2", return_lse=True))
     torch.library.opcheck(torch.ops.sage_kernels.attention.default, (*inputs, None, *arguments))
 
 

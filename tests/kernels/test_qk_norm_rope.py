@@ -153,6 +153,6 @@ def transformed(x, norm, rope):
 def test_inside_of_transforms_pytorchs_operators_run(monkeypatch):
     x, norm, rope = QKNormRopeCase(SIZES, "layer", "channels").draw(torch.bfloat16)
     expected = transformed(x, norm, rope)
-    monkeypatch.setattr(entry, "qk_norm_rope_kernel", None)  # no other kernel is asked for
+    monkeypatch.setattr(entry, "select_qk_norm_rope_kernel", None)  # no other kernel is asked for
     for own, theirs in zip(transformed(x, norm, rope), expected, strict=True):
         assert torch.equal(own, theirs)

@@ -10,7 +10,7 @@ from sage_kernels import backends, ops  # noqa: F401 - `backends` registers the 
 from sage_kernels.cuda import compiler
 from sage_kernels.dispatch import execution, registry
 from sage_kernels.dispatch.plan import KernelUnavailableError
-from sage_kernels.dispatch.registry import get_backward, get_forward, get_quantizer
+from sage_kernels.dispatch.registry import forget_choices, get_backward, get_forward, get_quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference import forward as reference
@@ -51,9 +51,9 @@ def newest(monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 9))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
-    select.cache_clear()
+    forget_choices()
     yield
-    select.cache_clear()
+    forget_choices()
 
 
 def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
@@ -82,18 +82,18 @@ def test_a_gpu_without_a_native_kernel_runs_exact_attention_and_says_why():
 def test_every_gpu_runs_the_best_recipe_it_has(monkeypatch, capability, triton, recipe, kernel):
     monkeypatch.setattr(registration, "triton_version", lambda: triton)
     monkeypatch.setattr(compiler, "unavailable", lambda *_: "")
-    select.cache_clear()
+    forget_choices()
     plan = select(replace(GPU, capability=capability, aligned=True))
-    select.cache_clear()
+    forget_choices()
     assert (plan.recipe, plan.kernel) == (recipe, kernel)
     assert plan.is_fallback == (recipe != "sage3")
 
 
 def test_where_triton_is_too_old_for_fp4_the_plan_says_what_to_install(monkeypatch):
     monkeypatch.setattr(registration, "triton_version", lambda: (3, 8))
-    select.cache_clear()
+    forget_choices()
     plan = select(replace(GPU, capability=(10, 0)))
-    select.cache_clear()
+    forget_choices()
     assert plan.recipe == "sage2"
     assert 'needs Triton 3.9, installed is 3.8: pip install "triton>=3.9"' in plan.reason
 
@@ -300,9 +300,9 @@ def test_a_backward_kernel_serves_the_formats_that_it_computes():
 def smoothed(monkeypatch):
     """A recipe of that name that no fast kernel computes."""
     monkeypatch.setitem(RECIPES, "sage1", replace(RECIPES["sage1"], smooth_q=True))
-    select.cache_clear()
+    forget_choices()
     yield RECIPES["sage1"]
-    select.cache_clear()
+    forget_choices()
 
 
 @pytest.mark.usefixtures("newest")

@@ -19,6 +19,7 @@ from sage_kernels.dispatch import (
     verdicts,
 )
 from sage_kernels.dispatch.plan import Plan
+from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceKVKernel, ReferenceQKNormRopeKernel
@@ -97,60 +98,60 @@ def test_a_wrong_kernel_is_found_passed_over_and_explained(kind, why, ran, caplo
     register(kind, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
     with caplog.at_level(logging.WARNING):
-        plan = execution.choose(REQUEST, "native")
+        plan = execution.select_checked(REQUEST, "native")
     assert (plan.recipe, plan.kernel) == ("sage2", "right")
     (who, reason), *_ = plan.passed_over
     assert who == "sage3 by wrong" and reason.startswith("failed its self-check: ") and why in reason
     (warning,) = caplog.messages
     assert "\n" not in warning and "wrong" in warning
     ran.clear()
-    assert execution.choose(REQUEST, "native") == plan
+    assert execution.select_checked(REQUEST, "native") == plan
     assert ran == []  # no kernel is checked twice
 
 
 def test_verdicts_outlive_the_process_until_something_changes(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     register(StandInForward, "right", "sage2", ran)
-    execution.choose(REQUEST, "native")
+    execution.select_checked(REQUEST, "native")
     ran.clear()
     self_check.forget()  # as a new process begins
     assert select(REQUEST).kernel == "right"
-    assert execution.choose(REQUEST, "native").kernel == "right"
+    assert execution.select_checked(REQUEST, "native").kernel == "right"
     assert ran == []
     monkeypatch.setattr(verdicts, "_source_digest", lambda: "other")
     self_check.forget()
     assert select(REQUEST).kernel == "wrong"
-    assert execution.choose(REQUEST, "native").kernel == "right"
+    assert execution.select_checked(REQUEST, "native").kernel == "right"
     assert "wrong" in ran
 
 
 def test_a_file_that_cannot_be_read_holds_no_verdict(ran, tmp_path):
     register(StandInForward, "right", "sage3", ran)
     for content in ("", "[]", '{"verdicts": 1}', '{"verdicts": {"x": 1}}'):
-        execution.choose(REQUEST, "native")
+        execution.select_checked(REQUEST, "native")
         (path,) = tmp_path.rglob("*.json")
         path.write_text(content)
         self_check.forget()
         ran.clear()
-        assert execution.choose(REQUEST, "native").kernel == "right"
+        assert execution.select_checked(REQUEST, "native").kernel == "right"
         assert ran == ["right"]
 
 
 def test_switched_off_nothing_is_checked_and_no_verdict_counts(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
-    assert execution.choose(REQUEST, "native").kernel == "wrong"
+    assert execution.select_checked(REQUEST, "native").kernel == "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "1")
-    assert execution.choose(REQUEST, "native").kernel != "wrong"
+    assert execution.select_checked(REQUEST, "native").kernel != "wrong"
     monkeypatch.setenv("SAGE_HF_SELF_CHECK", "0")
-    select.cache_clear()
-    assert execution.choose(REQUEST, "native").kernel == "wrong"
+    forget_choices()
+    assert execution.select_checked(REQUEST, "native").kernel == "wrong"
 
 
 def test_a_tested_gpu_checks_nothing(ran):
     register(StandInForward, "right", "sage3", ran)
     for capability in self_check.TESTED:
-        assert execution.choose(replace(REQUEST, capability=capability), "native").kernel == "right"
+        assert execution.select_checked(replace(REQUEST, capability=capability), "native").kernel == "right"
     assert ran == []
 
 
@@ -158,7 +159,7 @@ def test_the_quantizer_is_passed_over_where_another_makes_the_kernel_right(ran):
     registry.register_quantizer(DoubledValues("wrong", "sage3", ran=ran.append))
     registry.register_quantizer(StandInQuantizer("right", "sage3", ran=ran.append))
     register(OfOperands, "forward", "sage3", ran)
-    plan = execution.choose(REQUEST, "native")
+    plan = execution.select_checked(REQUEST, "native")
     assert (plan.kernel, plan.quantizer) == ("forward", "right")
     ((who, reason),) = plan.other_phases
     assert who == "wrong" and "self-check" in reason
@@ -168,7 +169,7 @@ def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     registry.register_backward(StandInBackward("right", "sage_bwd", ran=ran.append))
-    plan = execution.choose(TRAINING, "native")
+    plan = execution.select_checked(TRAINING, "native")
     assert (plan.kernel, plan.backward) == ("forward", "right")
     assert not plan.is_fallback and plan.reason.startswith("wrong: failed its self-check")
 
@@ -178,7 +179,7 @@ def test_it_checks_gradients_in_any_mode(mode, ran):
     register(StandInTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     with mode(), torch.autocast("cpu", torch.bfloat16):
-        assert execution.choose(TRAINING, "native").backward != "wrong"
+        assert execution.select_checked(TRAINING, "native").backward != "wrong"
         assert examination.examine_qk_norm_rope(64, torch.device("cpu")).reason == ""
 
 
@@ -189,7 +190,7 @@ def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
     register(StandInForward, "right", "sage3", ran)
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceForward, "attend", fails)
-        assert execution.choose(REQUEST, "native").kernel == "right"
+        assert execution.select_checked(REQUEST, "native").kernel == "right"
     self_check.forget()
     assert not verdicts.is_known(verdicts.subject("right", "sage3", 64), UNTESTED)
 
@@ -199,9 +200,9 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 
     register(StandInForward, "right", "sage3", ran)
     with TorchDispatchMode():
-        execution.choose(REQUEST, "native")
+        execution.select_checked(REQUEST, "native")
     assert ran == []
-    execution.choose(REQUEST, "native")
+    execution.select_checked(REQUEST, "native")
     assert ran == ["right"]
 
 
@@ -220,7 +221,7 @@ def test_it_waits_while_a_mode_sees_operators(ran):
 def test_the_check_is_a_call_like_the_one_that_waits(facts, ran):
     asked = replace(REQUEST, aligned=True, **facts)
     plan = Plan(asked, "kernel", "sage3", "native")
-    call = examination.Case.like(plan).draw(torch.device("cpu"))
+    call = examination.CheckCase.like(plan).draw(torch.device("cpu"))
     found = execution.request_of(call)
     names = ("dtype", "head_dim", "mask", "is_causal", "lower_right", "packed", "return_lse", "list_sizes")
     assert [getattr(found, name) for name in names] == [getattr(asked, name) for name in names]
@@ -241,7 +242,7 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
     output = record.run_in_layer(layer, sage_hf.sage_attention, *inputs)
     (plan,) = record.last_plans(layer)
     assert plan.kernel == "right" and "wrong: failed its self-check" in plan.reason
-    call = examination.Case("sage2").draw(torch.device("cpu"))
+    call = examination.CheckCase("sage2").draw(torch.device("cpu"))
     call = replace(call, query=inputs[0], key=inputs[1], value=inputs[2], recipe=get_recipe("sage2"))
     assert torch.equal(output, registry.get_forward("reference").attend(call, None)[0])
 
@@ -262,11 +263,11 @@ def test_a_wrong_kernel_of_norms_gives_way_to_pytorchs_operators(monkeypatch):
     kernels = {"qk_norm_rope": DoubledQKNormRope(), "reference": ReferenceQKNormRopeKernel()}
     monkeypatch.setattr(qk_norm_rope_kernels, "_kernels", kernels)
     x = torch.randn(2, 5, 3, 64).bfloat16()
-    assert qk_norm_rope_kernels.qk_norm_rope_kernel(x, None, None, grad=False).name == "qk_norm_rope"
+    assert qk_norm_rope_kernels.select_qk_norm_rope_kernel(x, None, None, grad=False).name == "qk_norm_rope"
     found = examination.examine_qk_norm_rope(64, torch.device("cpu"))
     assert found.kernel == "qk_norm_rope" and "that rounding explains" in found.reason
     assert not self_check.keep_one(found, verdicts.QK_NORM_ROPE, 64, None)
-    assert qk_norm_rope_kernels.qk_norm_rope_kernel(x, None, None, grad=False).name == "reference"
+    assert qk_norm_rope_kernels.select_qk_norm_rope_kernel(x, None, None, grad=False).name == "reference"
 
 
 class WrongCache(ReferenceKVKernel):
@@ -294,7 +295,7 @@ def test_a_wrong_kernel_of_the_kv_cache_gives_way_to_pytorchs_operators(wrong, f
         monkeypatch.setattr(module, "capability_of", lambda device: UNTESTED)
     query, key, value = torch.randn(3, 1, 2, 70, 64).bfloat16().unbind()
     cache = KVCache(get_format(format), key)
-    assert kv_kernels.kv_kernel(cache, query[:, :, -1:])[0].name == "kv_decode"
+    assert kv_kernels.select_kv_kernel(cache, query[:, :, -1:])[0].name == "kv_decode"
     kv_cache.store(cache, query, key, value)
     _, kernel, reason = kv_cache.decode(cache, *(x[:, :, -1:] for x in (query, key, value)), None, 0.125)
     assert kernel == "reference (emulated)" and reason.startswith("kv_decode: failed its self-check")

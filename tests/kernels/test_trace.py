@@ -10,12 +10,12 @@ from torch._subclasses import FakeTensorMode
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import quantize_nvfp4
-from sage_kernels.cuda.registration import NVFP4Quantizer as CudaNVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer as CudaNVFP4Quantizer
 from sage_kernels.dispatch.registry import get_forward
 from sage_kernels.formats import nvfp4
 from sage_kernels.replay.trace import (
     FIRST_ADDRESS,
-    NotRepeatableError,
+    NotReplayableError,
     is_stand_in,
     keeping,
     locate,
@@ -70,13 +70,13 @@ def test_views_and_allocations_have_addresses(traced):
         lambda x: x.sum().item(),
     ],
 )
-def test_a_call_that_computes_with_a_tensor_cannot_be_repeated(traced, function):
-    with pytest.raises(NotRepeatableError):
+def test_a_call_that_computes_with_a_tensor_cannot_be_replayed(traced, function):
+    with pytest.raises(NotReplayableError):
         function(traced.stand_in(torch.empty(2, 3, 40, 16)))
 
 
-def test_a_call_that_allocates_with_its_arguments_cannot_be_repeated():
-    with FakeTensorMode(), tracing(), pytest.raises(NotRepeatableError, match="allocates memory"):
+def test_a_call_that_allocates_with_its_arguments_cannot_be_replayed():
+    with FakeTensorMode(), tracing(), pytest.raises(NotReplayableError, match="allocates memory"):
         torch.empty(4, device="cuda")
 
 
@@ -96,7 +96,7 @@ def test_a_tensor_map_of_a_stand_in_begins_with_its_address():
 
     assert relocatable(tensor_map, 4096) == tensor_map(4096)
     assert relocatable(tensor_map, FIRST_ADDRESS + 32) == tensor_map(FIRST_ADDRESS + 32)
-    with pytest.raises(NotRepeatableError, match="first 64 bits"):
+    with pytest.raises(NotReplayableError, match="first 64 bits"):
         relocatable(lambda address: struct.pack("<QQ", address, address), FIRST_ADDRESS)
 
 
@@ -109,7 +109,7 @@ def test_calls_may_compute_their_inputs_while_kernels_compile():
     with tracing(compiles_only=True) as traced:
         x = traced.stand_in(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
         made = [-x, x.clone(), x.t().int(), x.new_zeros(5, dtype=torch.uint8), x[1:].zero_()]
-        with pytest.raises(NotRepeatableError):
+        with pytest.raises(NotReplayableError):
             x.sum()
     assert [(y.shape, y.dtype, y.is_cuda) for y in made[2:]] == [
         ((4, 3), torch.int32, True),
@@ -122,7 +122,7 @@ def test_calls_may_compute_their_inputs_while_kernels_compile():
 @pytest.mark.parametrize(
     ("kernels", "mask"), [*product(("sage1", "sage2", "sage3", "CUDA's quantiser"), MASKS), ("CUDA", "keys")]
 )
-def test_calls_with_masks_can_be_repeated(monkeypatch, kernels, mask):
+def test_calls_with_masks_can_be_replayed(monkeypatch, kernels, mask):
     """Rotation is left out, and tables of scales are stand-ins: both are kept for all calls, and lie on the GPU."""
     fake_gpu.install(monkeypatch)
     with tracing() as traced:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_kernels import ops, training
 from sage_kernels.attend import attend as dense_attend
 from sage_kernels.dispatch import execution, registry
-from sage_kernels.dispatch.exact_choice import choose_training
+from sage_kernels.dispatch.decide import decide
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.verdicts import FAILED
 from sage_kernels.exact.gradients import exact_gradients
@@ -271,7 +271,8 @@ def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
 def test_one_compiled_graph_serves_lists_of_all_lengths():
     def attend(query, key, value, valid, blocks):
         mask = Mask.of_blocks(blocks, valid[:, None, None], key.shape[2])
-        assert not choose_training(query, key, value, mask, OPTIONS)[1]
+        options = Options(recipe="sage_bwd", dropout_p=0.0)  # a global float would become an input of the graph
+        assert not decide(query, key, value, mask, options, wants_gradient=True).runs_exactly
         return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -297,11 +298,11 @@ def test_a_list_that_does_not_fit_is_refused_with_gradients_too():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("recipe", ["sage_bwd", "sage2"])
-def test_the_choice_says_the_same_inside_the_compiler(dtype, recipe):
+def test_the_decision_says_the_same_inside_the_compiler(dtype, recipe):
     inputs, said = draw(dtype=dtype), []
 
     def ask(*tensors):
-        said.append(choose_training(*tensors, NO_MASK, Options(recipe=recipe))[1])
+        said.append(decide(*tensors, NO_MASK, Options(recipe=recipe), wants_gradient=True).reason)
         return tensors[0] + 0
 
     ask(*inputs)

@@ -7,9 +7,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sage_kernels.attend import attend
-from sage_kernels.dispatch import cost_model, exact_choice, registry
-from sage_kernels.dispatch.cost_model import Table
-from sage_kernels.dispatch.curves import Curve, Schedule, Weights
+from sage_kernels.dispatch import cost_model, registry
+from sage_kernels.dispatch.cost_model import CostTable
+from sage_kernels.dispatch.curves import CostCurve, CostWeights, ItemSchedule
+from sage_kernels.dispatch.decide import why_training_slower
 from sage_kernels.dispatch.plan import Plan
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import set_routing
@@ -27,21 +28,21 @@ REQUEST = Request(
 
 
 def curve(provider, launch, tile):
-    schedule = Schedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128,))
-    return Curve(provider, "none", False, (1, 128), schedule, Weights(launch=launch, tile=tile))
+    schedule = ItemSchedule(rows=128, keys=64, slots=132, order="queue", packs=False, widths=(128,))
+    return CostCurve(provider, "none", False, (1, 128), schedule, CostWeights(launch=launch, tile=tile))
 
 
 @pytest.fixture(autouse=True)
 def table(routed, monkeypatch):
     """32 heads of n tokens are n / 4 items of n / 64 tiles: the recipe is faster from about 5,000 tokens on."""
     curves = curve(cost_model.training_provider(*KERNELS), 600.0, 0.4), curve(f"cudnn{cost_model.TRAINING}", 0.0, 0.6)
-    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: CostTable("a GPU", (9, 0), {}, curves))
 
 
 def why(tokens=8192, numerics="native", **facts):
     request = replace(REQUEST, q_len=tokens, kv_len=tokens, **facts)
     recipe, kernel, quantizer, backward = KERNELS
-    return exact_choice.why_training_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
+    return why_training_slower(Plan(request, kernel, recipe, numerics, (), quantizer, backward))
 
 
 def test_each_call_is_judged_by_its_own_size_whatever_ran_before():
@@ -66,7 +67,7 @@ def measure_forwards(monkeypatch, low_bit, exact):
     before = cost_model.table_of(None).curves
     provider = cost_model.low_bit_provider(*KERNELS[:3])
     curves = (*before, curve(provider, 0.0, low_bit), curve("cudnn", 0.0, exact))
-    monkeypatch.setattr(cost_model, "table_of", lambda capability: Table("a GPU", (9, 0), {}, curves))
+    monkeypatch.setattr(cost_model, "table_of", lambda capability: CostTable("a GPU", (9, 0), {}, curves))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

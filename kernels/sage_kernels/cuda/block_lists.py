@@ -11,7 +11,7 @@ from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div
 from ..spec.operands import KeyPadding
-from .launch import Kernel, Source, launch
+from .launch import ConfiguredKernel, KernelSource, launch
 from .parameters import ConstInts, Int, Int64, Ints
 
 BLOCK_M = BLOCK_N = 128  # rows and keys of the lists that the forward kernel takes
@@ -61,7 +61,7 @@ class SortedLists:
 
 
 @dataclass(slots=True)
-class Arguments:
+class SortArguments:
     """The call's lists, the keys that exist, the written lists, and sizes.
 
     Attributes:
@@ -72,7 +72,7 @@ class Arguments:
         list_batches, list_heads: sizes of `lists`.
         blocks: the number of blocks of rows.
         list_stride: stride from list to list in `lists`.
-        heads_at_once: as in `int8_forward.Arguments`.
+        heads_at_once: as in `int8_forward.Int8ForwardArguments`.
         blocks_at_once: how many items run at the same time.
     """
 
@@ -104,14 +104,14 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Parameters:
+class SortParameters:
     """Parameters of the kernel."""
 
-    arguments: Arguments
+    arguments: SortArguments
 
 
 @cache
-def kernel(is_causal: bool, padded: bool) -> Kernel:
+def kernel(is_causal: bool, padded: bool) -> ConfiguredKernel:
     """Return `sort_lists`."""
     macros = {
         "THREADS": THREADS,
@@ -121,7 +121,9 @@ def kernel(is_causal: bool, padded: bool) -> Kernel:
         "CAUSAL": is_causal,
         "PADDED": padded,
     }
-    return Kernel(Source("sort_lists.cu", {"sort_lists": Parameters}, macros), "sort_lists", THREADS)
+    return ConfiguredKernel(
+        KernelSource("sort_lists.cu", {"sort_lists": SortParameters}, macros), "sort_lists", THREADS
+    )
 
 
 def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_at_once: int) -> None:
@@ -144,7 +146,7 @@ def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_
     batches, heads, row_blocks, list_stride = into.lists.shape
     counts, tiles = (x.expand(batches, *x.shape[1:]) for x in (blocks.counts, blocks.tiles))
     batch, q_heads, _, _ = call.query.shape
-    arguments = Arguments(
+    arguments = SortArguments(
         counts=counts,
         tiles=tiles,
         spans=None if padding is None else padding.spans,
@@ -173,7 +175,7 @@ def sort_lists(call: Call, padding: KeyPadding | None, into: SortedLists, heads_
     )
     grid = 1 + ceil_div(batches * heads * row_blocks, WARPS)
     sort = kernel(call.is_causal, padding is not None)
-    launch(sort, grid, Parameters(arguments), call.query.device, dependent=True)
+    launch(sort, grid, SortParameters(arguments), call.query.device, dependent=True)
 
 
 def _stride(x: torch.Tensor, dim: int) -> int:

@@ -34,7 +34,7 @@ from ..spec.layout import BLOCK, Sequences, at_aligned_address, batch_strides, c
 from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe
 from . import item_order, tokens
-from .launch import Kernel, Source, compile_together, launch
+from .launch import ConfiguredKernel, KernelSource, compile_together, launch
 from .padding import key_padding
 from .parameters import (
     Bytes,
@@ -210,7 +210,7 @@ class FinishingArguments:
 
 @dataclass(slots=True)
 class KeyFinishingArguments:
-    """Arguments of `finish_key_gradients`: dK and dV, which are written, and the rest as in `Arguments`."""
+    """Arguments of `finish_key_gradients`: dK and dV, which are written, and the rest as in `BackwardArguments`."""
 
     key_gradient: Gradient
     value_gradient: Gradient
@@ -235,7 +235,7 @@ class Maps:
 
 
 @dataclass(slots=True)
-class Arguments:
+class BackwardArguments:
     """The other arguments of `int8_backward`.
 
     Attributes:
@@ -300,30 +300,30 @@ class KeyFinishingParameters:
 
 
 @dataclass(slots=True)
-class Parameters:
+class BackwardParameters:
     """Parameters of `int8_backward`."""
 
     maps: Maps
-    arguments: Arguments
+    arguments: BackwardArguments
 
 
 @dataclass(frozen=True)
-class Kernels:
+class BackwardKernels:
     """The kernels of a call, in the order of their launches; `finish_keys` runs only if blocks of keys are split."""
 
-    prepare_keys: Kernel
-    prepare_queries: Kernel
-    backward: Kernel
-    finish: Kernel
-    finish_keys: Kernel
+    prepare_keys: ConfiguredKernel
+    prepare_queries: ConfiguredKernel
+    backward: ConfiguredKernel
+    finish: ConfiguredKernel
+    finish_keys: ConfiguredKernel
 
 
 @cache
-def kernels(channels: int, dtype: torch.dtype, summed_in: torch.dtype) -> Kernels:
+def kernels(channels: int, dtype: torch.dtype, summed_in: torch.dtype) -> BackwardKernels:
     """Return the kernels for operands of so many channels, which sum dQ in a dtype of `SUMS`."""
     common = {**tokens.macros(channels, dtype), "SUMS": SUMS[summed_in], "TILE": TILE, "BLOCK": BLOCK}
     shared_bytes = shared_memory(channels, summed_in)
-    operands = Source(
+    operands = KernelSource(
         "backward_operands.cu",
         {
             "prepare_keys": KeyParameters,
@@ -334,13 +334,13 @@ def kernels(channels: int, dtype: torch.dtype, summed_in: torch.dtype) -> Kernel
         {**common, "THREADS": PREPARING_THREADS},
     )
     macros = {**common, "THREADS": THREADS, "STAGES": STAGES[channels], "SHARED_BYTES": shared_bytes}
-    backward = Source("int8_backward.cu", {"int8_backward": Parameters}, macros)
-    return Kernels(
-        Kernel(operands, "prepare_keys", PREPARING_THREADS),
-        Kernel(operands, "prepare_queries", PREPARING_THREADS),
-        Kernel(backward, "int8_backward", THREADS, shared_bytes),
-        Kernel(operands, "finish_query_gradient", FINISHING_THREADS),
-        Kernel(operands, "finish_key_gradients", PREPARING_THREADS),
+    backward = KernelSource("int8_backward.cu", {"int8_backward": BackwardParameters}, macros)
+    return BackwardKernels(
+        ConfiguredKernel(operands, "prepare_keys", PREPARING_THREADS),
+        ConfiguredKernel(operands, "prepare_queries", PREPARING_THREADS),
+        ConfiguredKernel(backward, "int8_backward", THREADS, shared_bytes),
+        ConfiguredKernel(operands, "finish_query_gradient", FINISHING_THREADS),
+        ConfiguredKernel(operands, "finish_key_gradients", PREPARING_THREADS),
     )
 
 
@@ -485,7 +485,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     )
     of_key = Gradient(key_gradient, *_strides(key_gradient, keys))
     of_value = Gradient(value_gradient, *_strides(value_gradient, keys))
-    arguments = Arguments(
+    arguments = BackwardArguments(
         key_gradient=of_key,
         value_gradient=of_value,
         queries=Axis.of(queries),
@@ -507,7 +507,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         v_head_dim=call.value.shape[3],
         softmax_scale=call.scale,
     )
-    launch(fused.backward, blocks + split_blocks * (parts - 1), Parameters(maps, arguments), device)
+    launch(fused.backward, blocks + split_blocks * (parts - 1), BackwardParameters(maps, arguments), device)
     if partials is not None:
         finishing = KeyFinishingArguments(
             key_gradient=of_key,

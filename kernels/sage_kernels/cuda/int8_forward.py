@@ -25,7 +25,7 @@ from ..spec.saved import saving
 from . import block_lists, quantize, tokens
 from .block_lists import SortedLists
 from .item_order import LONG_KV_LEN, heads_at_once, heads_in_cache, last_parts
-from .launch import Kernel, Source, compile_together, launch
+from .launch import ConfiguredKernel, KernelSource, compile_together, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstHalfWords, ConstInts, Float, Floats, Int, Ints, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
@@ -39,7 +39,7 @@ CONTROL_BYTES = 3072  # shared memory for barriers, scales and factors
 
 
 @dataclass(frozen=True)
-class Config:
+class Int8ForwardConfig:
     """Configuration of the blocks of the grid.
 
     Heads have `head_dim` channels, 64 or 128; two or three warpgroups have 64 rows each; P·V is in e4m3 ("fp8") or
@@ -65,7 +65,7 @@ class Config:
     @classmethod
     def of(
         cls, *, recipe: Recipe, head_dim: int, kv_len: int, mask: MaskKind, is_causal: bool, may_leave_query: bool
-    ) -> Config:
+    ) -> Int8ForwardConfig:
         """Return the fastest configuration for such calls; the operands may leave Q to the kernel.
 
         Three warpgroups have no shared memory for 16-bit Q with 128 channels; with P in float16 the compiler would wait
@@ -84,7 +84,7 @@ class Config:
         return cls(head_dim, warpgroups, pv, padded, heavy, recipe.smooth_k, quantizes_query, lists)
 
     @classmethod
-    def of_call(cls, call: Call, may_leave_query: bool = False) -> Config:
+    def of_call(cls, call: Call, may_leave_query: bool = False) -> Int8ForwardConfig:
         """Return the fastest configuration for a call.
 
         The tensor memory accelerator reads no Q whose heads, or tokens, share an address.
@@ -132,7 +132,7 @@ class Config:
 
 
 @dataclass(slots=True)
-class Arguments:
+class Int8ForwardArguments:
     """The tensors that the kernel reads by address or writes, and numbers.
 
     Attributes:
@@ -192,7 +192,7 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Parameters:
+class Int8ForwardParameters:
     """Parameters of the kernel.
 
     Attributes:
@@ -214,11 +214,13 @@ class Parameters:
     heavy_key: Map
     heavy_value: Map
     query_tokens: Tokens
-    arguments: Arguments
+    arguments: Int8ForwardArguments
 
 
 @cache
-def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0) -> Kernel:
+def kernel(
+    config: Int8ForwardConfig, is_causal: bool, return_lse: bool, dtype: torch.dtype, late_keys: int = 0
+) -> ConfiguredKernel:
     """Return `int8_forward` with outputs of a dtype, which 16-bit Q has too, for so many late keys."""
     largest_p = FP16_HEADROOM if config.pv == "fp16" else P_SCALE[config.pv]
     macros = {
@@ -249,8 +251,8 @@ def kernel(config: Config, is_causal: bool, return_lse: bool, dtype: torch.dtype
         "LATE_KEYS": late_keys,
         "MEAN_PARTS": MEAN_PARTS,
     }
-    source = Source("int8_forward.cu", {"int8_forward": Parameters}, macros)
-    return Kernel(source, "int8_forward", config.threads, config.shared_bytes)
+    source = KernelSource("int8_forward.cu", {"int8_forward": Int8ForwardParameters}, macros)
+    return ConfiguredKernel(source, "int8_forward", config.threads, config.shared_bytes)
 
 
 def unsupported(request: Request, may_leave_query: bool) -> str:
@@ -261,7 +263,7 @@ def unsupported(request: Request, may_leave_query: bool) -> str:
         may_leave_query: whether `quantize` makes the operands, and may leave Q to the kernel.
     """
     recipe, return_lse = get_recipe(request.recipe), request.return_lse or request.grad
-    config = Config.of(
+    config = Int8ForwardConfig.of(
         recipe=recipe,
         head_dim=request.head_dim,
         kv_len=request.kv_len,
@@ -301,7 +303,7 @@ def _quantize_and_attend(
     call: Call, quantizer: Quantizer, may_leave_query: bool, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
     padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
-    config = Config.of_call(call, may_leave_query and lse is None)
+    config = Int8ForwardConfig.of_call(call, may_leave_query and lse is None)
     # Allocate before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
     if may_leave_query:
@@ -322,7 +324,7 @@ def forward(
     output: torch.Tensor,
     lse: torch.Tensor | None,
     call: Call,
-    config: Config,
+    config: Int8ForwardConfig,
     padding: KeyPadding | None = None,
     lists: SortedLists | None = None,
 ) -> None:
@@ -365,7 +367,7 @@ def forward(
         heavy_key, heavy_value = (
             tensor_map(x.view(-1, channels), (x.shape[2], LINE_CHANNELS), LINE_BYTES) for x in (heavy.key, heavy.value)
         )
-    arguments = Arguments(
+    arguments = Int8ForwardArguments(
         query_scale=operands.query_scale,
         query_factors=operands.query_factors,
         key_scale=operands.key_scale,
@@ -397,7 +399,7 @@ def forward(
         arguments.lists, arguments.queue = lists.lists, lists.queue
         arguments.list_stride = lists.lists.stride(2)
         arguments.lists_of_batch, arguments.lists_of_head = lists.of_batch, lists.of_head
-    parameters = Parameters(
+    parameters = Int8ForwardParameters(
         query=query,
         key=tensor_map(operands.key.view(-1, kv_rows, channels), (1, config.block_n, channels), channels),
         value=value,

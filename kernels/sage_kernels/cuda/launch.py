@@ -19,7 +19,7 @@ from .parameters import HEADER, header, packer
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class KernelSource:
     """A source of this folder with its compile-time constants.
 
     Attributes:
@@ -46,7 +46,7 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class ConfiguredKernel:
     """A kernel, and its launch configuration.
 
     Attributes:
@@ -56,7 +56,7 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
     """
 
-    source: Source
+    source: KernelSource
     name: str
     threads: int
     shared_bytes: int = 0
@@ -65,7 +65,9 @@ class Kernel:
         return f"{self.name} of {self.source.file}"
 
 
-def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *, dependent: bool = False) -> None:
+def launch(
+    kernel: ConfiguredKernel, blocks: int, parameters: Any, device: torch.device, *, dependent: bool = False
+) -> None:
     """Run a kernel on the current stream of `device`.
 
     The first launch on a device compiles and loads the kernel; later launches neither wait for the GPU nor allocate.
@@ -106,7 +108,7 @@ def launch(kernel: Kernel, blocks: int, parameters: Any, device: torch.device, *
         raise RuntimeError(f"{kernel}: {sizes}: {error}") from error
 
 
-def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
+def compile_together(kernels: tuple[ConfiguredKernel, ...], device: torch.device) -> None:
     """Compile at the same time, one thread for each source, the kernels that a call is about to launch.
 
     A kernel that does not compile raises its error when it is launched. A traced call compiles nothing.
@@ -116,7 +118,7 @@ def compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None:
+def _compile_together(kernels: tuple[ConfiguredKernel, ...], device: torch.device) -> None:
     arch = architecture(torch.cuda.get_device_capability(device))
     sources = dict.fromkeys(kernel.source for kernel in kernels)
     threads = [threading.Thread(target=_try_to_compile, args=(source, arch)) for source in sources]
@@ -126,13 +128,13 @@ def _compile_together(kernels: tuple[Kernel, ...], device: torch.device) -> None
         thread.join()
 
 
-def _try_to_compile(source: Source, arch: str) -> None:
+def _try_to_compile(source: KernelSource, arch: str) -> None:
     with contextlib.suppress(CompileError):
         source.compile(arch)
 
 
 @cache
-def _load(kernel: Kernel, index: int) -> int:
+def _load(kernel: ConfiguredKernel, index: int) -> int:
     """Return the driver's handle of a kernel, compiled for GPU `index` and loaded there."""
     image = kernel.source.compile(architecture(torch.cuda.get_device_capability(index))).image
     try:
@@ -146,7 +148,7 @@ def _load(kernel: Kernel, index: int) -> int:
 
 
 def _pack(
-    kernel: Kernel, function: int, blocks: int, parameters: Any, index: int, dependent: bool
+    kernel: ConfiguredKernel, function: int, blocks: int, parameters: Any, index: int, dependent: bool
 ) -> trace.PackedLaunch:
     """Return a launch in the driver's format; see `launch`."""
     packing = packer(kernel.source.parameters[kernel.name])

@@ -23,7 +23,7 @@ from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import KeyPadding, NVFP4Operands
 from ..spec.recipe import get_recipe
 from . import padding, smooth_q_scores, tokens
-from .launch import Kernel, Source, architecture, launch
+from .launch import ConfiguredKernel, KernelSource, architecture, launch
 from .parameters import NO_TENSOR_MAP, ConstBytes, ConstFloats, ConstInts, Float, Floats, HalfWords, Int, Int64, Map
 from .tensor_map import tensor_map
 from .tokens import NO_TOKENS, Tokens
@@ -38,7 +38,7 @@ DELTA_SHARE = 0.25  # largest workspace for the scores of Q's means, as a share 
 
 
 @dataclass(frozen=True)
-class Config:
+class NVFP4ForwardConfig:
     """Compile-time choices of the call and of its recipe.
 
     Operands have `channels`, 64 or 128; `padded`: some keys may not exist; `heavy`: some keys are attended to in 16
@@ -67,7 +67,7 @@ class Config:
 
 
 @dataclass(slots=True)
-class Arguments:
+class NVFP4ForwardArguments:
     """The tensors that the kernel reads by address or writes, and numbers.
 
     Attributes:
@@ -124,7 +124,7 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Parameters:
+class NVFP4ForwardParameters:
     """Parameters of the kernel.
 
     Attributes:
@@ -143,11 +143,11 @@ class Parameters:
     query_tokens: Tokens
     key_tokens: Tokens
     value_tokens: Tokens
-    arguments: Arguments
+    arguments: NVFP4ForwardArguments
 
 
 @cache
-def kernel(config: Config, dtype: torch.dtype) -> Kernel:
+def kernel(config: NVFP4ForwardConfig, dtype: torch.dtype) -> ConfiguredKernel:
     """Return `nvfp4_forward` with outputs of a dtype, which 16-bit Q has too."""
     macros = {
         **tokens.macros(config.channels, dtype),
@@ -168,14 +168,14 @@ def kernel(config: Config, dtype: torch.dtype) -> Kernel:
         "QUANTIZED_DENOMINATOR": config.quantized_denominator,
         "NATIVE_FP4": config.native,
     }
-    source = Source("nvfp4_forward.cu", {"nvfp4_forward": Parameters}, macros)
-    return Kernel(source, "nvfp4_forward", THREADS, config.shared_bytes)
+    source = KernelSource("nvfp4_forward.cu", {"nvfp4_forward": NVFP4ForwardParameters}, macros)
+    return ConfiguredKernel(source, "nvfp4_forward", THREADS, config.shared_bytes)
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels for a request of `registration.NVFP4Forward` are unavailable; "" if available."""
+    """Return why the kernels for a request of `registration.CudaNVFP4Forward` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
-    config = Config(
+    config = NVFP4ForwardConfig(
         channels,
         request.is_causal,
         request.mask == "keys",
@@ -199,7 +199,7 @@ def unsupported(request: Request) -> str:
 
 
 def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, lse or None) of a call that `registration.NVFP4Forward` serves.
+    """Return (output, lse or None) of a call that `registration.CudaNVFP4Forward` serves.
 
     Args:
         call: the call.
@@ -252,7 +252,7 @@ def forward(
         blocks = min(blocks, max(1, most_blocks // batch))
         sequences = min(batch, most_blocks // blocks)
         delta = output.new_empty((sequences, q_heads, blocks, kv_rows), dtype=torch.float32)
-    config = Config(
+    config = NVFP4ForwardConfig(
         channels,
         call.is_causal,
         key_padding is not None,
@@ -276,7 +276,7 @@ def forward(
         present = min(sequences, batch - first_sequence)
         if delta is not None:
             smooth_q_scores.smooth_q_scores(operands, tail, first_sequence, present, first_block, delta)
-        arguments = Arguments(
+        arguments = NVFP4ForwardArguments(
             query=operands.query,
             query_scale=operands.query_scale,
             query_tensor_scale=operands.query_tensor_scale,
@@ -315,7 +315,7 @@ def forward(
             spans_stride=spans_stride,
             softmax_scale=float(call.scale),
         )
-        parameters = Parameters(
+        parameters = NVFP4ForwardParameters(
             key=key,
             value=value,
             heavy_key=heavy_key,

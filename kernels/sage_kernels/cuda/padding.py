@@ -8,14 +8,14 @@ from functools import cache
 import torch
 
 from ..spec.operands import KeyPadding
-from .launch import Kernel, Source, launch
+from .launch import ConfiguredKernel, KernelSource, launch
 from .parameters import ConstBytes, Int, Ints
 
 THREADS = 1024
 
 
 @dataclass(slots=True)
-class Arguments:
+class SpansArguments:
     """Which keys exist, (batch, kv_len), and the spans to write, (batch, 3)."""
 
     valid: ConstBytes
@@ -24,16 +24,18 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Parameters:
+class SpansParameters:
     """Parameters of the kernel."""
 
-    arguments: Arguments
+    arguments: SpansArguments
 
 
 @cache
-def kernel() -> Kernel:
+def kernel() -> ConfiguredKernel:
     """Return `find_spans`."""
-    return Kernel(Source("find_spans.cu", {"find_spans": Parameters}, {"THREADS": THREADS}), "find_spans", THREADS)
+    return ConfiguredKernel(
+        KernelSource("find_spans.cu", {"find_spans": SpansParameters}, {"THREADS": THREADS}), "find_spans", THREADS
+    )
 
 
 def key_padding(valid: torch.Tensor) -> KeyPadding:
@@ -54,4 +56,4 @@ def write_spans(valid: torch.Tensor, spans: torch.Tensor) -> None:
         CompileError: see `launch.launch`.
     """
     batch, kv_len = valid.shape
-    launch(kernel(), batch, Parameters(Arguments(valid=valid, spans=spans, kv_len=kv_len)), valid.device)
+    launch(kernel(), batch, SpansParameters(SpansArguments(valid=valid, spans=spans, kv_len=kv_len)), valid.device)

@@ -79,7 +79,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StructLayout:
     """Layout of a struct: its fields, with the fields of structs inside it, and its size and alignment in bytes."""
 
     fields: tuple[Field, ...]
@@ -204,10 +204,10 @@ def members(structure: type) -> dict[str, CType | type]:
     return member_types
 
 
-def layout(member: CType | type) -> Layout:
+def layout(member: CType | type) -> StructLayout:
     """Return the layout of a parameter: each field begins at the next multiple of its alignment, as in C++."""
     if isinstance(member, CType):
-        return Layout((Field("", member, 0),), member.size, member.alignment)
+        return StructLayout((Field("", member, 0),), member.size, member.alignment)
     placed: list[Field] = []
     end, alignment = 0, 1
     for name, inside in members(member).items():
@@ -215,7 +215,7 @@ def layout(member: CType | type) -> Layout:
         start = _round_up(end, inner.alignment)
         placed += (Field(f"{name}.{x.path}".rstrip("."), x.type, start + x.offset) for x in inner.fields)
         end, alignment = start + inner.size, max(alignment, inner.alignment)
-    return Layout(tuple(placed), _round_up(end, alignment), alignment)
+    return StructLayout(tuple(placed), _round_up(end, alignment), alignment)
 
 
 def _declare(member: CType | type, structs: dict[type, str]) -> None:

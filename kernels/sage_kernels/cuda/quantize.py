@@ -28,7 +28,7 @@ from ..spec.transforms import (
     rotation_signs,
 )
 from . import tokens
-from .launch import Kernel, Source, launch
+from .launch import ConfiguredKernel, KernelSource, launch
 from .parameters import Bytes, ConstBytes, Float, Floats, HalfWords, Int, Ints, UInt32
 from .tokens import Tokens
 
@@ -47,7 +47,7 @@ class Statistics:
     Attributes:
         lines: (batch, kv_heads, STATISTIC_ROWS + 2 · sum_blocks, CHANNELS).
         value_mean, value_scale: (batch, kv_heads, CHANNELS).
-        chosen: (batch, kv_heads, PLACES), as in `operands.Statistics`; None if the heavy keys are the first keys.
+        chosen: (batch, kv_heads, PLACES), as in `operands.KVStatistics`; None if the heavy keys are the first keys.
         blocks: blocks of BLOCK tokens of K and V after the first keys.
         sum_blocks: blocks of BLOCK tokens of all of K and V.
         kv_len: number of keys after the first keys.
@@ -83,7 +83,7 @@ class Operands:
         pairs: the number batch · kv_heads.
         leading_query_blocks: blocks of the grid that quantise Q before other blocks quantise K and V.
         heavy_key, heavy_value: (batch, kv_heads, HEAVY_KEYS, CHANNELS) in 16 bits, if any; the first keys lie before
-            the tokens of `QuantizeParameters.key` and `value`.
+            the tokens of `Int8QuantizeParameters.key` and `value`.
         heavy_key_with_mean: whether MEAN_PARTS rows follow heavy_key's rows; then its channels are in their original
             order, not in `layout.heavy_order`.
         spans: (paddings, 3), as in `operands.KeyPadding`; None without padding.
@@ -141,7 +141,7 @@ class StatisticsParameters:
 
 
 @dataclass(slots=True)
-class QuantizeParameters:
+class Int8QuantizeParameters:
     """Parameters of the kernel `quantize`; its K and V begin after the first keys."""
 
     query: Tokens
@@ -204,7 +204,7 @@ PLAIN = Features()
 @cache
 def kernels(
     channels: int, dtype: torch.dtype, pv: str, return_lse: bool, features: Features = PLAIN
-) -> tuple[Kernel, Kernel]:
+) -> tuple[ConfiguredKernel, ConfiguredKernel]:
     """Return `statistics` and `quantize`, for operands with 64 or 128 channels."""
     statistics_threads = channels
     macros = {
@@ -243,9 +243,9 @@ def kernels(
         "ERROR_STEP": ERROR_STEP,
         "LARGEST_MOVE": LARGEST_MOVE,
     }
-    parameters = {"statistics": StatisticsParameters, "quantize": QuantizeParameters}
-    source = Source("quantize.cu", parameters, macros)
-    return Kernel(source, "statistics", statistics_threads), Kernel(source, "quantize", THREADS)
+    parameters = {"statistics": StatisticsParameters, "quantize": Int8QuantizeParameters}
+    source = KernelSource("quantize.cu", parameters, macros)
+    return ConfiguredKernel(source, "statistics", statistics_threads), ConfiguredKernel(source, "quantize", THREADS)
 
 
 def signs(channels: int) -> dict[str, int]:
@@ -264,7 +264,7 @@ def unsupported(request: Request) -> str:
     return kernels(channels, request.dtype, recipe.pv, request.return_lse, features)[0].source.unavailable()
 
 
-def kernels_of(call: Call, padded: bool) -> tuple[Kernel, Kernel]:
+def kernels_of(call: Call, padded: bool) -> tuple[ConfiguredKernel, ConfiguredKernel]:
     """Return the kernels of `quantize_operands` for a call."""
     channels = power_of_two(call.query.shape[3])
     return kernels(channels, call.query.dtype, call.recipe.pv, call.return_lse, _features(call, padded))
@@ -395,7 +395,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     launch(
         quantize_kernel,
         query_blocks + pairs * blocks_of_pair + paddings,
-        QuantizeParameters(
+        Int8QuantizeParameters(
             query=query_tokens, key=key_tokens, value=value_tokens, statistics=statistics, operands=written
         ),
         query.device,

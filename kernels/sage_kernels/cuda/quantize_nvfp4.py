@@ -13,7 +13,7 @@ from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
 from ..spec.operands import HeavyKeys, NVFP4Operands
-from ..spec.operands import Statistics as OperandStatistics
+from ..spec.operands import KVStatistics as OperandStatistics
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
     EQUALIZER_QUERIES,
@@ -27,7 +27,7 @@ from ..spec.transforms import (
     rotation_block,
 )
 from . import tokens
-from .launch import Kernel, Source, architecture, launch
+from .launch import ConfiguredKernel, KernelSource, architecture, launch
 from .parameters import Bytes, ConstBytes, ConstInts, Float, Floats, HalfWords, Int, Int64, Ints, UInt32
 from .quantize import signs
 from .tokens import Tokens
@@ -40,20 +40,20 @@ KEY_LINES, VALUE_LINES = 2, 4  # lines of statistics of a block of K or a head's
 
 
 @dataclass(slots=True)
-class Statistics:
+class KVStatistics:
     """Buffers that `reduce` and `means` write, and sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
         lines: (operand batch, kv_heads, sum_blocks, 6, CHANNELS).
         query_lines: (batch, q_heads, 2, CHANNELS).
         factors: (batch, kv_heads, 4, CHANNELS): the factors of Q and K, the numbers added to K then, and zeros.
-        key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.Statistics`.
+        key_mean, equalizer, value_mean, value_amax, value_tensor_amax: as in `operands.KVStatistics`.
         value_tensor_scale: as in `operands.NVFP4Operands`.
         scores: (operand batch, kv_heads, sum_blocks · BLOCK), products of K with a mean query; None if the heavy keys
             are the first keys.
         q_ranges, kv_ranges, key_ranges: `layout.Sequences.ranges` of Q, of K and V without the places of heavy keys,
             and of all of K and V; None unless packed.
-        chosen: as in `operands.Statistics`, or None.
+        chosen: as in `operands.KVStatistics`, or None.
         pairs: the number batch · kv_heads.
         blocks: blocks of BLOCK tokens of K and V of the longest sequence, after the first keys.
         sum_blocks: blocks of BLOCK tokens of all of K and V of an (operand batch, kv head).
@@ -139,24 +139,24 @@ class ReduceParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: Statistics
+    statistics: KVStatistics
 
 
 @dataclass(slots=True)
 class MeansParameters:
     """Parameters of the kernel `means`."""
 
-    statistics: Statistics
+    statistics: KVStatistics
 
 
 @dataclass(slots=True)
-class QuantizeParameters:
+class NVFP4QuantizeParameters:
     """Parameters of the kernel `quantize`."""
 
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: Statistics
+    statistics: KVStatistics
     operands: Operands
 
 
@@ -172,7 +172,7 @@ def kernels(
     padded: bool,
     packed: bool,
     mean_score: bool,
-) -> tuple[Kernel, Kernel, Kernel]:
+) -> tuple[ConfiguredKernel, ConfiguredKernel, ConfiguredKernel]:
     """Return `reduce`, `means` and `quantize`.
 
     Args:
@@ -228,12 +228,12 @@ def kernels(
         "MIN_VARIANCE": MIN_VARIANCE,
         "MAX_EQUALIZER": MAX_EQUALIZER,
     }
-    parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": QuantizeParameters}
-    source = Source("quantize_nvfp4.cu", parameters, macros)
+    parameters = {"reduce": ReduceParameters, "means": MeansParameters, "quantize": NVFP4QuantizeParameters}
+    source = KernelSource("quantize_nvfp4.cu", parameters, macros)
     return (
-        Kernel(source, "reduce", REDUCE_THREADS),
-        Kernel(source, "means", means_threads),
-        Kernel(source, "quantize", quantize_threads),
+        ConfiguredKernel(source, "reduce", REDUCE_THREADS),
+        ConfiguredKernel(source, "means", means_threads),
+        ConfiguredKernel(source, "quantize", quantize_threads),
     )
 
 
@@ -253,7 +253,7 @@ def _blocks_in_a_row(blocks: int, index: int) -> int:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels for a request of `registration.NVFP4Quantizer` are unavailable; "" if available."""
+    """Return why the kernels for a request of `registration.CudaNVFP4Quantizer` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
@@ -275,7 +275,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
-        call: a call that `registration.NVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
+        call: a call that `registration.CudaNVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
         valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
@@ -329,7 +329,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     )
     run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
     sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
-    statistics = Statistics(
+    statistics = KVStatistics(
         lines=new(operand_batch, kv_heads, sum_blocks, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),
@@ -404,7 +404,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
     launch(
         quantize,
         quantized,
-        QuantizeParameters(query=q, key=k, value=v, statistics=statistics, operands=written),
+        NVFP4QuantizeParameters(query=q, key=k, value=v, statistics=statistics, operands=written),
         device,
         dependent=early,
     )

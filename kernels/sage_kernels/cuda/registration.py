@@ -10,9 +10,8 @@ import torch
 
 from ..dispatch import cost_model
 from ..dispatch.kernels import Quantizer
-from ..dispatch.registry import register_backward, register_forward, register_quantizer
+from ..dispatch.registry import forget_choices, register_backward, register_forward, register_quantizer
 from ..dispatch.request import Request
-from ..dispatch.select import select
 from ..dispatch.support import (
     HEAVY,
     INT8_BACKWARD,
@@ -21,9 +20,9 @@ from ..dispatch.support import (
     LIST_MASKS,
     NVFP4_FORWARD,
     NVIDIA_CAPABILITIES,
-    Declared,
-    Recipes,
-    Requests,
+    DeclaredKernel,
+    SupportedRecipes,
+    SupportedRequests,
 )
 from ..formats.nvfp4 import MAX_STEPS
 from ..spec.call import BackwardCall, Call
@@ -43,7 +42,7 @@ _enforced: list[bool] = []
 """Choices for the CUDA kernel of NVFP4, the last of which counts: wherever it serves, or nowhere. Empty: by costs."""
 
 
-class CudaKernel(Declared):
+class CudaKernel(DeclaredKernel):
     """A kernel of this folder, for heads with as many channels in V as in Q and K when padded."""
 
     native = True
@@ -62,8 +61,8 @@ class HopperQuantizer(CudaKernel):
     """The quantiser of `cuda.quantize`: V in float16 with its mean, or in e4m3 without."""
 
     name = "int8_quantize_hopper"
-    recipes = Recipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
-    requests = Requests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS), aligned=True)
+    recipes = SupportedRecipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
+    requests = SupportedRequests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS), aligned=True)
     makes = Int8Operands
 
     def serves(self, recipe: Recipe) -> bool:
@@ -86,12 +85,12 @@ class HopperQuantizer(CudaKernel):
         return quantize.quantize_operands(call, KeyPadding(valid, spans))
 
 
-class NVFP4Quantizer(CudaKernel):
+class CudaNVFP4Quantizer(CudaKernel):
     """The quantiser of `cuda.quantize_nvfp4`, with up to 7 scales tried in addition to the nearest."""
 
     name = "nvfp4_quantize_cuda"
     recipes = NVFP4_FORWARD
-    requests = Requests(NVIDIA_CAPABILITIES, packed=True, aligned=True)
+    requests = SupportedRequests(NVIDIA_CAPABILITIES, packed=True, aligned=True)
     makes = NVFP4Operands
 
     def serves(self, recipe: Recipe) -> bool:
@@ -117,8 +116,8 @@ class HopperForward(CudaKernel):
     """The forward kernel of `cuda.int8_forward`."""
 
     name = "int8_forward_hopper"
-    recipes = Recipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
-    requests = Requests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS))
+    recipes = SupportedRecipes(("int8",), ("fp8", "fp16"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
+    requests = SupportedRequests((HOPPER,), masks=(*KEY_MASKS, *LIST_MASKS))
     takes = Int8Operands
     packs = False
 
@@ -153,7 +152,7 @@ class HopperForward(CudaKernel):
         return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, HopperQuantizer))
 
 
-class NVFP4Forward(CudaKernel):
+class CudaNVFP4Forward(CudaKernel):
     """The forward kernel of `cuda.nvfp4_forward`.
 
     It has run with emulated products only, so nobody knows when it is faster than Triton's kernel: it serves calls for
@@ -163,7 +162,7 @@ class NVFP4Forward(CudaKernel):
     name = "nvfp4_forward_cuda"
     rival = "nvfp4_forward"
     recipes = NVFP4_FORWARD
-    requests = Requests(CONSUMER_BLACKWELL, masks=KEY_MASKS, aligned=True)
+    requests = SupportedRequests(CONSUMER_BLACKWELL, masks=KEY_MASKS, aligned=True)
     takes = NVFP4Operands
     packs = False
 
@@ -174,7 +173,8 @@ class NVFP4Forward(CudaKernel):
         if reason := nvfp4_forward.unsupported(request):
             return reason
         providers = (
-            cost_model.low_bit_provider(request.recipe, name, NVFP4Quantizer.name) for name in (self.name, self.rival)
+            cost_model.low_bit_provider(request.recipe, name, CudaNVFP4Quantizer.name)
+            for name in (self.name, self.rival)
         )
         chosen = _enforced[-1] if _enforced else cost_model.is_measured_faster(request, *providers)
         return "" if chosen else NOT_FASTER
@@ -190,7 +190,7 @@ class HopperFusedBackward(CudaKernel):
 
     name = "int8_backward_fused"
     recipes = replace(INT8_BACKWARD, gradients=("16bit",))
-    requests = Requests((HOPPER,), masks=KEY_MASKS, packed=True)
+    requests = SupportedRequests((HOPPER,), masks=KEY_MASKS, packed=True)
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""
@@ -209,20 +209,20 @@ class HopperFusedBackward(CudaKernel):
 def enforce_nvfp4_forward(chosen: bool) -> Iterator[None]:
     """Let calls take the CUDA kernel of NVFP4 wherever it serves them, or nowhere, whatever the costs."""
     _enforced.append(chosen)
-    select.cache_clear()
+    forget_choices()
     try:
         yield
     finally:
         _enforced.pop()
-        select.cache_clear()
+        forget_choices()
 
 
 def register_kernels() -> None:
     """Register the kernels; they are preferred to kernels registered later."""
     register_quantizer(HopperQuantizer())
-    register_quantizer(NVFP4Quantizer())
+    register_quantizer(CudaNVFP4Quantizer())
     register_forward(HopperForward())
-    register_forward(NVFP4Forward())
+    register_forward(CudaNVFP4Forward())
     register_backward(HopperFusedBackward())
 
 

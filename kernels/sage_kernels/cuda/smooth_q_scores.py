@@ -11,7 +11,7 @@ from ..spec.call import Call
 from ..spec.layout import BLOCK
 from ..spec.operands import NVFP4Operands
 from . import tokens
-from .launch import Kernel, Source, launch
+from .launch import ConfiguredKernel, KernelSource, launch
 from .parameters import ConstFloats, ConstInts, Floats, Int
 from .tokens import Tokens
 
@@ -19,13 +19,13 @@ THREADS = 128
 
 
 @dataclass(slots=True)
-class Arguments:
+class ScoresArguments:
     """Tensors, except K, that the kernel reads and writes, and sizes.
 
     Attributes:
         query_mean, query_tensor_scale, key_tensor_scale: as in `operands.NVFP4Operands`.
-        key_mean: (batch, kv_heads, key_mean_channels), as in `operands.Statistics`.
-        chosen: (batch, kv_heads, places), as in `operands.Statistics`, like `first_keys`; None if the heavy keys are
+        key_mean: (batch, kv_heads, key_mean_channels), as in `operands.KVStatistics`.
+        chosen: (batch, kv_heads, places), as in `operands.KVStatistics`, like `first_keys`; None if the heavy keys are
             the first keys.
         delta: (sequences, q_heads, delta_blocks, kv_rows), written for `blocks` of its blocks.
         first_sequence, first_block: the sequence and block of `delta`'s first scores.
@@ -54,21 +54,23 @@ class Arguments:
 
 
 @dataclass(slots=True)
-class Parameters:
+class ScoresParameters:
     """Parameters of the kernel."""
 
     key: Tokens
-    arguments: Arguments
+    arguments: ScoresArguments
 
 
 @cache
-def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> Kernel:
+def kernel(channels: int, dtype: torch.dtype, choice: bool = False) -> ConfiguredKernel:
     """Return `smooth_q_scores` for operands of so many channels, 64 or 128, and K of a dtype.
 
     With `choice`, heavy keys are not just the first keys.
     """
     macros = {**tokens.macros(channels, dtype), "BLOCK": BLOCK, "THREADS": THREADS, "CHOICE": choice}
-    return Kernel(Source("smooth_q_scores.cu", {"smooth_q_scores": Parameters}, macros), "smooth_q_scores", THREADS)
+    return ConfiguredKernel(
+        KernelSource("smooth_q_scores.cu", {"smooth_q_scores": ScoresParameters}, macros), "smooth_q_scores", THREADS
+    )
 
 
 def smooth_q_scores(
@@ -91,7 +93,7 @@ def smooth_q_scores(
     key_mean, chosen = operands.statistics.key_mean, operands.statistics.chosen
     _, q_heads, q_blocks, channels = operands.query_mean.shape
     kv_heads, blocks = key_mean.shape[1], min(delta.shape[2], q_blocks - first_block)
-    arguments = Arguments(
+    arguments = ScoresArguments(
         query_mean=operands.query_mean,
         query_tensor_scale=operands.query_tensor_scale,
         key_mean=key_mean,
@@ -114,4 +116,4 @@ def smooth_q_scores(
     )
     grid = sequences * q_heads * (delta.shape[3] // BLOCK)
     one = kernel(channels, call.key.dtype, chosen is not None)
-    launch(one, grid, Parameters(Tokens.of(call.key), arguments), delta.device)
+    launch(one, grid, ScoresParameters(Tokens.of(call.key), arguments), delta.device)

@@ -1,6 +1,6 @@
 """Costs of attention calls on a GPU: measured tables, and whether low bits are faster than exact attention.
 
-A table holds a `curves.Curve` for each provider (a low-bit recipe with its kernels, an exact kernel, or one of
+A table holds a `curves.CostCurve` for each provider (a low-bit recipe with its kernels, an exact kernel, or one of
 PyTorch's backends), kind of mask, causality and regime. `sage-hf tune` measures the GPU at hand and stores its table in
 the user's cache folder; the folder `cost_tables` holds the tables that ship, by compute capability. Without a table,
 fixed limits decide.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.cache_folder import cache_folder
-from .curves import Curve, Regime, Schedule, Sizes, Weights
+from .curves import CallSizes, CostCurve, CostWeights, ItemSchedule, Regime
 
 if TYPE_CHECKING:
     from .request import Request
@@ -88,7 +88,7 @@ _EXACT_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Table:
+class CostTable:
     """Costs that were measured on one GPU.
 
     Attributes:
@@ -101,17 +101,17 @@ class Table:
     gpu: str
     capability: tuple[int, int]
     versions: Mapping[str, str]
-    curves: tuple[Curve, ...]
+    curves: tuple[CostCurve, ...]
     origin: str = ""
 
     @cached_property
-    def _by_kind(self) -> dict[tuple[str, str, bool, Regime], list[Curve]]:
-        kinds: dict[tuple[str, str, bool, Regime], list[Curve]] = {}
+    def _by_kind(self) -> dict[tuple[str, str, bool, Regime], list[CostCurve]]:
+        kinds: dict[tuple[str, str, bool, Regime], list[CostCurve]] = {}
         for curve in sorted(self.curves, key=lambda curve: curve.head_dims[1] - curve.head_dims[0]):
             kinds.setdefault((curve.provider, curve.mask, curve.causal, curve.regime), []).append(curve)
         return kinds
 
-    def curve(self, provider: str, mask: str, causal: bool, head_dim: int, regime: Regime = "") -> Curve | None:
+    def curve(self, provider: str, mask: str, causal: bool, head_dim: int, regime: Regime = "") -> CostCurve | None:
         """Find a provider's curve for such calls, for the fewest head_dims; None if such calls were not measured."""
         curves = self._by_kind.get((provider, mask, causal, regime), ())
         return next((curve for curve in curves if curve.head_dims[0] <= head_dim <= curve.head_dims[1]), None)
@@ -134,14 +134,14 @@ def _rounded(fact: Any) -> Any:
     return float(f"{fact:.5g}") if isinstance(fact, float) else fact
 
 
-def _read_curve(facts: Mapping[str, Any]) -> Curve:
-    schedule = Schedule(**{**facts["schedule"], "widths": tuple(facts["schedule"]["widths"])})
-    parsed = {"head_dims": tuple(facts["head_dims"]), "schedule": schedule, "weights": Weights(*facts["weights"])}
-    return Curve(**{**facts, **parsed})
+def _read_curve(facts: Mapping[str, Any]) -> CostCurve:
+    schedule = ItemSchedule(**{**facts["schedule"], "widths": tuple(facts["schedule"]["widths"])})
+    parsed = {"head_dims": tuple(facts["head_dims"]), "schedule": schedule, "weights": CostWeights(*facts["weights"])}
+    return CostCurve(**{**facts, **parsed})
 
 
-def read_table(path: Path) -> Table:
-    """Read a file of `Table.write`.
+def read_table(path: Path) -> CostTable:
+    """Read a file of `CostTable.write`.
 
     Raises:
         OSError: the file cannot be read.
@@ -151,7 +151,7 @@ def read_table(path: Path) -> Table:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         major, minor = content["capability"]
         curves = tuple(map(_read_curve, content["curves"]))
-        return Table(content["gpu"], (major, minor), content["versions"], curves, str(path))
+        return CostTable(content["gpu"], (major, minor), content["versions"], curves, str(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of costs ({type(error).__name__}: {error})") from error
 
@@ -169,7 +169,7 @@ def tuned_path(gpu: str) -> Path:
 
 
 @lru_cache(maxsize=16)
-def table_of(capability: tuple[int, int] | None) -> Table | None:
+def table_of(capability: tuple[int, int] | None) -> CostTable | None:
     """Return the table for GPUs of a compute capability: tuned on the first such GPU here, else the shipped table.
 
     Return None if there is neither. `select.select` remembers its choices: clear its cache together with this cache.
@@ -205,9 +205,9 @@ def low_bit_provider(recipe: str, kernel: str, quantizer: str) -> str:
     return f"{recipe} by {kernel}, {quantizer}"
 
 
-def sizes_of(request: Request) -> Sizes:
+def sizes_of(request: Request) -> CallSizes:
     """Return the sizes of a request."""
-    return Sizes(
+    return CallSizes(
         batch=request.batch,
         q_heads=request.q_heads,
         kv_heads=request.kv_heads,
@@ -250,8 +250,8 @@ def measured_us(request: Request, providers: Sequence[str]) -> float | None:
     return min((curve.us(sizes_of(request)) for curve in _curves(request, providers)), default=None)
 
 
-def regime_of(is_causal: bool, sizes: Sizes) -> Regime:
-    """Return the regime, as in `Curve.regime`, of a call without gradients.
+def regime_of(is_causal: bool, sizes: CallSizes) -> Regime:
+    """Return the regime, as in `CostCurve.regime`, of a call without gradients.
 
     Steps of decoding are a regime, because they wait for memory. Causal calls behind a cache are a regime too, because
     some of their kernels divide the keys.
@@ -297,7 +297,7 @@ def why_slower_training(
     return "" if low_bit_us < MARGIN * exact_us else f"{recipe} by {kernel}: exact attention trains faster here"
 
 
-def _training_us(table: Table, request: Request, forward: str, training: str, checkpointed: bool) -> float:
+def _training_us(table: CostTable, request: Request, forward: str, training: str, checkpointed: bool) -> float:
     """Return the time of a call with gradients by the provider of these names; infinity if it was not measured."""
     sizes = sizes_of(request)
     providers = [training, forward] if checkpointed else [training]
@@ -305,7 +305,7 @@ def _training_us(table: Table, request: Request, forward: str, training: str, ch
     return sum(math.inf if curve is None else curve.us(sizes) for curve in curves)
 
 
-def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
+def is_faster(low_bit: CostCurve, exact: Sequence[CostCurve], sizes: CallSizes) -> bool:
     """Return whether low bits are faster than the fastest exact backend, host time included."""
     exact_us = max(min(curve.us(sizes) for curve in exact), EXACT_HOST_US)
     margin = LOW_BIT_MARGIN if exact_us < LONG_US else LONG_MARGIN
@@ -313,10 +313,10 @@ def is_faster(low_bit: Curve, exact: Sequence[Curve], sizes: Sizes) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _why_exact_is_faster(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int) -> str:
+def _why_exact_is_faster(low_bit: CostCurve, exact: tuple[CostCurve, ...], head_dim: int) -> str:
     """Return the reason for calls of the curves' kind, with the limit of self-attention with NOMINAL_HEADS."""
     heads = NOMINAL_HEADS
-    gains = [is_faster(low_bit, exact, Sizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
+    gains = [is_faster(low_bit, exact, CallSizes(1, heads, heads, n, n, head_dim)) for n in _LENGTHS]
     regime = f", {low_bit.regime}" if low_bit.regime else ""
     kind = f"at head_dim {head_dim}{', causal' * low_bit.causal}{_MASKED[low_bit.mask]}{regime}"
     if all(gains):
@@ -327,7 +327,7 @@ def _why_exact_is_faster(low_bit: Curve, exact: tuple[Curve, ...], head_dim: int
     return f"exact attention is faster here below about {float(f'{tokens:.2g}'):,.0f} tokens of {heads} heads {kind}"
 
 
-def _why_below_limits(request: Request, sizes: Sizes) -> str:
+def _why_below_limits(request: Request, sizes: CallSizes) -> str:
     """Return the limit, for kinds of calls that were not measured, that this call is below; "" if it is below none."""
     advice = "no costs were measured for such calls: `sage-hf tune` measures this GPU"
     if request.mask in ("bool", "additive"):
@@ -344,7 +344,7 @@ def _why_below_limits(request: Request, sizes: Sizes) -> str:
     return ""
 
 
-def _curves(request: Request, providers: Sequence[str]) -> list[Curve]:
+def _curves(request: Request, providers: Sequence[str]) -> list[CostCurve]:
     """Find the curves of these providers that were measured for such calls."""
     table, sizes = table_of(request.capability), sizes_of(request)
     if table is None:
@@ -353,7 +353,7 @@ def _curves(request: Request, providers: Sequence[str]) -> list[Curve]:
     return [curve for provider in providers if (curve := table.curve(provider, *kind)) is not None]
 
 
-def _pytorch_curves(request: Request) -> list[Curve]:
+def _pytorch_curves(request: Request) -> list[CostCurve]:
     """Find the curves of the backends that PyTorch would choose for a call."""
     if request.lower_right or request.shifted:  # other backends need a mask as large as the scores
         return _curves(request, ["flash"])

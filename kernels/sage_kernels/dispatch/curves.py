@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Order = Literal["waves", "queue", "split"]
+ItemOrder = Literal["waves", "queue", "split"]
 Regime = Literal["", "few queries", "behind a cache"]
 """Calls whose times follow curves of their own: steps of decoding, and causal calls behind a cache (`regime_of`)."""
 NOMINAL_WIDTH = 128
@@ -15,7 +15,7 @@ RAGGED_KEYS = 8
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """Sizes of a call; `kv_heads` divides `q_heads`."""
 
     batch: int
@@ -27,7 +27,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ItemSchedule:
     """Division of a call among the GPU's multiprocessors.
 
     A call consists of items of `rows` queries of one head; each item reads tiles of `keys` keys; `slots` items run at
@@ -43,12 +43,12 @@ class Schedule:
     rows: int
     keys: int
     slots: int
-    order: Order
+    order: ItemOrder
     packs: bool
     widths: tuple[int, ...]
 
 
-class Weights(NamedTuple):
+class CostWeights(NamedTuple):
     """Microseconds for each unit of work. Weights per width are for a head_dim of NOMINAL_WIDTH once it is padded.
 
     Attributes:
@@ -72,7 +72,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Curve:
+class CostCurve:
     """Time of one provider's calls with one kind of mask, in one regime: the work of a call times the weights.
 
     Attributes:
@@ -88,17 +88,17 @@ class Curve:
     mask: str
     causal: bool
     head_dims: tuple[int, int]
-    schedule: Schedule
-    weights: Weights
+    schedule: ItemSchedule
+    weights: CostWeights
     error: float = 0.0
     regime: Regime = ""
 
-    def us(self, sizes: Sizes) -> float:
+    def us(self, sizes: CallSizes) -> float:
         """Return the time of a call in microseconds."""
         return sum(w * one for w, one in zip(self.weights, work(sizes, self.causal, self.schedule), strict=True))
 
 
-def work(sizes: Sizes, causal: bool, schedule: Schedule) -> Weights:
+def work(sizes: CallSizes, causal: bool, schedule: ItemSchedule) -> CostWeights:
     """Return the work of a call, in the units of the weights."""
     group = sizes.q_heads // sizes.kv_heads if schedule.packs else 1
     items = sizes.batch * (sizes.q_heads // group) * -(-sizes.q_len * group // schedule.rows)
@@ -113,7 +113,7 @@ def work(sizes: Sizes, causal: bool, schedule: Schedule) -> Weights:
     else:
         worked = max(tiles, load * tiles * seen) if causal else rounds * tiles
     width = next((one for one in schedule.widths if sizes.head_dim <= one), sizes.head_dim) / NOMINAL_WIDTH
-    return Weights(
+    return CostWeights(
         launch=1.0,
         queries=sizes.batch * sizes.q_heads * sizes.q_len * width * 1e-3,
         keys=sizes.batch * sizes.kv_heads * sizes.kv_len * width * 1e-3,

@@ -25,7 +25,7 @@ from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import Recipe, get_recipe
 from . import kv_kernels
 from .plan import Plan
-from .qk_norm_rope_kernels import qk_norm_rope_kernel, reference_kernel
+from .qk_norm_rope_kernels import reference_qk_norm_rope_kernel, select_qk_norm_rope_kernel
 from .registry import fitting_quantizers, get_backward, get_exact, get_forward, get_quantizer
 
 Found = TypeVar("Found")
@@ -42,7 +42,7 @@ ROUNDING = {"nvfp4": 2**-2, "fp8": 2**-4, "int8": 2**-6, "fp16": 2**-11}
 
 
 @dataclass(frozen=True)
-class Case:
+class CheckCase:
     """A small call with random tensors; fields as in `Request`."""
 
     recipe: str
@@ -61,7 +61,7 @@ class Case:
     list_sizes: tuple[int, int] = (128, 128)
 
     @classmethod
-    def like(cls, plan: Plan) -> Case:
+    def like(cls, plan: Plan) -> CheckCase:
         """Return a case that runs the kernels of a plan as its request does."""
         request, groups = plan.request, 2 if plan.request.q_heads > plan.request.kv_heads else 1
         return cls(
@@ -105,11 +105,11 @@ class Case:
             value,
             get_recipe(self.recipe),
             self._mask(normal),
-            self.is_causal,
-            self.causal_offset,
-            softmax_scale(None, self.head_dim),
-            lengths,
-            self.return_lse and not self.grad,  # gradients get a saved LSE
+            is_causal=self.is_causal,
+            causal_offset=self.causal_offset,
+            scale=softmax_scale(None, self.head_dim),
+            lengths=lengths,
+            return_lse=self.return_lse and not self.grad,  # gradients get a saved LSE
         )
 
     def _mask(self, normal: Callable[..., torch.Tensor]) -> Mask:
@@ -142,7 +142,7 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
+def examine(plan: Plan, case: CheckCase, device: torch.device) -> list[Verdict]:
     """Run the kernels of a plan on a case; return a verdict on each, unless another kernel's failure blocked it.
 
     If the forward pass is wrong, the quantiser is at fault if another quantiser makes it correct; otherwise the forward
@@ -165,7 +165,7 @@ def examine(plan: Plan, case: Case, device: torch.device) -> list[Verdict]:
     return verdicts
 
 
-def examine_exact(kernel: str, case: Case, device: torch.device) -> Verdict:
+def examine_exact(kernel: str, case: CheckCase, device: torch.device) -> Verdict:
     """Run a kernel of exact attention on a case, and compare it with PyTorch's."""
     exact_kernel = get_exact(kernel)
     assert exact_kernel is not None
@@ -196,7 +196,7 @@ def examine_qk_norm_rope(head_dim: int, device: torch.device) -> Verdict:
         cosine, sine = normal(33, head_dim // 2), normal(33, head_dim // 2)
         weight, bias = (1 + normal(head_dim) / 4).bfloat16(), normal(head_dim).bfloat16()
         norm, rope = Norm("layer", 1e-5, weight, bias), Rope(cosine, sine)
-        kernel, reference = qk_norm_rope_kernel(x, norm, rope, grad=True), reference_kernel()
+        kernel, reference = select_qk_norm_rope_kernel(x, norm, rope, grad=True), reference_qk_norm_rope_kernel()
 
         def by_operators(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
             inputs = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
@@ -233,7 +233,7 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
     with _in_default_modes(device):
         query, key, value = (normal(2, heads, KV_LEN, head_dim).bfloat16() for heads in (4, 2, 2))
         mean, factors, scale = normal(2, 2, head_dim), normal(2, 2, head_dim).exp(), softmax_scale(None, head_dim)
-        reference = kv_kernels.reference_kernel()
+        reference = kv_kernels.reference_kv_kernel()
 
         def new_cache() -> KVCache:
             cache = KVCache(get_format(format), key)
@@ -248,7 +248,7 @@ def examine_kv(format: str, head_dim: int, device: torch.device) -> Verdict:
 
         kernel_cache, reference_cache = new_cache(), new_cache()
         expected, truth = decode(reference, reference_cache, query.dtype), decode(reference, new_cache(), torch.float64)
-        kernel, _ = kv_kernels.kv_kernel(kernel_cache, query[:, :, -STEP:])
+        kernel, _ = kv_kernels.select_kv_kernel(kernel_cache, query[:, :, -STEP:])
 
         def distance(output: torch.Tensor) -> float:
             caches = kernel_cache, reference_cache
@@ -285,7 +285,7 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
 
 
 def _judge_kernel(
-    name: str, case: Case, device: torch.device, forward: str, quantizer: str = "", backward: str = ""
+    name: str, case: CheckCase, device: torch.device, forward: str, quantizer: str = "", backward: str = ""
 ) -> Verdict:
     """Return the verdict on the kernel of this name, which must be among the kernels that run."""
     with _in_default_modes(device):
@@ -311,7 +311,7 @@ def _judge_kernel(
         return _judge(name, lambda: _attend(call, case.grad, forward, quantizer), distance, device)
 
 
-def _forward_is_correct(forward: str, quantizer: str, case: Case, device: torch.device) -> bool:
+def _forward_is_correct(forward: str, quantizer: str, case: CheckCase, device: torch.device) -> bool:
     try:
         return not _judge_kernel(forward, case, device, forward, quantizer).reason
     except RuntimeError:  # an earlier kernel's failure left the GPU unusable
@@ -389,8 +389,19 @@ def _gradients(
     call: Call, output_gradient: torch.Tensor, forward: str, quantizer: str, backward: str
 ) -> tuple[torch.Tensor, ...]:
     output, saved = cast(Any, get_forward(forward)).attend_and_save(call, get_quantizer(quantizer))
-    options = (call.query.shape[3], call.recipe, call.mask, call.is_causal, call.causal_offset, call.scale)
-    return get_backward(backward).backward(BackwardCall(output_gradient, call.value, output, saved, *options))
+    backward_call = BackwardCall(
+        output_gradient,
+        call.value,
+        output,
+        saved,
+        call.query.shape[3],
+        call.recipe,
+        call.mask,
+        is_causal=call.is_causal,
+        causal_offset=call.causal_offset,
+        scale=call.scale,
+    )
+    return get_backward(backward).backward(backward_call)
 
 
 def _for_each_sequence(

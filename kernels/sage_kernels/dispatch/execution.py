@@ -1,4 +1,4 @@
-"""The way from a call that is not replayed to its kernels: `choose` a plan, `announce` it, `compute`."""
+"""The way from a call that is not replayed to its kernels: `select_checked` a plan, `announce` it, `compute`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ..spec.call import BackwardCall, Call, Mask
 from ..spec.checks import check_memory
 from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
+from ..spec.masks import with_leading_dims
 from ..spec.operands import Saved
 from ..spec.options import Fallback, Options
 from ..spec.recipe import get_recipe
 from . import precompile, self_check
-from .kernels import TrainingForward
+from .kernels import TrainingForwardKernel
 from .plan import KernelUnavailableError, Plan, exact_plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 from .request import Request
@@ -53,7 +54,7 @@ def request_of(call: Call, grad: bool = False) -> Request:
     )
 
 
-def choose(request: Request, fallback: Fallback) -> Plan:
+def select_checked(request: Request, fallback: Fallback) -> Plan:
     """Return the plan of `select.select`; kernels untested on such a GPU are checked first (`self_check`)."""
     plan = select(request, fallback)
     while self_check.is_due(plan) and not self_check.passes(plan):
@@ -75,7 +76,7 @@ def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             return call.new_outputs()
         if plan.numerics == "exact":
             if (exact_kernel := get_exact(plan.kernel)) is not None:
-                if exact_kernel.repeats:
+                if exact_kernel.traceable:
                     precompile.compile_forward(call, plan, exact_kernel.attend)
                 return exact_kernel.attend(call), None
             by_pytorch = partial(_attend_by_pytorch, kernel=plan.kernel)
@@ -109,7 +110,7 @@ def attend_by_plan(call: Call, plan: Plan) -> torch.Tensor:
 
 
 def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved]:
-    """Run the forward pass of a call with gradients by the kernel of its plan (`plan_training`).
+    """Run the forward pass of a call with gradients by the kernel of its plan (`select_training`).
 
     Returns:
         The output, (batch, q_heads, q_len, v_head_dim) in query's dtype, and the tensors that the backward pass needs.
@@ -117,7 +118,7 @@ def attend_and_save(call: Call, fallback: Fallback) -> tuple[torch.Tensor, Saved
     Raises:
         KernelUnavailableError: no kernel with gradients serves the call.
     """
-    plan = plan_training(request_of(call, grad=True), fallback)
+    plan = select_training(request_of(call, grad=True), fallback)
     announce(plan)
     return run_and_save(call, plan)
 
@@ -127,7 +128,7 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
     precompile.compile_backward(call, plan)
     # `select` checked the type already; an isinstance check against a protocol takes longer than a launch.
     attend = partial(
-        cast(TrainingForward, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
+        cast(TrainingForwardKernel, get_forward(plan.kernel)).attend_and_save, quantizer=get_quantizer(plan.quantizer)
     )
     call = replace(call, recipe=get_recipe(plan.recipe))
     # Autocast would round the float32 products of scales and means.
@@ -136,14 +137,14 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
         return attend(call)
 
 
-def plan_training(request: Request, fallback: Fallback) -> Plan:
+def select_training(request: Request, fallback: Fallback) -> Plan:
     """Choose the kernels of a forward and a backward pass.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the request. Exact attention, whose gradients PyTorch
             computes, does not count.
     """
-    plan = choose(request, fallback)
+    plan = select_checked(request, fallback)
     if plan.numerics == "exact":
         raise KernelUnavailableError(
             f"no kernel computes gradients of recipe {request.recipe!r} here ({plan.reason}): use exact attention, or "
@@ -195,8 +196,7 @@ def announce_exact(
         if reason:
             _announce_while_compiling(options.recipe, reason)
         return None
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
+    mask = None if mask is None else with_leading_dims(mask)
     grad = bool(reason) and wants_gradient(query, key, value, mask)
     request = Request.of(query, key, value, mask, bool(options.is_causal), options.recipe, options.return_lse, grad)
     if blocks is not None:
@@ -222,7 +222,9 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
     lower_right = call.is_causal and call.mask.kind == "none" and 0 < call.causal_offset == key.shape[2] - shape[2]
     if lower_right and not call.return_lse and sdpa.has_lower_right(query, key, value, shape[1] != key.shape[1]):
         return sdpa.sdpa(query, key, value, scale=call.scale, enable_gqa=True, lower_right=True), None
-    options = Options(call.is_causal, call.causal_offset, call.scale, return_lse=call.return_lse)
+    options = Options(
+        is_causal=call.is_causal, causal_offset=call.causal_offset, scale=call.scale, return_lse=call.return_lse
+    )
     output, lse = attend_exactly(
         query, key, value, call.mask.tensor, blocks=call.mask.blocks, options=options, backend=backend
     )

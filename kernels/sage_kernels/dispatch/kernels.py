@@ -13,7 +13,7 @@ from ..spec.recipe import Recipe
 from .request import Request
 
 
-class Named(Protocol):
+class NamedKernel(Protocol):
     """Kernel of any kind: registries hold it by its name."""
 
     @property
@@ -21,7 +21,7 @@ class Named(Protocol):
         """Return the name that `explain` and tables of costs show."""
 
 
-class Kernel(Named, Protocol):
+class Kernel(NamedKernel, Protocol):
     """Implementation of one phase of attention, for some formats and transforms, on some machines."""
 
     @property
@@ -56,7 +56,7 @@ class Quantizer(Kernel, Protocol):
         """
 
 
-class Forward(Kernel, Protocol):
+class ForwardKernel(Kernel, Protocol):
     """Kernel that computes attention."""
 
     @property
@@ -72,14 +72,14 @@ class Forward(Kernel, Protocol):
 
 
 @runtime_checkable
-class TrainingForward(Forward, Protocol):
+class TrainingForwardKernel(ForwardKernel, Protocol):
     """Kernel that computes attention and saves tensors for its gradients."""
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
-        """Return the output, and the tensors that `Backward.backward` needs from the forward pass."""
+        """Return the output, and the tensors that `BackwardKernel.backward` needs from the forward pass."""
 
 
-class Backward(Kernel, Protocol):
+class BackwardKernel(Kernel, Protocol):
     """Kernel that computes gradients."""
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,12 +90,12 @@ class Backward(Kernel, Protocol):
         """
 
 
-class Exact(Named, Protocol):
+class ExactKernel(NamedKernel, Protocol):
     """Kernel of exact attention that is not PyTorch's own."""
 
     @property
-    def repeats(self) -> bool:
-        """Return whether its host code only allocates, takes views and launches, so that calls can be traced."""
+    def traceable(self) -> bool:
+        """Return whether its host code only allocates, takes views and launches: a trace of it can be replayed."""
 
     def unsupported(self, request: Request) -> str:
         """Return why it cannot serve a request; "" if it can."""
@@ -104,10 +104,10 @@ class Exact(Named, Protocol):
         """Return the output as documented for `ops.attention`; no LSE is wanted."""
 
 
-class ExactOperator(Exact, Protocol):
+class ExactOperatorKernel(ExactKernel, Protocol):
     """Exact kernel of another package, without masks, whose host code cannot be traced."""
 
-    def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
+    def replay_function(self, call: Call) -> Callable[..., torch.Tensor]:
         """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
 
 

@@ -9,10 +9,10 @@ import torch
 from ..runtime.hardware import capability_of
 from ..spec.kv_cache import KVCache
 from . import registry, verdicts
-from .kernels import Named
+from .kernels import NamedKernel
 
 
-class KVKernel(Named, Protocol):
+class KVKernel(NamedKernel, Protocol):
     """Implementation of a cache's two operations.
 
     Kernels that serve the same cache store the same bits in it; `unsupported` refuses caches of another layout.
@@ -52,7 +52,7 @@ def register_kv_kernel(kernel: KVKernel) -> None:
     registry.add(_kernels, kernel)
 
 
-def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
+def select_kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str]:
     """Return the kernel that serves a call, and why preferred kernels do not; the reference serves all calls."""
     reasons: list[str] = []
     name, capability = verdicts.KV + cache.format.name, capability_of(cache.device)
@@ -65,6 +65,6 @@ def kv_kernel(cache: KVCache, query: torch.Tensor | None) -> tuple[KVKernel, str
     raise LookupError("no kernel of the KV cache is registered")
 
 
-def reference_kernel() -> KVKernel:
+def reference_kv_kernel() -> KVKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

@@ -60,9 +60,9 @@ def compile_backward(call: Call, plan: Plan) -> None:
                     sizes[0],
                     meta_call.recipe,
                     Mask.of_keys(None if meta_call.mask.valid is None else stand_in(meta_call.mask.valid)),
-                    meta_call.is_causal,
-                    meta_call.causal_offset,
-                    meta_call.scale,
+                    is_causal=meta_call.is_causal,
+                    causal_offset=meta_call.causal_offset,
+                    scale=meta_call.scale,
                 )
             )
         threads = [_begin(partial(_compile_on, device, one)) for one in traced.compilations or ()]

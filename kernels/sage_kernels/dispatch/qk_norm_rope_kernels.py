@@ -9,10 +9,10 @@ import torch
 from ..runtime.hardware import capability_of
 from ..spec.qk_norm_rope import Norm, Rope
 from . import registry, verdicts
-from .kernels import Named
+from .kernels import NamedKernel
 
 
-class QKNormRopeKernel(Named, Protocol):
+class QKNormRopeKernel(NamedKernel, Protocol):
     """Implementation of QK-norm and RoPE.
 
     All tensors except the parameters are (batch, tokens, heads, head_dim).
@@ -41,7 +41,7 @@ def register_qk_norm_rope_kernel(kernel: QKNormRopeKernel) -> None:
     registry.add(_kernels, kernel)
 
 
-def qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> QKNormRopeKernel:
+def select_qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, grad: bool) -> QKNormRopeKernel:
     """Return the kernel that serves a call; the reference, which is registered last, serves all calls."""
     capability = capability_of(x.device)
     return next(
@@ -52,6 +52,6 @@ def qk_norm_rope_kernel(x: torch.Tensor, norm: Norm | None, rope: Rope | None, g
     )
 
 
-def reference_kernel() -> QKNormRopeKernel:
+def reference_qk_norm_rope_kernel() -> QKNormRopeKernel:
     """Return the reference, which runs PyTorch's operators alone."""
     return _kernels["reference"]

@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 from ..replay import cache
 from ..spec.recipe import get_recipe
 from . import verdicts
-from .kernels import Backward, Exact, Forward, Kernel, Named, Quantizer
+from .kernels import BackwardKernel, ExactKernel, ForwardKernel, Kernel, NamedKernel, Quantizer
 from .request import Request
 
 quantizers: dict[str, Quantizer] = {}
-forwards: dict[str, Forward] = {}
-backwards: dict[str, Backward] = {}
-exacts: dict[str, Exact] = {}
+forwards: dict[str, ForwardKernel] = {}
+backwards: dict[str, BackwardKernel] = {}
+exacts: dict[str, ExactKernel] = {}
 """Kernels of exact attention other than PyTorch's."""
 
 forgetters: list[Callable[[], None]] = [cache.forget]
 """Functions that forget choices among the kernels, and anything derived from these choices."""
 
-AnyKernel = TypeVar("AnyKernel", bound=Named)
+AnyKernel = TypeVar("AnyKernel", bound=NamedKernel)
 
 
 def register_quantizer(kernel: Quantizer) -> None:
@@ -30,17 +30,17 @@ def register_quantizer(kernel: Quantizer) -> None:
     add(quantizers, kernel)
 
 
-def register_forward(kernel: Forward) -> None:
+def register_forward(kernel: ForwardKernel) -> None:
     """Make a forward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(forwards, kernel)
 
 
-def register_backward(kernel: Backward) -> None:
+def register_backward(kernel: BackwardKernel) -> None:
     """Make a backward kernel available; kernels registered first are preferred. Raise ValueError for a taken name."""
     add(backwards, kernel)
 
 
-def register_exact(kernel: Exact) -> None:
+def register_exact(kernel: ExactKernel) -> None:
     """Make a kernel of exact attention available. Raise ValueError if its name is taken."""
     add(exacts, kernel)
 
@@ -64,17 +64,17 @@ def get_quantizer(name: str) -> Quantizer | None:
     return quantizers[name] if name else None
 
 
-def get_forward(name: str) -> Forward:
+def get_forward(name: str) -> ForwardKernel:
     """Return the forward kernel of this name; raise KeyError for an unknown name."""
     return forwards[name]
 
 
-def get_backward(name: str) -> Backward:
+def get_backward(name: str) -> BackwardKernel:
     """Return the backward kernel of this name; raise KeyError for an unknown name."""
     return backwards[name]
 
 
-def get_exact(name: str) -> Exact | None:
+def get_exact(name: str) -> ExactKernel | None:
     """Return the exact kernel of this name; None for PyTorch's kernels."""
     return exacts.get(name)
 
@@ -91,7 +91,7 @@ def fitting_quantizers(forward: str, request: Request) -> list[str]:
     return [one.name for one in fitting if one.serves(recipe) and not unsupported(one, request)]
 
 
-def unsupported(kernel: Kernel | Exact, request: Request) -> str:
+def unsupported(kernel: Kernel | ExactKernel, request: Request) -> str:
     """Return why a kernel does not serve a request: its limits, or a failed self-check on this machine; or ""."""
     recipe = "exact" if kernel.name in exacts else request.recipe
     failure = verdicts.failure(kernel.name, recipe, request.head_dim, request.capability)

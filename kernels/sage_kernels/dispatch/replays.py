@@ -1,4 +1,4 @@
-"""Two ways to replay attention (`replay.cache`): repeat a call's launches, or skip its checks and planning.
+"""Two ways to replay attention (`replay.cache`): run a traced call's launches, or skip its checks and selection.
 
 Calls with gradients are here whether they are replayed or not: autograd sees both by the same function.
 """
@@ -16,7 +16,7 @@ from ..exact import sdpa
 from ..replay import cache
 from ..replay.cache import Replay
 from ..runtime import torch_private
-from ..spec.arguments import Arguments
+from ..spec.arguments import OperatorArguments
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
 from ..spec.layout import with_tokens_first
@@ -26,7 +26,7 @@ from ..spec.options import Options
 from ..spec.recipe import get_recipe
 from ..spec.saved import empty_saved
 from . import execution
-from .kernels import ExactOperator, TrainingForward
+from .kernels import ExactOperatorKernel, TrainingForwardKernel
 from .plan import Plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 
@@ -53,7 +53,7 @@ def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -
     lists = () if blocks is None else (blocks.counts, blocks.tiles)
     tensors, make_call = (call.query, call.key, call.value, mask, *lists), calls_like(call, plan)
     exact_kernel = get_exact(plan.kernel)
-    if call.query.is_cuda and (plan.numerics != "exact" or (exact_kernel is not None and exact_kernel.repeats)):
+    if call.query.is_cuda and (plan.numerics != "exact" or (exact_kernel is not None and exact_kernel.traceable)):
         launched = partial(_outputs, make_call, plan)
         if call.return_lse:
             return cache.traced(plan, launched, tensors, result)
@@ -71,11 +71,13 @@ def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | Non
     if call.mask.kind != "none" or call.return_lse or torch_private.autocast_is_active():  # `compute` turns it off
         return None
     if (exact_kernel := get_exact(plan.kernel)) is not None:
-        return cast(ExactOperator, exact_kernel).repeated(call)
+        return cast(ExactOperatorKernel, exact_kernel).replay_function(call)
     if call.is_causal and call.causal_offset:
         return None
     backend = None if plan.kernel == "sdpa" else sdpa.without_cudnn
-    return sdpa.repeated(call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=backend)
+    return sdpa.replay_function(
+        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=backend
+    )
 
 
 def calls_like(call: Call, plan: Plan) -> Callable[..., Call]:
@@ -129,14 +131,14 @@ class _Training:
         head_dim: head_dim of Q and K.
         kernel: name of the backward kernel.
         options: the caller's options.
-        recurs: the forward pass is replayed, so a replay of the backward pass is worthwhile too.
+        is_replayed: whether the forward pass is replayed, so that a replay of the backward pass is worthwhile too.
     """
 
     forward: Callable[..., Sequence[torch.Tensor]]
     head_dim: int
     kernel: str
     options: Options
-    recurs: bool
+    is_replayed: bool
 
     def backward(self, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """Return dQ, dK and dV.
@@ -145,12 +147,12 @@ class _Training:
             tensors: the output's gradient, V, the output, the parts of `Saved`, and which keys exist.
         """
         facts = self.head_dim, self.kernel, *self.options
-        entry = cache.find("backward", tensors, facts) if self.recurs and not torch.is_grad_enabled() else None
+        entry = cache.find("backward", tensors, facts) if self.is_replayed and not torch.is_grad_enabled() else None
         if entry is not None and entry.replay is not None:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
         *inputs, valid = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *inputs, self.head_dim, self.kernel, valid, *Arguments.of(None, None, self.options).for_training()
+            *inputs, self.head_dim, self.kernel, valid, *OperatorArguments.of(None, None, self.options).for_training()
         )
         if entry is not None:
             # A kernel may sum dQ in any order.
@@ -161,10 +163,17 @@ class _Training:
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Launch the kernels of the backward pass; arguments and results as in `backward`."""
         gradient, value, output, *saved, valid = tensors
-        options, scale = self.options, softmax_scale(self.options.scale, self.head_dim)
         call = BackwardCall(
-            *(gradient, value, output, Saved(*saved), self.head_dim, get_recipe(options.recipe)),
-            *(Mask.of_keys(valid), bool(options.is_causal), options.causal_offset, scale),
+            gradient,
+            value,
+            output,
+            Saved(*saved),
+            self.head_dim,
+            get_recipe(self.options.recipe),
+            Mask.of_keys(valid),
+            is_causal=bool(self.options.is_causal),
+            causal_offset=self.options.causal_offset,
+            scale=softmax_scale(self.options.scale, self.head_dim),
         )
         return [with_tokens_first(x) for x in get_backward(self.kernel).backward(call)]
 
@@ -176,7 +185,7 @@ def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return _with_own_memory(*execution.run_and_save(make_call(*tensors), plan))
 
-    training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=False)
+    training = _Training(forward, call.query.shape[3], plan.backward, options, is_replayed=False)
     output: torch.Tensor = _Attention.apply(call.query, call.key, call.value, call.mask.tensor, training)
     return output
 
@@ -207,7 +216,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     if not cache.is_small([output, *empty_saved(sizes, lse)]):
         return None
     make_call = calls_like(call, plan)
-    kernel, quantizer = cast(TrainingForward, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
+    kernel, quantizer = cast(TrainingForwardKernel, get_forward(plan.kernel)), get_quantizer(plan.quantizer)
 
     def launched(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return _with_own_memory(*kernel.attend_and_save(make_call(*tensors), quantizer))
@@ -218,7 +227,7 @@ def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     forward = cache.traced(plan, launched, tensors, [output, *saved])
     if forward is None:
         return None
-    training = _Training(forward, call.query.shape[3], plan.backward, options, recurs=True)
+    training = _Training(forward, call.query.shape[3], plan.backward, options, is_replayed=True)
     return Replay(plan, lambda *tensors: (_Attention.apply(*tensors, training), None))
 
 

@@ -12,7 +12,7 @@ from ..spec.options import Fallback, check_fallback
 from ..spec.recipe import get_recipe
 from . import cost_model, registry
 from .curves import RAGGED_KEYS
-from .kernels import Forward, Kernel, TrainingForward
+from .kernels import ForwardKernel, Kernel, TrainingForwardKernel
 from .plan import KernelUnavailableError, Plan, exact_plan
 from .request import Request
 
@@ -24,7 +24,7 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
 }
 
 # Below these lengths launching costs more than arithmetic: fewer query rows than one matrix instruction takes
-# (decoding), fewer keys than one tile. `exact_choice.choose_training` routes calls with gradients.
+# (decoding), fewer keys than one tile. `decide.decide` routes calls with gradients.
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64
 
@@ -126,7 +126,7 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
         for kernel in sorted(registry.forwards.values(), key=lambda kernel: not kernel.native):
             if not kernel.serves(get_recipe(recipe)):
                 continue
-            phases = _choose_phases(kernel, candidate)
+            phases = _select_phases(kernel, candidate)
             if not phases.reason and (kernel.native or emulation):
                 numerics: Literal["native", "emulated"] = "native" if kernel.native else "emulated"
                 others = (phases.quantizer, phases.backward, phases.passed_over)
@@ -152,7 +152,6 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
 
 
 registry.forgetters.append(select.cache_clear)
-select.cache_clear = registry.forget_choices  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -165,29 +164,29 @@ class _Phases:
     reason: str = ""
 
 
-def _choose_phases(kernel: Forward, request: Request) -> _Phases:
+def _select_phases(kernel: ForwardKernel, request: Request) -> _Phases:
     if reason := registry.unsupported(kernel, request):
         return _Phases(reason=reason)
     quantizer = backward = ""
     passed_over: list[tuple[str, str]] = []
     if kernel.takes is not None:
         fitting = [one for one in registry.quantizers.values() if issubclass(one.makes, kernel.takes)]
-        quantizer, others = _choose_first(fitting, request)
+        quantizer, others = _select_first(fitting, request)
         if not quantizer:
             return _Phases(reason=_join_reasons("no quantiser makes the operands that it reads", others))
         passed_over += others
     if request.grad:
-        if not isinstance(kernel, TrainingForward):
+        if not isinstance(kernel, TrainingForwardKernel):
             return _Phases(reason="forward only")
         candidates = [one for one in registry.backwards.values() if one.native == kernel.native]
-        backward, others = _choose_first(candidates, request)
+        backward, others = _select_first(candidates, request)
         if not backward:
             return _Phases(reason=_join_reasons("no kernel computes its gradients", others))
         passed_over += others
     return _Phases(quantizer, backward, tuple(passed_over))
 
 
-def _choose_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
+def _select_first(kernels: Iterable[Kernel], request: Request) -> tuple[str, list[tuple[str, str]]]:
     """Return the name of the first kernel that serves the request, or "", and the kernels passed over before it."""
     passed_over: list[tuple[str, str]] = []
     recipe = get_recipe(request.recipe)

@@ -15,9 +15,9 @@ import torch
 from ..runtime import torch_private
 from ..runtime.hardware import Capability, capability_of, device_of
 from . import verdicts
-from .examination import Case, Verdict, examine, examine_kv, examine_qk_norm_rope
+from .examination import CheckCase, Verdict, examine, examine_kv, examine_qk_norm_rope
 from .plan import Plan
-from .select import select
+from .registry import forget_choices
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def keep_failure(verdict: Verdict, recipe: str, head_dim: int, capability: Capab
         "%s is wrong on this machine for %s and is passed over: %s (`sage-hf check` tells more)",
         *(verdict.kernel, recipe, verdict.reason),
     )
-    select.cache_clear()
+    forget_choices()
 
 
 def is_due(plan: Plan) -> bool:
@@ -102,7 +102,7 @@ def passes(plan: Plan) -> bool:
 
     def check() -> bool:
         return verdicts.passed(subject_key, capability) or keep(
-            plan, examine(plan, Case.like(plan), device_of(capability))
+            plan, examine(plan, CheckCase.like(plan), device_of(capability))
         )
 
     return _check_once(subject_key, capability, check)
@@ -124,7 +124,7 @@ def _check_once(subject_key: str, capability: Capability | None, check: Callable
     return True
 
 
-class _Thread(threading.local):
+class _CheckState(threading.local):
     """State of a thread.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Thread(threading.local):
     checking = False
 
 
-_thread = _Thread()
+_thread = _CheckState()
 _checked: set[tuple[object, str]] = set()
 """Capability and subject of kernels that need no further check in this process."""
 
@@ -143,7 +143,7 @@ def forget() -> None:
     """Forget the results of this process; verdicts on disk stay."""
     _checked.clear()
     verdicts.forget()
-    select.cache_clear()
+    forget_choices()
 
 
 def _subject(plan: Plan) -> str:

@@ -38,7 +38,7 @@ def is_nvidia(device_type: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Recipes:
+class SupportedRecipes:
     """Recipes that a kernel computes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Recipes:
 
     def include(self, recipe: Recipe) -> bool:
         """Tell whether the kernel computes every format and transform of a recipe."""
-        if recipe.qk not in self.qk or recipe.pv not in self.pv or not recipe.is_plain_but_for(*self.honours):
+        if recipe.qk not in self.qk or recipe.pv not in self.pv or not recipe.uses_only(*self.honours):
             return False
         if self.gradients is not None and recipe.backward not in self.gradients:
             return False
@@ -65,15 +65,15 @@ class Recipes:
         return recipe.heavy_keys in self.heavy_keys and not (recipe.heavy_keys and recipe.backward)
 
 
-INT8_FORWARD = Recipes(("int8",), ("fp16", "fp8", "int8"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
-NVFP4_FORWARD = Recipes(("nvfp4",), ("nvfp4",), NVFP4_FIELDS)
-INT8_BACKWARD = Recipes(
+INT8_FORWARD = SupportedRecipes(("int8",), ("fp16", "fp8", "int8"), (*INT8_TRANSFORMS, *HEAVY, "backward"))
+NVFP4_FORWARD = SupportedRecipes(("nvfp4",), ("nvfp4",), NVFP4_FIELDS)
+INT8_BACKWARD = SupportedRecipes(
     ("int8",), ("fp16", "fp8", "int8"), (*INT8_TRANSFORMS, "backward"), (0,), gradients=("16bit", "int8")
 )
 
 
 @dataclass(frozen=True)
-class Requests:
+class SupportedRequests:
     """Requests that a kernel of NVIDIA GPUs takes.
 
     Attributes:
@@ -123,7 +123,7 @@ def why_no_mask(masks: tuple[MaskKind, ...]) -> str:
     return "no masks" if masks == ("none",) else "no masks other than key-padding masks"
 
 
-class Declared:
+class DeclaredKernel:
     """Base of kernels whose recipes and requests are declared.
 
     Attributes:
@@ -131,8 +131,8 @@ class Declared:
         requests: the requests that the kernel takes; a kernel with further limits extends `unsupported`.
     """
 
-    recipes: Recipes
-    requests: Requests
+    recipes: SupportedRecipes
+    requests: SupportedRequests
 
     def serves(self, recipe: Recipe) -> bool:
         """Tell whether the kernel computes every format and transform of a recipe."""

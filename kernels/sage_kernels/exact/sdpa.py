@@ -226,7 +226,7 @@ def sdpa(
     return output if output.shape[-1] == v_head_dim else output.narrow(-1, 0, v_head_dim)
 
 
-def repeated(
+def replay_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..dispatch.kernels import AttendToPrefix, Exact
+from ..dispatch.kernels import AttendToPrefix, ExactKernel
 from ..dispatch.registry import get_exact, register_exact
 from ..dispatch.request import Request
 from ..replay import driver, trace
@@ -37,7 +37,7 @@ class FlashAttention3:
     """FlashAttention 3's forward pass, without masks."""
 
     name = "fa3"
-    repeats = False
+    traceable = False
 
     def unsupported(self, request: Request) -> str:
         """Return why it does not serve the request; "" if it does."""
@@ -53,9 +53,9 @@ class FlashAttention3:
 
     def attend(self, call: Call) -> torch.Tensor:
         """Return the output."""
-        return self.repeated(call)(call.query, call.key, call.value)
+        return self.replay_function(call)(call.query, call.key, call.value)
 
-    def repeated(self, call: Call) -> Callable[..., torch.Tensor]:
+    def replay_function(self, call: Call) -> Callable[..., torch.Tensor]:
         """Return a function of (query, key, value), laid out as in the call, that attends with its options."""
         operator, is_negative = _operator(), call.scale < 0
         assert operator is not None
@@ -82,7 +82,7 @@ def _splits(call: Call) -> int:
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 
-class NonprefixKernel(Exact, Protocol):
+class NonprefixKernel(ExactKernel, Protocol):
     """Kernel of exact attention that leaves some batch elements to another kernel."""
 
     def attend_nonprefix(self, call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ class PaddedFlashAttention3:
     """
 
     name = "fa3_padded"
-    repeats = True
+    traceable = True
 
     def __init__(self, nonprefix_kernel: NonprefixKernel) -> None:
         """Let `nonprefix_kernel` compute the other batch elements."""

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..replay import driver, trace
 from ..replay.launch_plan import launch_now
-from ..replay.trace import NotRepeatableError
+from ..replay.trace import NotReplayableError
 from ..runtime.cache_folder import announcing_if_slow
 from . import triton_abi
 
@@ -109,7 +109,7 @@ def launch(
         grid: programs along up to three axes; nothing runs if an axis is 0.
         num_warps, num_stages, maxnreg, enable_fp_fusion: compiler options. Without fusion, a product and a sum are
             rounded separately, as in PyTorch.
-        shared_percent: share of a multiprocessor's L1 that repeated launches prefer as shared memory (default: the
+        shared_percent: share of a multiprocessor's L1 that replayed launches prefer as shared memory (default: the
             driver's choice), which a later kernel may inherit.
         dependent: the kernel may start before the stream's previous kernel has ended, and waits for it itself
             (programmatic dependent launch).
@@ -150,7 +150,7 @@ def launch(
                 try:  # a C compiler makes Triton's own launcher for each signature, which takes a second
                     packed = triton_abi.pack(kernel, grid, arguments, options, dependent)
                     launch_now(packed, torch.cuda.current_device())
-                except (AttributeError, NotRepeatableError, OSError):  # also if the driver lacks a function
+                except (AttributeError, NotReplayableError, OSError):  # also if the driver lacks a function
                     kernel[grid](**arguments, **options)
         _compiled.add(key)
 

@@ -17,7 +17,7 @@ import triton
 
 from ..replay import driver
 from ..replay.driver import MAP_ALIGNMENT, MAP_BYTES
-from ..replay.trace import NotRepeatableError, PackedLaunch, StandIn, relocatable
+from ..replay.trace import NotReplayableError, PackedLaunch, StandIn, relocatable
 
 WARP = 32
 SCALARS = {
@@ -52,15 +52,15 @@ def pack(
         kernel, grid, arguments, options, dependent: as in `launch.launch`; tensors may be stand-ins.
 
     Raises:
-        NotRepeatableError: the kernel needs more than parameters at launch, or parameters of unknown types.
+        NotReplayableError: the kernel needs more than parameters at launch, or parameters of unknown types.
     """
     compiled = compile_kernel(kernel, grid, arguments, options)
     function, metadata = _load(compiled), compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
         if getattr(metadata, name, 0):
-            raise NotRepeatableError(f"{kernel.__name__} has a {name}")
+            raise NotReplayableError(f"{kernel.__name__} has a {name}")
     if metadata.num_ctas != 1:
-        raise NotRepeatableError(f"{kernel.__name__} runs in clusters")
+        raise NotReplayableError(f"{kernel.__name__} runs in clusters")
     values = [arguments[name] for name in kernel.arg_names]
     tensor_maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
     parts = [
@@ -71,7 +71,7 @@ def pack(
     parts += [("Q", 0), ("Q", 0)]  # two scratch buffers, unused by the kernel
     sizes = [MAP_BYTES if kind == "map" else struct.calcsize(kind) for kind, _ in parts]
     if (actual_sizes := driver.parameter_sizes(function)) != sizes:
-        raise NotRepeatableError(f"{kernel.__name__} has parameters of {actual_sizes} bytes, {sizes} are known of")
+        raise NotReplayableError(f"{kernel.__name__} has parameters of {actual_sizes} bytes, {sizes} are known of")
     parameters, starts, addresses = bytearray(), [], []
     for (kind, value), size in zip(parts, sizes, strict=True):
         parameters += bytes(-len(parameters) % (MAP_ALIGNMENT if kind == "map" else size))
@@ -116,7 +116,7 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
     elif isinstance(kind, str) and kind.startswith("tensordesc"):
         described = next(tensor_maps, None)
         if described is None or described["fp4_padded"] or described.get("is_im2col") or value.padding != "zero":
-            raise NotRepeatableError("a tensor descriptor of an unknown kind")
+            raise NotReplayableError("a tensor descriptor of an unknown kind")
         dtype, pitches = value.base.dtype, [stride * value.base.element_size() for stride in value.strides[:-1]]
         swizzle, box = SWIZZLE_BYTES[described["swizzle"]], described["block_size"]
 
@@ -131,7 +131,7 @@ def _parts(kind: Any, value: Any, tensor_maps: Iterator[dict[str, Any]]) -> Iter
     elif kind in SCALARS:
         yield SCALARS[kind], value
     else:
-        raise NotRepeatableError(f"a parameter of type {kind}")
+        raise NotReplayableError(f"a parameter of type {kind}")
 
 
 def digest(function: Any) -> None:

@@ -28,7 +28,7 @@ from ..spec.recipe import Recipe
 from .forward import (
     BLOCK_M,
     THREAD_TOKENS,
-    Operands,
+    ReferenceOperands,
     attend_to_operands,
     nothing_attended,
     per_group,
@@ -119,7 +119,7 @@ def backward(
     return gradients
 
 
-def save(operands: Operands, lse: torch.Tensor) -> Saved:
+def save(operands: ReferenceOperands, lse: torch.Tensor) -> Saved:
     """Save one ordinary batch for the backward pass.
 
     Args:

@@ -30,7 +30,7 @@ CHANNEL_GROUP = nvfp4.GROUP  # head_dim is padded to a multiple of it
 
 
 @dataclass(frozen=True)
-class Operands:
+class ReferenceOperands:
     """Quantised Q, K and V as float32 values, and the means that undo the transforms.
 
     Attributes:
@@ -92,17 +92,17 @@ def quantize_operands(
     valid: torch.Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
-) -> Operands:
+) -> ReferenceOperands:
     """Transform and quantise Q, K and V.
 
     Args:
         query, key, value: any floating dtype; (batch, heads, tokens, channels).
-        recipe: a low-bit recipe. If there are more keys than its `heavy_keys`, so many keys become `Operands.heavy`.
+        recipe: a low-bit recipe. With more keys than its `heavy_keys`, so many keys become `ReferenceOperands.heavy`.
             With `heavy_choice` "heaviest", K and V first exchange tokens (`transforms.exchange`); with causality, one
             in LATE_SHARE heavy keys may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many
             keys. Means, the equalizer, and the scales of V are taken over all keys; but with an equalizer, K's mean and
             the equalizer are taken over `transforms.quiet_keys`. With `recent_keys` all keys are kept for
-            `Operands.recent`.
+            `ReferenceOperands.recent`.
         valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. If there are as
             many queries as keys, the query of a token whose key does not count is padding too, and is left out of the
             equalizer.
@@ -169,7 +169,7 @@ def quantize_operands(
     else:
         query, query_scale = _quantize_nvfp4(query, recipe, recipe.scale_steps)
         key, key_scale = _quantize_nvfp4(key, recipe, recipe.key_scale_steps)
-    return Operands(
+    return ReferenceOperands(
         query,
         query_scale,
         key,
@@ -269,7 +269,7 @@ def nothing_attended(query: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -
 
 
 def attend_to_operands(
-    operands: Operands,
+    operands: ReferenceOperands,
     recipe: Recipe,
     kv_len: int,
     *,
@@ -308,7 +308,7 @@ def attend_to_operands(
 
 
 def _attend_rows(
-    operands: Operands,
+    operands: ReferenceOperands,
     recipe: Recipe,
     chunk: slice,
     kv_len: int,

@@ -9,7 +9,7 @@ from ..dispatch.kv_kernels import register_kv_kernel
 from ..dispatch.qk_norm_rope_kernels import register_qk_norm_rope_kernel
 from ..dispatch.registry import register_backward, register_forward
 from ..dispatch.request import Request
-from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, Declared, Recipes, why_no_dtype
+from ..dispatch.support import INT8_BACKWARD, NVFP4_FIELDS, DeclaredKernel, SupportedRecipes, why_no_dtype
 from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.kv_cache import KVCache
@@ -18,7 +18,7 @@ from ..spec.qk_norm_rope import Norm, Rope
 from . import backward, forward, kv_cache, qk_norm_rope
 
 
-class ReferenceKernel(Declared):
+class ReferenceKernel(DeclaredKernel):
     """A kernel in plain PyTorch, for every device."""
 
     native = False
@@ -32,7 +32,9 @@ class ReferenceForward(ReferenceKernel):
     """The forward pass of the reference, of every low-bit recipe, with and without gradients."""
 
     name = "reference"
-    recipes = Recipes(("nvfp4", "int8"), ("nvfp4", "fp8", "int8", "fp16"), (*NVFP4_FIELDS, "backward"), heavy_keys=None)
+    recipes = SupportedRecipes(
+        ("nvfp4", "int8"), ("nvfp4", "fp8", "int8", "fp16"), (*NVFP4_FIELDS, "backward"), heavy_keys=None
+    )
     takes = None
     packs = False
 

@@ -1,1 +1,1 @@
-"""Replay of repeated calls: allocate and launch as the first call did, without running its host code."""
+"""Replay of calls that differ only in addresses: allocate and launch as the first call did, without its host code."""

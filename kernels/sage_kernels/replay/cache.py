@@ -1,6 +1,6 @@
-"""Cache of recurring calls: find out once what layout, options and settings decide, then replay it.
+"""Cache of replays: find out once what a call's layout, options and settings decide, then replay it.
 
-A replay is prepared at the second occurrence of a call, so a length that occurs once costs nothing. Its first output is
+A replay is prepared at the second call of a kind, so a length that occurs once costs nothing. Its first output is
 compared with the ordinary call's, bit by bit, or to rounding where sums are taken in any order; a call that cannot be
 replayed runs the ordinary way each time. A replay makes no checks, because the first call's checks hold, and runs no
 operator of torch.library: it serves plain tensors outside of tracing, of transforms and of modes that want to see
@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..runtime import torch_private
 from ..runtime.hardware import is_capturing
 from . import driver
 from .launch_plan import LaunchPlan
-from .trace import NotRepeatableError, tracing
+from .trace import NotReplayableError, tracing
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Replay:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class ReplayEntry:
     """Knowledge of calls that differ only in addresses and values.
 
     Attributes:
@@ -82,21 +82,28 @@ class Entry:
             return
         try:
             self.replay = make()
-        except Exception as error:  # the call itself has run; it goes on the ordinary way, where a failure shows
-            reason = f"{error}" if isinstance(error, NotRepeatableError) else f"{type(error).__name__}: {error}"
-            logger.info("a call is not replayed but run anew each time: %s", reason)
+        except NotReplayableError as error:
+            _warn(f"{error}")
+        except (AttributeError, OSError, RuntimeError) as error:  # from the driver, or PyTorch: out of memory
+            _warn(f"{type(error).__name__}: {error}")
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Say once for each reason that a call is not replayed; it has run, and runs the ordinary way from now on."""
+    logger.warning("a call is not replayed but run anew each time: %s", reason)
 
 
 @lru_cache(maxsize=MAX_ENTRIES)
-def _entry(*facts: object) -> Entry:
-    return Entry()
+def _entry(*facts: object) -> ReplayEntry:
+    return ReplayEntry()
 
 
 forget = _entry.cache_clear
 """() -> None: forget all calls: from now on, other kernels may serve them."""
 
 
-def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = False) -> Entry | None:
+def find(kind: str, tensors: Tensors, options: tuple[object, ...], grad: bool = False) -> ReplayEntry | None:
     """Return the entry of a call, or None if such a call is never replayed.
 
     Entries differ by kind; by sizes, strides, dtypes and devices of the tensors; by options and their types; and by the
@@ -149,7 +156,7 @@ def traced(
     *,
     rounds: bool = False,
 ) -> Replay | None:
-    """Return a replay that repeats the launches of a call; None if its results are too large to be compared.
+    """Return a replay of the launches of a call; None if its results are too large to be compared.
 
     Args:
         plan: the plan that runs.
@@ -160,7 +167,7 @@ def traced(
         rounds: equal calls give equal outputs only up to rounding, because sums are taken in any order.
 
     Raises:
-        NotRepeatableError: the call does more than these actions, or its replay gives other outputs.
+        NotReplayableError: the call does more than these actions, or its replay gives other outputs.
         RuntimeError: the driver reports an error.
     """
     if not is_small(expected):
@@ -174,7 +181,7 @@ def traced(
     def run(*tensors: torch.Tensor | None) -> Any:
         return result(launches.run(*[x for x in tensors if x is not None]))
 
-    check(run, tensors, expected, rounds)
+    check_replay(run, tensors, expected, rounds)
     return Replay(plan, run)
 
 
@@ -182,7 +189,7 @@ def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected:
     """Return a replay by a function that skips checks and planning; arguments and errors as in `traced`."""
     if not is_small(expected):
         return None
-    check(run, tensors, expected)
+    check_replay(run, tensors, expected)
     return Replay(plan, run)
 
 
@@ -191,11 +198,11 @@ def is_small(results: Tensors) -> bool:
     return sum(x.numel() * x.element_size() for x in results if x is not None) <= MOST_BYTES
 
 
-def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
+def check_replay(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, rounds: bool = False) -> None:
     """Check that `run(*tensors)` returns the expected tensors: bit for bit, or with `rounds` up to rounding.
 
     Raises:
-        NotRepeatableError: the results differ.
+        NotReplayableError: the results differ.
     """
     device = next(x.device for x in expected if x is not None)
     with contextlib.ExitStack() as stack:
@@ -205,7 +212,7 @@ def check(run: Callable[..., Tensors], tensors: Tensors, expected: Tensors, roun
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(driver.relaxed_capture())
         if not (are_equal_to_rounding if rounds else are_same)(run(*tensors), expected):
-            raise NotRepeatableError("its replay gives a different output")
+            raise NotReplayableError("its replay gives a different output")
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:

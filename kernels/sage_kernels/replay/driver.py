@@ -97,7 +97,7 @@ def version() -> int:
     return number.value
 
 
-def check(function: str, status: int) -> None:
+def check_status(function: str, status: int) -> None:
     """Raise RuntimeError if a status is an error; the message is `function`, then the error's name."""
     if status:
         name = ctypes.c_char_p()
@@ -107,7 +107,7 @@ def check(function: str, status: int) -> None:
 
 def _call(name: str, *arguments: object) -> None:
     """Call a function of the driver; raise RuntimeError if it refuses."""
-    check(name, getattr(library(), name)(*arguments))
+    check_status(name, getattr(library(), name)(*arguments))
 
 
 def _handle(name: str, *arguments: object) -> int:
@@ -182,7 +182,7 @@ def parameter_sizes(function: int) -> list[int]:
         status = library().cuFuncGetParamInfo(function, len(sizes), *places)
         if status == _INVALID_VALUE:  # beyond the last parameter
             return sizes
-        check("cuFuncGetParamInfo", status)
+        check_status("cuFuncGetParamInfo", status)
         sizes.append(size.value)
 
 

@@ -12,13 +12,13 @@ import torch
 
 from ..runtime import torch_private
 from . import driver
-from .trace import Memory, NotRepeatableError, Operator, PackedLaunch, Trace, is_stand_in, locate
+from .trace import NotReplayableError, PackedLaunch, Trace, TracedMemory, TracedOperator, is_stand_in, locate
 
 BUFFER_ALIGNMENT = 256
 """Alignment of each buffer in a call's allocation, in bytes."""
 ADDRESS = struct.Struct("<Q")
 
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+TensorForm = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Size, strides and dtype of a tensor."""
 
 
@@ -55,7 +55,7 @@ def launch_now(packed: PackedLaunch, index: int) -> None:
     """
     launch = DriverLaunch(packed)
     launch.config.stream = torch_private.current_stream(index)
-    driver.check("cuLaunchKernelEx", launch.launch())
+    driver.check_status("cuLaunchKernelEx", launch.launch())
 
 
 class LaunchPlan:
@@ -82,7 +82,7 @@ class LaunchPlan:
             device: the GPU.
 
         Raises:
-            NotRepeatableError: an output is an argument, a part of a buffer, or another output.
+            NotReplayableError: an output is an argument, a part of a buffer, or another output.
         """
         self.device, self._index = device, device.index or 0
         self._outputs = [_form(x) for x in outputs]
@@ -91,7 +91,7 @@ class LaunchPlan:
         for base, x in enumerate(call_tensors):
             number, start = locate(x.data_ptr())
             if number in bases or start:
-                raise NotRepeatableError("an output shares memory with another tensor")
+                raise NotReplayableError("an output shares memory with another tensor")
             bases[number] = base, 0
         buffers = [memory for memory in trace.memories if memory.number not in bases]
         places, self.workspace_bytes = place_buffers(buffers, len(trace.steps))
@@ -101,10 +101,10 @@ class LaunchPlan:
         self._patches: list[list[tuple[memoryview, int, int]]] = [[] for _ in range(len(call_tensors) + 1)]
         self._addresses, self._stream = [0] * len(self._patches), -1  # addresses and stream of the latest run
         self._launches: list[DriverLaunch] = []
-        self._steps: list[Callable[[], int] | _Operator] = []
+        self._steps: list[Callable[[], int] | _LocatedOperator] = []
         for step in trace.steps:
-            if isinstance(step, Operator):
-                self._steps.append(_Operator(step, call_tensors, bases))
+            if isinstance(step, TracedOperator):
+                self._steps.append(_LocatedOperator(step, call_tensors, bases))
             else:
                 launch = DriverLaunch(step)
                 self._constants += step.constants
@@ -148,29 +148,31 @@ class LaunchPlan:
                 for launch in self._launches:
                     launch.config.stream = stream
             for step in self._steps:
-                if isinstance(step, _Operator):
+                if isinstance(step, _LocatedOperator):
                     step.run(tensors)
                 elif status := step():
                     if driver.ensure_context(self._index):  # the thread had no context, so nothing was launched
                         status = step()
-                    driver.check("cuLaunchKernelEx", status)
+                    driver.check_status("cuLaunchKernelEx", status)
         return outputs
 
 
-class _Operator:
+class _LocatedOperator:
     """Operator of PyTorch with the locations of its arguments."""
 
-    def __init__(self, step: Operator, call_tensors: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]) -> None:
+    def __init__(
+        self, step: TracedOperator, call_tensors: Sequence[torch.Tensor], bases: dict[int, tuple[int, int]]
+    ) -> None:
         """Locate the arguments among the call's arguments and outputs, `call_tensors`, or in its workspace."""
         self._operator = step.run
-        self._places: list[tuple[int, int, Form | None]] = []
+        self._places: list[tuple[int, int, TensorForm | None]] = []
         for x in step.arguments:
             number, offset = locate(x.data_ptr())
             base, start = bases[number]
             if base == len(call_tensors):
                 self._places.append((base, start + offset, _form(x)))
             elif offset or _form(x) != _form(call_tensors[base]):
-                raise NotRepeatableError("an operator's argument is a part of a call's argument or output")
+                raise NotReplayableError("an operator's argument is a part of a call's argument or output")
             else:
                 self._places.append((base, 0, None))
 
@@ -186,17 +188,17 @@ class _Operator:
         self._operator(*arguments)
 
 
-def _form(x: torch.Tensor) -> Form:
+def _form(x: torch.Tensor) -> TensorForm:
     return x.shape, x.stride(), x.dtype
 
 
-def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int], int]:
+def place_buffers(buffers: Sequence[TracedMemory], steps: int) -> tuple[dict[int, int], int]:
     """Place buffers in one allocation so that buffers allocated at the same step do not overlap.
 
     Returns:
         The first byte of each buffer by its number, and the size of the allocation.
     """
-    placed: list[tuple[int, int, Memory]] = []
+    placed: list[tuple[int, int, TracedMemory]] = []
     for buffer in sorted(buffers, key=lambda buffer: -buffer.size):
         start = 0
         for first, end, other in sorted(placed, key=lambda one: one[0]):
@@ -207,6 +209,6 @@ def place_buffers(buffers: Sequence[Memory], steps: int) -> tuple[dict[int, int]
     return {buffer.number: start for start, _, buffer in placed}, max((end for _, end, _ in placed), default=0)
 
 
-def _last(buffer: Memory, steps: int) -> int:
+def _last(buffer: TracedMemory, steps: int) -> int:
     """Return the last step at which a buffer is allocated; from the next step on, other buffers may use its bytes."""
     return steps if buffer.last is None else buffer.last - 1

@@ -1,7 +1,7 @@
 """Trace a call: run its host code with tensors that have addresses but no memory, and note what it would launch.
 
 A kernel's host code decides the same for calls that differ only in addresses. A trace finds out once which buffers a
-call allocates, for how long, and where the kernels' parameters hold which address; `launch_plan` then repeats the
+call allocates, for how long, and where the kernels' parameters hold which address; `launch_plan` then replays the
 launches with other addresses.
 """
 
@@ -28,7 +28,7 @@ SAMPLE_ADDRESSES = 2**40, 2**46 + 2**20 + 16
 """Addresses whose tensor maps are compared to find where the address lies."""
 
 
-class NotRepeatableError(RuntimeError):
+class NotReplayableError(RuntimeError):
     """Error for a call whose host code does more than allocate, take views and launch kernels."""
 
 
@@ -61,7 +61,7 @@ class PackedLaunch:
 
 
 @dataclass(frozen=True)
-class Operator:
+class TracedOperator:
     """Operator of PyTorch among a call's launches.
 
     Attributes:
@@ -74,7 +74,7 @@ class Operator:
 
 
 @dataclass(eq=False)
-class Memory:
+class TracedMemory:
     """Memory that a call reads, or allocates.
 
     Attributes:
@@ -105,8 +105,8 @@ class Trace:
             launches are noted.
     """
 
-    memories: list[Memory] = field(default_factory=list)
-    steps: list[PackedLaunch | Operator] = field(default_factory=list)
+    memories: list[TracedMemory] = field(default_factory=list)
+    steps: list[PackedLaunch | TracedOperator] = field(default_factory=list)
     compilations: list[Callable[[], object]] | None = None
 
     def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
@@ -114,9 +114,9 @@ class Trace:
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
         return StandIn(meta, self.new_memory(meta), device or x.device, self)
 
-    def new_memory(self, meta: torch.Tensor) -> Memory:
+    def new_memory(self, meta: torch.Tensor) -> TracedMemory:
         """Note an allocation."""
-        memory = Memory(len(self.memories), meta.untyped_storage().nbytes(), len(self.steps))
+        memory = TracedMemory(len(self.memories), meta.untyped_storage().nbytes(), len(self.steps))
         self.memories.append(memory)
         return memory
 
@@ -128,11 +128,11 @@ class Trace:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
 
         Raises:
-            NotRepeatableError: an argument is not a stand-in.
+            NotReplayableError: an argument is not a stand-in.
         """
         if not all(isinstance(x, StandIn) for x in arguments):
-            raise NotRepeatableError("an operator's argument is not a stand-in")
-        self.steps.append(Operator(run, tuple(arguments)))  # type: ignore[arg-type]
+            raise NotReplayableError("an operator's argument is not a stand-in")
+        self.steps.append(TracedOperator(run, tuple(arguments)))  # type: ignore[arg-type]
 
 
 def is_stand_in(address: int) -> bool:
@@ -149,14 +149,14 @@ def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
     """Return `tensor_map(address)`; for a stand-in, whose address the driver may refuse, derive it from sample maps.
 
     Raises:
-        NotRepeatableError: this driver's maps of two addresses differ in more than the first 64 bits.
+        NotReplayableError: this driver's maps of two addresses differ in more than the first 64 bits.
     """
     if not is_stand_in(address):
         return tensor_map(address)
     first, second = (tensor_map(sample) for sample in SAMPLE_ADDRESSES)
     heads = tuple(struct.unpack_from("<Q", one)[0] for one in (first, second))
     if heads != SAMPLE_ADDRESSES or first[8:] != second[8:]:
-        raise NotRepeatableError("a tensor map's address is not its first 64 bits alone")
+        raise NotReplayableError("a tensor map's address is not its first 64 bits alone")
     return struct.pack("<Q", address) + first[8:]
 
 
@@ -194,7 +194,7 @@ def tracing(compiles_only: bool = False) -> Iterator[Trace]:
 class _NoMemory(torch_private.TorchDispatchMode):
     """Let code view stand-ins and allocate tensors like them, and refuse any other allocation of GPU memory.
 
-    All repetitions of a call would share such memory.
+    All replays of a call would share such memory.
     """
 
     @classmethod
@@ -212,7 +212,7 @@ class _NoMemory(torch_private.TorchDispatchMode):
         if isinstance(result, torch.Tensor) and result.device.type == "cuda" and not _keeps.get():
             is_view = any(torch_private.share_memory(result, x) for x in args if isinstance(x, torch.Tensor))
             if not is_view:
-                raise NotRepeatableError(f"{function} allocates memory outside of stand-ins")
+                raise NotReplayableError(f"{function} allocates memory outside of stand-ins")
         return result
 
 
@@ -224,13 +224,13 @@ class StandIn(torch.Tensor):
     """
 
     _meta: torch.Tensor
-    _memory: Memory
+    _memory: TracedMemory
     _trace: Trace
     _nominal: torch.device
 
     __torch_function__ = torch_private.no_torch_function
 
-    def __new__(cls, meta: torch.Tensor, memory: Memory, device: torch.device, traced: Trace) -> StandIn:
+    def __new__(cls, meta: torch.Tensor, memory: TracedMemory, device: torch.device, traced: Trace) -> StandIn:
         """Stand in for a tensor in a memory; `meta` has its sizes, on the meta device."""
         x = torch_private.tensor_of_class(cls, meta)
         x._meta, x._memory, x._trace, x._nominal = meta, memory, traced, device
@@ -260,7 +260,7 @@ def _holds_stand_in(x: object) -> bool:
 
 
 def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> StandIn:
-    """Take a view of a stand-in, or allocate one like it; raise NotRepeatableError for other operators before they run.
+    """Take a view of a stand-in, or allocate one like it; raise NotReplayableError for other operators before they run.
 
     If kernels are only compiled, a stand-in may be filled, converted, copied or negated too.
     """
@@ -277,7 +277,7 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
             schema = function._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     if not isinstance(source, StandIn) or schema.is_mutable or not (allocates or views):
-        raise NotRepeatableError(f"{function} is more than a view or an allocation")
+        raise NotReplayableError(f"{function} is more than a view or an allocation")
     meta_args = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
     if "device" in options:
         options = {**options, "device": "meta"}
@@ -291,7 +291,7 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
     meta = function(*meta_args, **options)
     shares = isinstance(meta, torch.Tensor) and torch_private.share_memory(meta, source._meta)
     if not isinstance(meta, torch.Tensor) or shares == allocates:  # `Tensor.to` is declared as a view, and may copy
-        raise NotRepeatableError(f"{function} is more than a view or an allocation")
+        raise NotReplayableError(f"{function} is more than a view or an allocation")
     if shares:
         return StandIn(meta, source._memory, source.device, source._trace)
     traced = source._trace
@@ -305,5 +305,5 @@ _FILLING = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.neg_)
 _COMPUTING = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)
 
 
-def _freed(traced: Trace, memory: Memory) -> None:
+def _freed(traced: Trace, memory: TracedMemory) -> None:
     memory.last = len(traced.steps)

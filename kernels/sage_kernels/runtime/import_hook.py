@@ -13,10 +13,10 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-Action = Callable[[ModuleType], None]
+ImportAction = Callable[[ModuleType], None]
 
 _lock = threading.RLock()
-pending: dict[str, list[tuple[Action, str]]] = {}
+pending: dict[str, list[tuple[ImportAction, str]]] = {}
 """The waiting actions by the module's name, each with its purpose."""
 
 
@@ -102,7 +102,7 @@ def _run_pending(name: str) -> None:
             )
 
 
-def when_imported(module_name: str, action: Action, purpose: str) -> None:
+def when_imported(module_name: str, action: ImportAction, purpose: str) -> None:
     """Call `action(module)` once: now if `module_name` is imported already, else right after its first import.
 
     The module is never imported for this. Actions of one module run in the order they were given. After a failed import

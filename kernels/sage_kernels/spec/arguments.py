@@ -15,10 +15,10 @@ SCHEMA = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k, bool is_causal, SymInt causal_offset, float? scale, "
     "str recipe, str fallback"
 )
-"""Declaration of the fields of `Arguments` except the last field."""
+"""Declaration of the fields of `OperatorArguments` except the last field."""
 
 
-class Arguments(NamedTuple):
+class OperatorArguments(NamedTuple):
     """Arguments after query, key, value and mask: the fields of `BlockList`, `Lengths` and `Options`.
 
     Without a block list, or without packed sequences, tensors are None and sizes 0.
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
     return_lse: bool = False
 
     @classmethod
-    def of(cls, blocks: BlockList | None, lengths: Lengths | None, options: Options) -> Arguments:
+    def of(cls, blocks: BlockList | None, lengths: Lengths | None, options: Options) -> OperatorArguments:
         """Gather the arguments of a call; raise ValueError for lengths without starts of both queries and keys."""
         if lengths is not None and (lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None):
             raise ValueError("packed sequences need both cu_seqlens_q and cu_seqlens_k")
@@ -54,7 +54,7 @@ class Arguments(NamedTuple):
 
     def for_training(self) -> tuple[Any, ...]:
         """Return the arguments of the operators with gradients: all except `return_lse`."""
-        return tuple(self[index] for index in range(len(Arguments._fields) - 1))  # Dynamo 2.8 takes no slice of these
+        return tuple(self[index] for index in range(len(OperatorArguments._fields) - 1))  # Dynamo 2.8 takes no slice
 
     @property
     def blocks(self) -> BlockList | None:
@@ -73,15 +73,21 @@ class Arguments(NamedTuple):
     @property
     def options(self) -> Options:
         """Return the options."""
-        numerics = {"recipe": self.recipe, "fallback": self.fallback}
-        return Options(self.is_causal, self.causal_offset, self.scale, return_lse=self.return_lse, **numerics)  # type: ignore[arg-type]
+        return Options(
+            is_causal=self.is_causal,
+            causal_offset=self.causal_offset,
+            scale=self.scale,
+            recipe=self.recipe,
+            fallback=self.fallback,
+            return_lse=self.return_lse,
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return all tensors."""
         return self.counts, self.tiles, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
 
-    def with_tensors(self, tensors: tuple[torch.Tensor | None, ...]) -> Arguments:
+    def with_tensors(self, tensors: tuple[torch.Tensor | None, ...]) -> OperatorArguments:
         """Return the arguments with new tensors in place of the tensors that `tensors` returns."""
         counts, tiles, cu_seqlens_q, cu_seqlens_k, seqused_k = tensors
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}

@@ -21,6 +21,11 @@ def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
     return mask[:, 0, 0].expand(-1, kv_len)
 
 
+def with_leading_dims(x: torch.Tensor, dims: int = 4) -> torch.Tensor:
+    """Return x with at least `dims` dimensions: dimensions of size 1 are put before its own."""
+    return x[(None,) * (dims - x.dim())]
+
+
 def without_causal_bias(
     mask: torch.Tensor | None, options: Options, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor | None, Options]:
@@ -39,7 +44,7 @@ def without_causal_bias(
         )
     offset = bias_lengths[1] - bias_lengths[0] if mask.variant is bias.CausalVariant.LOWER_RIGHT else 0
     offset = min(offset, options.causal_offset) if options.is_causal else offset
-    return None, options.but(is_causal=True, causal_offset=offset)
+    return None, options.replace(is_causal=True, causal_offset=offset)
 
 
 def unexpanded(mask: torch.Tensor) -> torch.Tensor:

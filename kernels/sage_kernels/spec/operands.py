@@ -41,7 +41,7 @@ class KeyPadding:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class KVStatistics:
     """Statistics of K and V over valid tokens; float32, channels padded to a power of two.
 
     Attributes:
@@ -170,7 +170,7 @@ class NVFP4Operands:
     value_tensor_scale: torch.Tensor
     value_mean: torch.Tensor
     mean_score: torch.Tensor | None
-    statistics: Statistics
+    statistics: KVStatistics
     heavy: HeavyKeys | None = None
 
 

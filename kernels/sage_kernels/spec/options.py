@@ -33,7 +33,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     tokens_first: bool = False
 
-    def but(self, **fields: Any) -> Options:
+    def replace(self, **fields: Any) -> Options:
         """Return the options with other values of some fields, as `_replace` does, which Dynamo 2.8 cannot trace."""
         values: Any = [fields.get(name, value) for name, value in zip(Options._fields, self, strict=True)]
         return Options(*values)

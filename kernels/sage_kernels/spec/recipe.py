@@ -65,7 +65,7 @@ class Recipe:
     denominator: Literal["p", "quantized_p"] = "p"
     backward: Literal["16bit", "int8"] | None = None
 
-    def is_plain_but_for(self, *names: str) -> bool:
+    def uses_only(self, *names: str) -> bool:
         """Return whether every field except the named fields has its default, if it has one.
 
         A kernel that honours only the named fields serves such a recipe if it computes the recipe's formats.

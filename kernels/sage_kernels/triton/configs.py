@@ -9,7 +9,7 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB per multipro
 
 
 @dataclass(frozen=True)
-class Config:
+class TileConfig:
     """Launch configuration of a kernel.
 
     Attributes:
@@ -37,7 +37,7 @@ class Config:
         }
 
 
-def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> Config:
+def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, masked: bool) -> TileConfig:
     """Return the configuration of `int8_forward`; head_dim is the larger of Q's and V's, rounded up to a power of two.
 
     On Hopper, several small programs per multiprocessor hide each other's softmax, so registers are capped for three
@@ -46,26 +46,26 @@ def int8_forward_config(capability: tuple[int, int], head_dim: int, pv: str, mas
     the largest whose main loop compiles without spills; masks and head_dim 256 need more registers.
     """
     if head_dim > 128:
-        return Config(64, 64, 8, 2)
+        return TileConfig(64, 64, 8, 2)
     if masked:
-        return Config(64, 64, 4, 2) if capability[0] == 9 or head_dim <= 64 else Config(128, 64, 8, 2)
+        return TileConfig(64, 64, 4, 2) if capability[0] == 9 or head_dim <= 64 else TileConfig(128, 64, 8, 2)
     if capability[0] == 9:
         if pv == "fp16":
-            return Config(64, 128 if head_dim <= 64 else 64, 4, 2)
+            return TileConfig(64, 128 if head_dim <= 64 else 64, 4, 2)
         if head_dim <= 64:
-            return Config(64, 128, 4, 2, 128)
-        return Config(64, 128, 4, 2, 168 if pv == "fp8" else None)
-    return Config(128, 64, 4 if head_dim <= 64 else 8, 3)
+            return TileConfig(64, 128, 4, 2, 128)
+        return TileConfig(64, 128, 4, 2, 168 if pv == "fp8" else None)
+    return TileConfig(128, 64, 4 if head_dim <= 64 else 8, 3)
 
 
-def limit_to_list(config: Config, block_m: int, block_n: int) -> Config:
+def limit_to_list(config: TileConfig, block_m: int, block_n: int) -> TileConfig:
     """Return a configuration whose tiles lie inside the tiles of a block list, block_m rows by block_n keys."""
     if config.block_m > block_m:
         config = replace(config, block_m=block_m, num_warps=4)
     return replace(config, block_n=min(config.block_n, block_n))
 
 
-def masked_forward_config(head_dim: int, mask: str) -> Config:
+def masked_forward_config(head_dim: int, mask: str) -> TileConfig:
     """Return the configuration of `masked_forward` on Hopper; head_dim is the larger padded head_dim of Q and V.
 
     128 rows share each tile of a bias (364 µs at 4×16×2048×128, 452 with 64). Without a bias, small programs hide each
@@ -74,28 +74,28 @@ def masked_forward_config(head_dim: int, mask: str) -> Config:
     larger head_dims, more does not fit.
     """
     if head_dim > 128:
-        return Config(64 if mask == "additive" else 128, 64, 8, 2)
+        return TileConfig(64 if mask == "additive" else 128, 64, 8, 2)
     if mask == "additive":
-        return Config(128, 64, 8, 3)
-    return Config(64, 64, 4, 2 if head_dim <= 64 else 3)
+        return TileConfig(128, 64, 8, 3)
+    return TileConfig(64, 64, 4, 2 if head_dim <= 64 else 3)
 
 
-def nonprefix_forward_config(head_dim: int) -> Config:
+def nonprefix_forward_config(head_dim: int) -> TileConfig:
     """Return the configuration of `nonprefix_forward` on Hopper; head_dim as above: over 128, few rows avoid spills."""
-    return Config(64, 64, 8, 2) if head_dim > 128 else masked_forward_config(head_dim, "keys")
+    return TileConfig(64, 64, 8, 2) if head_dim > 128 else masked_forward_config(head_dim, "keys")
 
 
-def splitkv_forward_config(head_dim: int, rows: int) -> Config:
+def splitkv_forward_config(head_dim: int, rows: int) -> TileConfig:
     """Return the configuration of `splitkv_forward` on Hopper for that many padded rows; head_dim as above.
 
     Many keys at once hide the latency of memory: one token after 32k keys takes 35 µs, with cuDNN 39. At head_dim 64
     there is room for two programs: 1×64/32 heads over 5,210 keys take 12.8 µs; 15.6 with one program. Without a cap the
     compiler would take 96 registers with a mask, and spill.
     """
-    return Config(rows, 128, 4, 3, 255) if head_dim <= 128 else Config(rows, 64, 4, 2)
+    return TileConfig(rows, 128, 4, 3, 255) if head_dim <= 128 else TileConfig(rows, 64, 4, 2)
 
 
-def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> Config:
+def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: bool) -> TileConfig:
     """Return the configuration of `nvfp4_forward`; head_dim is the larger of Q's and V's, rounded up to a power of two.
 
     Chosen by machine code, not measured. Native: 128×128 tiles with 8 warps are the only tiles whose loop does not
@@ -104,10 +104,10 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
     head_dim 128.
     """
     if head_dim > 128:
-        return Config(64, 64, 8, 1)
+        return TileConfig(64, 64, 8, 1)
     if native:
-        return Config(128, 128, 8, 3)
-    return Config(128 if capability[0] == 9 else 64, 64, 8, 2)
+        return TileConfig(128, 128, 8, 3)
+    return TileConfig(128 if capability[0] == 9 else 64, 64, 8, 2)
 
 
 def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bool) -> int:
@@ -121,7 +121,7 @@ def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bo
     return 64 if max(channels, v_channels) == 64 else 32
 
 
-def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool) -> TileConfig:
     """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 
     Two float32 gradients of block_n keys stay in registers. On Hopper, block_n is 64 keys for the 128 threads of a
@@ -132,22 +132,22 @@ def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool)
     """
     if head_dim > 128:
         small = capability in LITTLE_SHARED_MEMORY or (capability[0] == 10 and not int8)
-        return Config(32 if small else 64, 64, 8, 2)
+        return TileConfig(32 if small else 64, 64, 8, 2)
     if capability[0] == 9 or (capability[0] == 10 and int8):
-        return Config(128 if capability[0] == 9 and head_dim <= 64 and not int8 else 64, 64, 4, 2)
+        return TileConfig(128 if capability[0] == 9 and head_dim <= 64 and not int8 else 64, 64, 4, 2)
     if head_dim <= 64 or capability[0] == 10 or int8:
-        return Config(64, 128, 8, 2)
-    return Config(64, 64, 4 if capability == (8, 0) else 8, 2)
+        return TileConfig(64, 128, 8, 2)
+    return TileConfig(64, 64, 4 if capability == (8, 0) else 8, 2)
 
 
-def int8_bwd_dq_config(capability: tuple[int, int], head_dim: int, int8: bool) -> Config:
+def int8_bwd_dq_config(capability: tuple[int, int], head_dim: int, int8: bool) -> TileConfig:
     """Return the configuration of `int8_bwd_dq`; arguments as above.
 
     On Hopper, registers are capped for three programs per multiprocessor (4.89 ms, 5.08 without a cap), or four at
     head_dim 64 (2.64 ms, 2.70 without). Elsewhere 128 rows share each tile of K and V; none of these loops spills.
     """
     if head_dim > 128:
-        return Config(64, 32 if capability in LITTLE_SHARED_MEMORY else 64, 8, 2)
+        return TileConfig(64, 32 if capability in LITTLE_SHARED_MEMORY else 64, 8, 2)
     if capability[0] == 9:
-        return Config(64, 64, 4, 2, 128 if head_dim <= 64 else None if int8 else 168)
-    return Config(128, 64, 8, 2)
+        return TileConfig(64, 64, 4, 2, 128 if head_dim <= 64 else None if int8 else 168)
+    return TileConfig(128, 64, 8, 2)

@@ -29,7 +29,7 @@ from ..spec.layout import batch_strides, ceil_div, padded_channels
 from ..spec.operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
 from ..spec.saved import saving
 from .block_tiles import BlockTiles, block_tiles
-from .configs import Config, int8_forward_config, limit_to_list
+from .configs import TileConfig, int8_forward_config, limit_to_list
 from .mask_tiles import MaskTiles, mask_tiles
 
 
@@ -173,7 +173,7 @@ def forward(
     )
 
 
-def choose_config(call: Call, channels: int, pv: str, capability: tuple[int, int]) -> Config:
+def choose_config(call: Call, channels: int, pv: str, capability: tuple[int, int]) -> TileConfig:
     """Return the launch configuration of a call; channels is the larger number of Q's and V's operands."""
     masked = call.mask.kind in ("bool", "additive")
     config = int8_forward_config(capability, channels, pv, masked)

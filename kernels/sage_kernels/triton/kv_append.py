@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.repeated import KernelLaunch
+from ..language.replayed_launches import KernelLaunch
 from ..language.rotation import channel_factor, rotate, sign_bits
 from ..language.scores import round_finite
 from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..language.launch import DIVISIBILITY, INTERPRETED, UNSPECIALIZED, strides
-from ..language.repeated import KernelLaunch, run_step
+from ..language.replayed_launches import KernelLaunch, run_step
 from ..language.rotation import sign_bits, unrotate
 from ..language.scores import store_clamped
 from ..replay.cache import MAX_ENTRIES
@@ -40,7 +40,7 @@ MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)
-class Config:
+class DecodeConfig:
     """Tokens that a warp takes at once, warps and stages of `attend_to_part`."""
 
     warp_tokens: int
@@ -49,15 +49,15 @@ class Config:
 
 
 FEW_ROWS = 8
-LARGE_SHARED = {4: Config(64, 2, 3), 8: Config(64, 2, 2)}
+LARGE_SHARED = {4: DecodeConfig(64, 2, 3), 8: DecodeConfig(64, 2, 2)}
 """By bits of a code, for at most FEW_ROWS rows of Q: fastest on an H200 from 128k tokens on."""
-MORE_ROWS = Config(32, 2, 3)
+MORE_ROWS = DecodeConfig(32, 2, 3)
 """For more rows of Q: scores of 64 tokens would take twice the registers."""
-SMALL_SHARED = Config(32, 4, 2)
+SMALL_SHARED = DecodeConfig(32, 4, 2)
 """For GPUs of LITTLE_SHARED_MEMORY."""
 
 
-def config_for(capability: tuple[int, int], bits: int, rows: int) -> Config:
+def config_for(capability: tuple[int, int], bits: int, rows: int) -> DecodeConfig:
     """Return the configuration for a GPU, codes of so many bits, and so many rows of Q in one program."""
     if capability in LITTLE_SHARED_MEMORY:
         return SMALL_SHARED
@@ -170,7 +170,7 @@ def _launches(
     scale: float,
     output: torch.Tensor,
     buffers: _Buffers,
-    config: Config,
+    config: DecodeConfig,
     capability: tuple[int, int],
 ) -> list[KernelLaunch]:
     """Return the launches of a step."""

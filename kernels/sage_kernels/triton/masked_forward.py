@@ -17,7 +17,7 @@ from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
 from ..spec.masks import unexpanded
-from .configs import Config, masked_forward_config
+from .configs import TileConfig, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
 LISTED_ALONE = 2048  # the same for a mask of one row
@@ -26,7 +26,7 @@ WORD = tl.constexpr(32)  # keys of a word of bits
 COUNTED = tl.constexpr(256)  # entries of a list that are counted at once
 
 
-def attend(call: Call, config: Config | None = None) -> torch.Tensor:
+def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
     """Return the output, 0 in rows without a key.
 
     Args:
@@ -126,7 +126,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
     return copy
 
 
-def list_tiles(mask: torch.Tensor, call: Call, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+def list_tiles(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a bool mask once: pack it, and list the tiles of scores in which some query may attend to some key.
 
     Args:

@@ -34,7 +34,7 @@ from ..spec.call import Call, MaskKind
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two
 from ..spec.operands import NVFP4Operands
 from .block_tiles import BlockTiles, block_tiles
-from .configs import Config, limit_to_list, nvfp4_forward_config, recent_block_n
+from .configs import TileConfig, limit_to_list, nvfp4_forward_config, recent_block_n
 from .mask_tiles import MaskTiles, mask_tiles
 from .smooth_q_scores import smooth_q_scores
 
@@ -190,7 +190,7 @@ def forward(
         )
 
 
-def choose_config(call: Call, channels: int, capability: tuple[int, int], native: bool) -> Config:
+def choose_config(call: Call, channels: int, capability: tuple[int, int], native: bool) -> TileConfig:
     """Return the launch configuration of a call; channels is the larger number of Q's and V's operands."""
     config, blocks = nvfp4_forward_config(capability, channels, native), call.mask.blocks
     return config if blocks is None else limit_to_list(config, blocks.block_m, blocks.block_n)

@@ -21,8 +21,8 @@ from ..dispatch.support import (
     INT8_FORWARD,
     KEY_MASKS,
     NVFP4_FORWARD,
-    Declared,
-    Requests,
+    DeclaredKernel,
+    SupportedRequests,
     is_nvidia,
 )
 from ..runtime.toolchain import triton_version
@@ -40,7 +40,7 @@ BLACKWELL_TRAINING_TRITON = (3, 6)  # older versions do not compile the backward
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest Triton whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
-EVERY_REQUEST = Requests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
+EVERY_REQUEST = SupportedRequests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
 
 
 def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> str:
@@ -56,7 +56,7 @@ def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> s
     return ""
 
 
-class TritonKernel(Declared):
+class TritonKernel(DeclaredKernel):
     """A kernel of this folder, in a module that its first call imports."""
 
     native = True
@@ -97,7 +97,7 @@ class Int8Quantizer(TritonQuantizer):
     makes = Int8Operands
 
 
-class NVFP4Quantizer(TritonQuantizer):
+class TritonNVFP4Quantizer(TritonQuantizer):
     """The NVFP4 quantiser."""
 
     name = "nvfp4_quantize"
@@ -157,7 +157,7 @@ class Int8Backward(TritonKernel):
         return _load("int8_backward").backward(call, _capability(call.value))
 
 
-class NVFP4Forward(TritonKernel):
+class TritonNVFP4Forward(TritonKernel):
     """The NVFP4 forward kernel, on FP4 matrix units or emulated."""
 
     recipes = NVFP4_FORWARD
@@ -185,7 +185,7 @@ class TritonExact(TritonKernel):
     """A kernel of exact attention, in the module of the same name."""
 
     name: str
-    repeats = True
+    traceable = True
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel that a request exceeds; or ""."""
@@ -205,7 +205,7 @@ class MaskedForward(TritonExact):
     """The kernel that skips tiles that a mask hides; measured on Hopper only."""
 
     name = "masked_forward"
-    requests = Requests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
+    requests = SupportedRequests(((9, 0),), masks=("none", "keys", "bool", "additive"), aligned=True, grid=True)
 
     def attend_nonprefix(self, call: Call, attend_to_prefix: AttendToPrefix, row_blocks: int) -> torch.Tensor:
         """Attend; see `nonprefix_forward.attend_nonprefix`."""
@@ -217,7 +217,7 @@ class SplitKVForward(TritonExact):
     """The kernels for few queries over many keys; measured on Hopper only."""
 
     name = "splitkv_forward"
-    requests = Requests(((9, 0),), masks=KEY_MASKS, aligned=True, grid=True)
+    requests = SupportedRequests(((9, 0),), masks=KEY_MASKS, aligned=True, grid=True)
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernels that a request exceeds; or ""."""
@@ -312,11 +312,11 @@ class TritonKVKernel:
 
 def register_kernels() -> None:
     """Register the kernels in order of preference."""
-    register_quantizer(NVFP4Quantizer())
+    register_quantizer(TritonNVFP4Quantizer())
     register_quantizer(Int8Quantizer())
-    register_forward(NVFP4Forward("nvfp4_forward", True))
+    register_forward(TritonNVFP4Forward("nvfp4_forward", True))
     register_forward(Int8Forward())
-    register_forward(NVFP4Forward("nvfp4_forward_emulated", False))
+    register_forward(TritonNVFP4Forward("nvfp4_forward_emulated", False))
     register_backward(Int8Backward())
     register_exact(SplitKVForward())
     register_exact(MaskedForward())

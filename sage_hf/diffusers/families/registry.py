@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-Attention = TypeVar("Attention", bound=Callable[..., Any])
+FamilyFunction = TypeVar("FamilyFunction", bound=Callable[..., Any])
 
 FAMILIES: dict[str, Callable[..., Any]] = {}
 """Class name of diffusers' processor -> function(attend, attn, …) with the further arguments of its `__call__`."""
@@ -14,7 +14,7 @@ ADAPTERS: dict[str, Callable[..., Any]] = {}
 """Class name of an IP-Adapter's processor, which holds weights -> function(attend, attn, adapter, …)."""
 
 
-def computes(*processors: str, fused: str | None = None) -> Callable[[Attention], Attention]:
+def computes(*processors: str, fused: str | None = None) -> Callable[[FamilyFunction], FamilyFunction]:
     """Register a function that computes the same as diffusers' processors of these class names.
 
     Args:
@@ -29,7 +29,7 @@ def computes(*processors: str, fused: str | None = None) -> Callable[[Attention]
         return register
     register_fused = _into(FAMILIES, (fused,))
 
-    def register_both(function: Attention) -> Attention:
+    def register_both(function: FamilyFunction) -> FamilyFunction:
         registered = register(function)
         register_fused(partial(function, fused=True))
         return registered
@@ -37,16 +37,16 @@ def computes(*processors: str, fused: str | None = None) -> Callable[[Attention]
     return register_both
 
 
-def computes_adapter(*processors: str) -> Callable[[Attention], Attention]:
+def computes_adapter(*processors: str) -> Callable[[FamilyFunction], FamilyFunction]:
     """Register a function that computes the same as diffusers' IP-Adapter processors of these class names."""
     return _into(ADAPTERS, processors)
 
 
-def _into(table: dict[str, Callable[..., Any]], names: tuple[str, ...]) -> Callable[[Attention], Attention]:
+def _into(table: dict[str, Callable[..., Any]], names: tuple[str, ...]) -> Callable[[FamilyFunction], FamilyFunction]:
     if known := [name for name in names if name in FAMILIES or name in ADAPTERS]:
         raise ValueError(f"{known[0]} has a function already")
 
-    def register(function: Attention) -> Attention:
+    def register(function: FamilyFunction) -> FamilyFunction:
         table.update(dict.fromkeys(names, function))
         return function
 

@@ -200,7 +200,7 @@ def _attend(
             f"tensor_layout must be one of {LAYOUTS}; got {tensor_layout!r:.40}: pass a mask by name, attn_mask=mask"
         )
     options = _options(recipe, (q, k, v), is_causal, sm_scale, kwargs)
-    options = options.but(tokens_first=tensor_layout == "NHD", return_lse=return_lse)
+    options = options.replace(tokens_first=tensor_layout == "NHD", return_lse=return_lse)
     output, lse = attend_observed(q, k, v, attn_mask, options)
     return output if lse is None or not return_lse else (output, lse)
 

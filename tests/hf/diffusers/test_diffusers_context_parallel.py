@@ -11,7 +11,7 @@ import torch
 
 import sage_hf
 from sage_hf import SageAttnProcessor
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans, shards
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, parallel_plans, shards
 from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
@@ -20,7 +20,7 @@ WITHOUT_PLAN = [
     case
     for case in FAMILIES
     if getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is None
-    and case.model_class not in plans.FAMILIES
+    and case.model_class not in parallel_plans.FAMILIES
 ]
 
 

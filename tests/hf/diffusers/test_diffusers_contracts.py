@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
 import sage_hf
-from sage_hf.app.planning import plan
+from sage_hf.app.prediction import predict
 from sage_hf.config import SageConfig
 from sage_hf.diffusers import SageAttnProcessor, UnsupportedAttentionError, attention_layers
 from tests.helpers import tiny_pipelines as tiny
@@ -112,7 +112,7 @@ def test_layers_that_need_flex_attention_keep_it_and_explain_says_so(entry_point
 def test_a_plan_says_which_layers_will_stay_as_they_are(tmp_path):
     model, _ = any_flow()
     model.save_pretrained(tmp_path)
-    planned = plan(tmp_path, SageConfig("sage2"), torch.device("cpu"))
+    planned = predict(tmp_path, SageConfig("sage2"), torch.device("cpu"))
     with sage_hf.apply(model, "sage2"):
         applied = sage_hf.explain(model)
     assert [(row.layer, row.asked) for row in planned.rows] == [(row.layer, row.asked) for row in applied.rows]

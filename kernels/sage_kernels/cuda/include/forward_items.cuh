@@ -115,11 +115,11 @@ struct Item {
     return !PADDED ? number : number < in_order ? first + number : max(0, first - 1);
   }
   // Return the tiles of the item's list.
-  DEVICE const int* listed(const Arguments& a) const {
+  DEVICE const int* listed(const Int8ForwardArguments& a) const {
     return a.lists + first * static_cast<int64>(a.list_stride) + LIST_HEAD;
   }
-  DEVICE int pair(const Arguments& a) const { return batch * a.q_heads + head; }
-  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+  DEVICE int pair(const Int8ForwardArguments& a) const { return batch * a.q_heads + head; }
+  DEVICE int kv_pair(const Int8ForwardArguments& a) const { return batch * a.kv_heads + kv_head; }
 };
 
 // A tile of K that a list names: its number, and the scales of its keys, four for each segment.
@@ -149,7 +149,7 @@ static_assert(static_cast<int>(sizeof(Control)) <= CONTROL_BYTES, "CONTROL_BYTES
 // Take this block's place `round` in the QUEUE of `items` items, for two other threads too; in round 0 it is the
 // block's number. In the end each block takes a place in vain, so the counter goes up `items` times in all, and is back
 // at 0. Without a counter items are dealt out; blocks then change order from round to round.
-DEVICE int take_place(const Arguments& a, int round, int items, TakenPlace& taken) {
+DEVICE int take_place(const Int8ForwardArguments& a, int round, int items, TakenPlace& taken) {
   const int grid = gridDim.x;
   int place = round * grid + (round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
   if (round == 0) return place;
@@ -173,7 +173,7 @@ DEVICE int get_place(int round, TakenPlace& taken) {
 // items of a group of heads first, and starts with the group of fewer heads: in the end all blocks have short items.
 // Without it, a head's last item may have fewer rows: blocks take turns with such items. Items of the last round are
 // split in parts, so that more blocks get work.
-DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
+DEVICE bool next_item(const Int8ForwardArguments& a, int round, bool takes, TakenPlace& taken, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M, items = blocks * a.batch * a.q_heads, grid = gridDim.x;
   const int turn = (blockIdx.x + round) % grid, whole = items / grid * grid;
   int index = round * grid + turn;
@@ -217,7 +217,7 @@ DEVICE bool next_item(const Arguments& a, int round, bool takes, TakenPlace& tak
 }
 
 // Take the next item from the queue of LISTS, which differ in length. In round 0 a block's number is its place.
-DEVICE bool take_item(const Arguments& a, int round, Item& item) {
+DEVICE bool take_item(const Int8ForwardArguments& a, int round, Item& item) {
   const int blocks = (a.q_len + BLOCK_M - 1) / BLOCK_M;
   const int place = round == 0 ? blockIdx.x : gridDim.x + atomicAdd(a.queue, 1);
   if (place >= blocks * a.batch * a.q_heads) return false;

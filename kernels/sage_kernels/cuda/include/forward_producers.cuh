@@ -14,7 +14,7 @@ DEVICE void show_item(bool exists, const Item& item, Item& shown, uint64& full) 
 }
 
 // Load items with tiles of Q in INT8, by the first thread.
-DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, Factors* factors, Item* items,
+DEVICE void load_queries(const Int8ForwardArguments& a, const TensorMap& query, uint8* q, Factors* factors, Item* items,
                          TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
@@ -38,8 +38,8 @@ DEVICE void load_queries(const Arguments& a, const TensorMap& query, uint8* q, F
 }
 
 // Load items with tiles of Q in 16 bits, by the first thread. Only the factors come from the stream's previous kernels.
-DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* tokens, Factors& factors, Item* items,
-                        TakenPlace& taken, Barriers& b) {
+DEVICE void load_tokens(const Int8ForwardArguments& a, const TensorMap& query, uint8* tokens, Factors& factors,
+                        Item* items, TakenPlace& taken, Barriers& b) {
   if (threadIdx.x % 128 != 0) return;
   Item item;
 #pragma unroll 1
@@ -62,8 +62,8 @@ DEVICE void load_tokens(const Arguments& a, const TensorMap& query, uint8* token
 }
 
 // Return whether this block has an item `round`; with LISTS, the item that `load_queries` shows.
-DEVICE bool find_item(const Arguments& a, int round, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
-                      Item& item) {
+DEVICE bool find_item(const Int8ForwardArguments& a, int round, const Item* items, bool takes, TakenPlace& taken,
+                      Barriers& b, Item& item) {
   if (!LISTS) return next_item(a, round, takes, taken, item);
   const int stage = round % STAGES;
   wait(b.q_full[stage], round / STAGES & 1);
@@ -81,7 +81,7 @@ DEVICE int first_key(const Item& item, int tile) { return (LISTS ? tile : item.t
 // before that they wait for `end`'s data. The thread that loads K `takes` an item's place when it has started to load
 // the previous item's last tile.
 template <typename Load, typename End>
-DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
+DEVICE void produce_tiles(const Int8ForwardArguments& a, const Item* items, bool takes, TakenPlace& taken, Barriers& b,
                           uint64 (&full)[STAGES], uint64 (&empty)[STAGES], Load load, End end) {
   Item item;
   int uses = 0;
@@ -106,7 +106,7 @@ DEVICE void produce_tiles(const Arguments& a, const Item* items, bool takes, Tak
 
 // Load tiles of K, with LISTS also their scales, and for an item's end the scales of V, and heavy keys with their
 // values.
-DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorMap& heavy_key,
+DEVICE void produce_keys(const Int8ForwardArguments& a, const TensorMap& key, const TensorMap& heavy_key,
                          const TensorMap& heavy_value, uint8* k, uint8* heavy, ValueScales& scales, const Item* items,
                          ListedTile* listed, TakenPlace& taken, Barriers& b) {
   produce_tiles(
@@ -142,8 +142,8 @@ DEVICE void produce_keys(const Arguments& a, const TensorMap& key, const TensorM
       });
 }
 
-DEVICE void produce_values(const Arguments& a, const TensorMap& value, uint8* v, const Item* items, TakenPlace& taken,
-                           Barriers& b) {
+DEVICE void produce_values(const Int8ForwardArguments& a, const TensorMap& value, uint8* v, const Item* items,
+                           TakenPlace& taken, Barriers& b) {
   const auto load = [&](const Item& item, int tile, int stage) {
     arrive_expecting(b.v_full[stage], V_BYTES);
     if (PV_FLOAT16) {

@@ -8,7 +8,7 @@
 // The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
 // belongs to row `row` + i / 2 % 2 * 8 and to key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Rows {
-  const Arguments& a;
+  const Int8ForwardArguments& a;
   const Tokens& query;
   const TensorMap& output;
   Barriers& barriers;

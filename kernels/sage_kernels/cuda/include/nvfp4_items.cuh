@@ -42,20 +42,20 @@ struct Item {
   int batch, head, kv_head, first_row;
   int first_tile, last_tile;  // of keys; `last_tile` excluded
 
-  DEVICE int64 pair(const Arguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
-  DEVICE int kv_pair(const Arguments& a) const { return batch * a.kv_heads + kv_head; }
+  DEVICE int64 pair(const NVFP4ForwardArguments& a) const { return static_cast<int64>(batch) * a.q_heads + head; }
+  DEVICE int kv_pair(const NVFP4ForwardArguments& a) const { return batch * a.kv_heads + kv_head; }
   // Return the number of keys that some row may attend to, or 0 or less.
-  DEVICE int seen_keys(const Arguments& a) const {
+  DEVICE int seen_keys(const NVFP4ForwardArguments& a) const {
     const int keys = PADDED ? a.spans[batch * a.spans_stride + 2] - FIRST_KEYS : a.kv_len;
     return CAUSAL ? min(keys, first_row + BLOCK + a.causal_offset) : keys;
   }
   // Return the first recent key.
-  DEVICE int first_recent(const Arguments& a) const { return max(first_row + a.recent_start, 0); }
+  DEVICE int first_recent(const NVFP4ForwardArguments& a) const { return max(first_row + a.recent_start, 0); }
 };
 
 // Find item `round` of this block. Causal items differ in length: the longest items of all heads come first, and blocks
 // change order from round to round.
-DEVICE bool next_item(const Arguments& a, int round, Item& item) {
+DEVICE bool next_item(const NVFP4ForwardArguments& a, int round, Item& item) {
   const int items = a.blocks * a.sequences * a.q_heads, grid = gridDim.x;
   const int index = round * grid + (CAUSAL && round % 2 ? grid - 1 - blockIdx.x : blockIdx.x);
   if (index >= items) return false;

@@ -29,8 +29,8 @@ DEVICE const uint16* first_token(const Tokens& x, const Item& item, int channel)
 }
 
 // Load tiles of recent keys and their values.
-DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const Tokens& value_tokens, const Item& item,
-                           Shared& shared, Barriers& b, Use& use) {
+DEVICE void produce_recent(const NVFP4ForwardArguments& a, const Tokens& key_tokens, const Tokens& value_tokens,
+                           const Item& item, Shared& shared, Barriers& b, Use& use) {
   static_assert(RECENT_TILE == 32, "RECENT_TILE must be 32: a lane has one key");
   const int lane = threadIdx.x % 32, part = lane % LANES;
   const uint8* valid = a.valid + static_cast<int64>(item.batch) * a.valid_stride;
@@ -65,9 +65,9 @@ DEVICE void produce_recent(const Arguments& a, const Tokens& key_tokens, const T
   }
 }
 
-DEVICE void produce(const Arguments& a, const TensorMap& key, const TensorMap& value, const TensorMap& heavy_key,
-                    const TensorMap& heavy_value, const Tokens& key_tokens, const Tokens& value_tokens, Shared& shared,
-                    Barriers& b) {
+DEVICE void produce(const NVFP4ForwardArguments& a, const TensorMap& key, const TensorMap& value,
+                    const TensorMap& heavy_key, const TensorMap& heavy_value, const Tokens& key_tokens,
+                    const Tokens& value_tokens, Shared& shared, Barriers& b) {
   const int lane = threadIdx.x % 32;
   Item item;
   Use use;

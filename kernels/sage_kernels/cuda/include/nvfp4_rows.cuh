@@ -39,7 +39,7 @@ DEVICE uint32 from_neighbour(uint32 x, int distance) { return __shfl_xor_sync(~0
 // A scale of P serves 16 keys, which two lanes have. An even lane finds the scales of row g, an odd lane of row g + 8:
 // the lane's own row. So a warp computes each scale only twice.
 struct Consumer {
-  const Arguments& a;
+  const NVFP4ForwardArguments& a;
   const Tokens& query_tokens;
   Shared& shared;
   Barriers& barriers;

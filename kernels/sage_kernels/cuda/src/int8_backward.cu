@@ -53,7 +53,7 @@ struct Item {
   int sequence, head, first_key, begin, start, count, first_step, steps;
   int partial;  // index of the partial sums, or -1
 
-  DEVICE Item(const Arguments& a, int number) {
+  DEVICE Item(const BackwardArguments& a, int number) {
     const int split = number - a.order.whole_blocks, part = split < 0 ? 0 : split % a.parts,
               parts = split < 0 ? 1 : a.parts;
     partial = split < 0 || parts == 1 ? -1 : split;
@@ -75,7 +75,7 @@ struct Item {
   }
 
   // Return whether a key of the sequence exists.
-  DEVICE bool exists(const Arguments& a, int key) const {
+  DEVICE bool exists(const BackwardArguments& a, int key) const {
     if (key >= keys.length) return false;
     return !a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key];
   }
@@ -95,7 +95,7 @@ struct Walk {
     if (tile == item.begin + item.start) member++;
   }
   // Return the tile's first row in the operands of all heads of Q.
-  DEVICE int64 row(const Arguments& a, const Item& item) const {
+  DEVICE int64 row(const BackwardArguments& a, const Item& item) const {
     const int q_heads = a.order.kv_heads * a.group;
     return operand_row(a.queries, item.queries, item.sequence, item.head * a.group + member, q_heads) + tile * TILE;
   }
@@ -110,7 +110,7 @@ DEVICE void load_tile(const TensorMap& map, uint8* into, uint64& barrier, int ba
     load_box(map, into + part * CHUNK_BYTES, barrier, batch, head, row, part * 64);
 }
 
-DEVICE void load_keys(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+DEVICE void load_keys(const Maps& maps, const BackwardArguments& a, const Item& item, Shared& shared) {
   uint64& barrier = shared.barriers.keys_full;
   const int batch = a.keys.ranges ? 0 : item.sequence, row = item.keys.operand_start + item.first_key;
   arrive_expecting(barrier, 2 * (CODE_BYTES + 2 * TILE_BYTES));
@@ -122,8 +122,8 @@ DEVICE void load_keys(const Maps& maps, const Arguments& a, const Item& item, Sh
   }
 }
 
-DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item, const Walk& walk, Shared& shared,
-                         int stage) {
+DEVICE void load_queries(const Maps& maps, const BackwardArguments& a, const Item& item, const Walk& walk,
+                         Shared& shared, int stage) {
   uint64& barrier = shared.barriers.full[stage];
   uint8* into = shared.stages[stage];
   const int batch = a.queries.ranges ? 0 : item.sequence, head = item.head * a.group + walk.member;
@@ -137,7 +137,7 @@ DEVICE void load_queries(const Maps& maps, const Arguments& a, const Item& item,
 
 // ---- dQ ----
 
-DEVICE uint8* sums_of(const Arguments& a, const Item& item, const Walk& walk, int part) {
+DEVICE uint8* sums_of(const BackwardArguments& a, const Item& item, const Walk& walk, int part) {
   return a.sums + (walk.row(a, item) / TILE * PARTS + part) * PART_BYTES;
 }
 
@@ -168,12 +168,12 @@ DEVICE void put_products(const float (&x)[32], uint8* into, Factor factor) {
 // Rows of P, dS and the gradients are 64 keys; a thread holds rows `row` and `row` + 8, columns 8j + 2·quad and 8j +
 // 2·quad + 1.
 struct Keys {
-  const Arguments& a;
+  const BackwardArguments& a;
   Shared& shared;
   const int warpgroup, thread = threadIdx.x % 128, lane = thread % 32, quad = lane % 4,
                        row = thread / 32 * 16 + lane / 4;
 
-  DEVICE Keys(const Arguments& a, Shared& shared, int warpgroup) : a(a), shared(shared), warpgroup(warpgroup) {}
+  DEVICE Keys(const BackwardArguments& a, Shared& shared, int warpgroup) : a(a), shared(shared), warpgroup(warpgroup) {}
 
   DEVICE void run(const Item& item) {
     Barriers& barriers = shared.barriers;
@@ -377,14 +377,14 @@ struct Keys {
 constexpr int LOADER = 96;  // the thread that loads tiles
 
 // Load the keys and the first tiles.
-DEVICE void begin_loads(const Maps& maps, const Arguments& a, const Item& item, Walk& ahead, Shared& shared) {
+DEVICE void begin_loads(const Maps& maps, const BackwardArguments& a, const Item& item, Walk& ahead, Shared& shared) {
   load_keys(maps, a, item, shared);
   for (int step = 0; step < STAGES && step < item.steps; step++, ahead.next(item))
     load_queries(maps, a, item, ahead, shared, step);
 }
 
 // With 128 channels: load tiles, and let the TMA add dQ, which the other warpgroups store to shared memory.
-DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+DEVICE void load_and_add(const Maps& maps, const BackwardArguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128;
   if (thread == LOADER) {
@@ -422,7 +422,7 @@ DEVICE void load_and_add(const Maps& maps, const Arguments& a, const Item& item,
 
 // With 64 channels: load tiles, compute dQᵀ = Kᵀ·dSᵀ, and let the TMA add it. A thread has channels `row` and `row` +
 // 8.
-DEVICE void load_and_multiply(const Maps& maps, const Arguments& a, const Item& item, Shared& shared) {
+DEVICE void load_and_multiply(const Maps& maps, const BackwardArguments& a, const Item& item, Shared& shared) {
   Barriers& barriers = shared.barriers;
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   Walk ahead(item), walk(item);

@@ -15,8 +15,8 @@
 // Sums of e4m3 products have few bits: a product loses its bits below 2⁻¹³ of the sum. So after SUMMED_TILES the sums
 // move to float32 sums in shared memory. Products in float16 are always summed in float32.
 //
-// The host, `int8_forward.py`, provides the parameters, with `Arguments`, and all compile-time constants not defined
-// here.
+// The host, `int8_forward.py`, provides the parameters, with `Int8ForwardArguments`, and all compile-time constants not
+// defined here.
 #include "forward_producers.cuh"
 #include "heavy_keys.cuh"
 

@@ -9,8 +9,8 @@
 // to them in 16 bits (`warp_heavy_keys.cuh`). Just before, it attends in 16 bits to the latest keys of causal rows
 // (`warp_recent_keys.cuh`): tiles of 32, which follow the 4-bit tiles through the same stages.
 //
-// The host, `nvfp4_forward.py`, provides the parameters, with `Arguments`, and all compile-time constants not defined
-// here.
+// The host, `nvfp4_forward.py`, provides the parameters, with `NVFP4ForwardArguments`, and all compile-time constants
+// not defined here.
 #include "nvfp4_items.cuh"
 #include "nvfp4_producer.cuh"
 #include "nvfp4_rows.cuh"

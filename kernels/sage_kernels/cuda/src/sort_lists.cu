@@ -16,7 +16,7 @@ ASSERT_FLAG(PADDED, "whether some keys may be missing");
 constexpr int WARPS = THREADS / 32;
 
 // Return the number of tiles in the caller's list.
-DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
+DEVICE int given_tiles(const SortArguments& a, int batch, int head, int block) {
   return min(
       max(a.counts[batch * a.counts_stride_batch + head * a.counts_stride_head + block * a.counts_stride_row], 0),
       a.places);
@@ -26,7 +26,7 @@ DEVICE int given_tiles(const Arguments& a, int batch, int head, int block) {
 struct Place {
   int pair, block;
 
-  DEVICE Place(const Arguments& a, int index) {
+  DEVICE Place(const SortArguments& a, int index) {
     if (CAUSAL) {
       const int group = index / (a.blocks * a.heads_at_once), within = index - group * a.blocks * a.heads_at_once;
       const int heads = min(a.heads_at_once, a.batch * a.q_heads - group * a.heads_at_once);
@@ -37,7 +37,7 @@ struct Place {
       block = index - pair * a.blocks;
     }
   }
-  DEVICE int tiles(const Arguments& a) const {
+  DEVICE int tiles(const SortArguments& a) const {
     const int batch = pair / a.q_heads;
     return given_tiles(a, batch, pair - batch * a.q_heads, block);
   }
@@ -66,7 +66,7 @@ DEVICE int64 add_threads(int64 x, int64* sums, int64& sum) {
 
 // Queue the items in order, which keeps heads' keys in the L2 cache, but first the items that would end alone: longer
 // than twice the mean, with less work behind them than keeps all blocks busy twice as long.
-DEVICE void make_queue(const Arguments& a) {
+DEVICE void make_queue(const SortArguments& a) {
   __shared__ int64 sums[WARPS];
   const int items = a.blocks * a.batch * a.q_heads, run = (items + THREADS - 1) / THREADS;
   const int first = min(static_cast<int>(threadIdx.x) * run, items), end = min(first + run, items);
@@ -97,7 +97,7 @@ struct Tile {
   int number;
   bool seen, whole;  // some scores count; all count
 
-  DEVICE Tile(const Arguments& a, const int* tiles, int place, int places, int first_row, int last_row,
+  DEVICE Tile(const SortArguments& a, const int* tiles, int place, int places, int first_row, int last_row,
               const int* spans) {
     number = place < places ? tiles[place * a.tiles_stride_place] : -1;
     const int64 first = number * static_cast<int64>(BLOCK_N), last = first + BLOCK_N - 1;
@@ -115,7 +115,7 @@ struct Tile {
   }
 };
 
-DEVICE void sort_list(const Arguments& a, int list) {
+DEVICE void sort_list(const SortArguments& a, int list) {
   const int block = list % a.blocks, pair = list / a.blocks, head = pair % a.list_heads, batch = pair / a.list_heads;
   const int places = given_tiles(a, batch, head, block), lane = threadIdx.x % 32;
   const int* tiles = a.tiles + batch * a.tiles_stride_batch + head * a.tiles_stride_head + block * a.tiles_stride_row;

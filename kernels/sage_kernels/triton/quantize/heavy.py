@@ -12,14 +12,14 @@ from ...language.sequences import sequence_range
 from ...language.tokens import load_tokens
 from ...spec.call import Call
 from ...spec.layout import batch_strides, stride_of
-from ...spec.operands import HeavyKeys, Statistics
+from ...spec.operands import HeavyKeys, KVStatistics
 
 BLOCK_ROWS = tl.constexpr(16)
 
 
 def heavy_keys(
     call: Call,
-    statistics: Statistics,
+    statistics: KVStatistics,
     valid: torch.Tensor | None,
     channels: int,
     v_channels: int,
@@ -74,7 +74,7 @@ def heavy_keys(
     return heavy
 
 
-def choice_places(statistics: Statistics) -> int:
+def choice_places(statistics: KVStatistics) -> int:
     """Return the number of first keys that may have given way to chosen keys; 0 if heavy keys are not chosen."""
     return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
 

@@ -19,7 +19,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
-from ...spec.operands import Int8Operands, Statistics
+from ...spec.operands import Int8Operands, KVStatistics
 from .heavy import choice_places, heavy_keys
 from .statistics import token_statistics
 from .value import quantize_value
@@ -59,7 +59,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Oper
     )
 
 
-def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: bool) -> dict[str, Any]:
+def _transform(x: torch.Tensor, channels: int, statistics: KVStatistics, rotates: bool) -> dict[str, Any]:
     """Return the arguments of a quantiser that transform the channels of Q or K.
 
     16-bit tensors are rotated by matrix instructions; float32 tensors, and more channels than fit in shared memory, by
@@ -77,7 +77,7 @@ def _transform(x: torch.Tensor, channels: int, statistics: Statistics, rotates: 
 
 
 def quantize_query(
-    query: torch.Tensor, sequences: Sequences, batch: int, statistics: Statistics, rotates: bool, mean_score: bool
+    query: torch.Tensor, sequences: Sequences, batch: int, statistics: KVStatistics, rotates: bool, mean_score: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Equalize and rotate Q; quantise it to INT8 with one scale per token.
 
@@ -131,7 +131,7 @@ def quantize_key(
     key: torch.Tensor,
     sequences: Sequences,
     batch: int,
-    statistics: Statistics,
+    statistics: KVStatistics,
     rotates: bool,
     valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
-from ...spec.operands import NVFP4Operands, Statistics
+from ...spec.operands import KVStatistics, NVFP4Operands
 from ...spec.recipe import Recipe
 from ...spec.transforms import rotation_block
 from .choice import is_finite
@@ -82,7 +82,7 @@ def _quantize_tokens(
     recipe: Recipe,
     sequences: Sequences,
     batch: int,
-    statistics: Statistics,
+    statistics: KVStatistics,
     valid: torch.Tensor | None,
     is_query: bool,
     mean_score: bool,
@@ -146,7 +146,7 @@ def _quantize_value(
     recipe: Recipe,
     sequences: Sequences,
     batch: int,
-    statistics: Statistics,
+    statistics: KVStatistics,
     valid: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes, scale, tensor_scale) of V."""

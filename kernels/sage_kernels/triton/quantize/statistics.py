@@ -17,7 +17,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...spec import transforms
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, padded_channels, stride_of
-from ...spec.operands import Statistics
+from ...spec.operands import KVStatistics
 from .choice import choose_keys, is_finite, mean_query, write_scores
 from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
 
@@ -30,7 +30,7 @@ PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, larg
 
 def token_statistics(
     call: Call, valid: torch.Tensor | None = None, valid_queries: torch.Tensor | None = None
-) -> Statistics:
+) -> KVStatistics:
     """Compute the statistics of K and V, and the equalizer of K and Q; choose the heavy keys.
 
     Args:
@@ -94,7 +94,7 @@ def token_statistics(
         return parts
 
     k_channels, v_channels = (padded_channels(x.shape[-1]) for x in (key, value))
-    statistics = Statistics(
+    statistics = KVStatistics(
         new(batch, kv_heads, k_channels),
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads, v_channels),

@@ -18,7 +18,7 @@ from ...language.sequences import operand_row, sequence_range
 from ...language.tiles import operand_token
 from ...language.tokens import load_tokens, tail_source
 from ...spec.layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
-from ...spec.operands import VALUE_DTYPES, Statistics
+from ...spec.operands import VALUE_DTYPES, KVStatistics
 from .heavy import choice_places
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -38,7 +38,7 @@ def quantize_value(
     value: torch.Tensor,
     sequences: Sequences,
     batch: int,
-    statistics: Statistics,
+    statistics: KVStatistics,
     valid: torch.Tensor | None,
     pv: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ KernelLaunch = tuple[triton.JITFunction, tuple[int, ...], dict[str, Any]]
 """Kernel, grid, and the arguments and options of `launch.launch`."""
 
 
-class RepeatedLaunches:
-    """Launches that run one after the other, again for each step that differs only in `changing`."""
+class ReplayedLaunches:
+    """Launches of a step, to be replayed for each step that differs only in `changing`."""
 
     def __init__(self, launches: Sequence[KernelLaunch], changing: Mapping[str, int]) -> None:
         """Pack the launches; their kernels must be compiled.
@@ -33,7 +33,7 @@ class RepeatedLaunches:
                 numbers for which no kernel is specialised.
 
         Raises:
-            NotRepeatableError: a kernel needs more than parameters at launch.
+            NotReplayableError: a kernel needs more than parameters at launch.
         """
         self._lock = threading.Lock()
         self._launches: list[DriverLaunch] = []
@@ -70,7 +70,7 @@ class RepeatedLaunches:
                 if status := driver_launch.launch():
                     if driver.ensure_context(index):  # the thread had no context, so nothing was launched
                         status = driver_launch.launch()
-                    driver.check("cuLaunchKernelEx", status)
+                    driver.check_status("cuLaunchKernelEx", status)
 
 
 def run_step(
@@ -82,20 +82,20 @@ def run_step(
     tensors: Sequence[torch.Tensor],
     facts: tuple[object, ...],
 ) -> None:
-    """Run the launches of a step of decoding, or repeat an earlier step's launches, which differ only in `changing`.
+    """Run the launches of a step of decoding, or replay an earlier step's launches, which differ only in `changing`.
 
-    The first repetition follows at once, for comparison: it stores the step's tokens once more, at the same places.
+    The first replay follows at once, for comparison: it stores the step's tokens once more, at the same places.
 
     Args:
         kind: name of the function that makes the steps.
         make_launches: a function that makes the launches.
         output: the step's output, written.
         counts: the device's counts, which the launches update; None if the host counts.
-        changing: as in `RepeatedLaunches`; it includes the output's address.
+        changing: as in `ReplayedLaunches`; it includes the output's address.
         tensors: the step's arguments. Steps are of one kind if these have the same layout, and the facts are equal.
         facts: everything else that the launches depend on, except `changing`.
     """
-    entry = cache.find(kind, tensors, facts) if can_repeat(output.device) else None
+    entry = cache.find(kind, tensors, facts) if can_replay(output.device) else None
     if entry is not None and entry.replay is not None:
         entry.replay(changing)
         return
@@ -104,10 +104,10 @@ def run_step(
     for kernel, grid, arguments in launches:
         launch(kernel, grid, **arguments)
     if entry is not None:
-        entry.consider(partial(_repetition, launches, output, counts, counts_before, changing), at_once=True)
+        entry.consider(partial(_replay_of_step, launches, output, counts, counts_before, changing), at_once=True)
 
 
-def _repetition(
+def _replay_of_step(
     launches: Sequence[KernelLaunch],
     output: torch.Tensor,
     counts: torch.Tensor | None,
@@ -117,14 +117,14 @@ def _repetition(
     """Return the replay of a step that has just run: (changing) -> None; `counts_before` copies them before the step.
 
     Raises:
-        NotRepeatableError: the repeated launches give another output.
+        NotReplayableError: the replayed launches give another output.
     """
-    repeated, device = RepeatedLaunches(launches, changing), output.device
+    replayed, device = ReplayedLaunches(launches, changing), output.device
 
     def run(changing: Mapping[str, int]) -> None:
         current = torch.cuda.current_device()
         with contextlib.nullcontext() if current == device.index else torch.cuda.device(device):
-            repeated.run(device.index, changing)
+            replayed.run(device.index, changing)
 
     def run_again() -> list[torch.Tensor]:
         again = torch.empty_like(output)
@@ -140,11 +140,11 @@ def _repetition(
             counts.copy_(counts_after)
         return [again]
 
-    cache.check(run_again, (), [output])
+    cache.check_replay(run_again, (), [output])
     return cache.Replay(None, run)
 
 
-def can_repeat(device: torch.device) -> bool:
+def can_replay(device: torch.device) -> bool:
     """Tell whether CUDA's driver runs launches now, and they are neither recorded nor traced."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return is_cuda and not is_recording() and trace.current() is None

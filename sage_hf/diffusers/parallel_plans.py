@@ -1,4 +1,4 @@
-"""Plans for context parallelism of models for which diffusers has no plan: they split tokens among processes.
+"""Context-parallel plans of models for which diffusers has none: they split tokens among processes.
 
 The video or the image is split after its embedding, and put together after the output projection. The text is on every
 process: it is short, its length need not be divisible, and its mask and its place in the sequence are as in one
@@ -27,8 +27,8 @@ RESIDUALS = "block_controlnet_hidden_states"
 """Argument of SD 3's forward pass: the residuals that a ControlNet adds to the image tokens after each block."""
 
 
-class SharedTextPlan(dict[str, Any]):
-    """Plan of sage-hf, in which all processes have the text."""
+class ContextParallelPlan(dict[str, Any]):
+    """Context-parallel plan of sage-hf, in which all processes have the text."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def context_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
             f"neither diffusers nor sage_hf has a plan for context parallelism of {type(model).__name__}: pass "
             "cp_plan=..., or run this model without enable_parallelism()"
         )
-    return SharedTextPlan(family.plan(model))
+    return ContextParallelPlan(family.plan(model))
 
 
 def _family_of(model: torch.nn.Module) -> _Family | None:

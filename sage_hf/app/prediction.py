@@ -25,7 +25,7 @@ from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import get_recipe
 
 
-def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
+def predict(pretrained: str | Path, config: SageConfig, device: torch.device) -> Explanation:
     """Name the kernel that each layer of a pipeline or model will run, in calls of 16,384 tokens without a mask.
 
     Args:
@@ -53,7 +53,7 @@ def plan(pretrained: str | Path, config: SageConfig, device: torch.device) -> Ex
         for target in find_targets(model)
         if (settings := settings_for(config.sparse, target.model, target.layers)) is not None
     ]
-    return Explanation(tuple(rows), planned=True, sparse=tuple(sparse))
+    return Explanation(tuple(rows), predicted=True, sparse=tuple(sparse))
 
 
 def _layer_rows(
@@ -80,7 +80,7 @@ def _layer_rows(
             yield LayerRow(label, recipe, "none", reason=str(error))
             continue
         reason = chosen.reason or (
-            "" if head_dim else f"planned for head_dim {NOMINAL_HEAD_DIM}: the layer does not state its head_dim"
+            "" if head_dim else f"predicted for head_dim {NOMINAL_HEAD_DIM}: the layer does not state its head_dim"
         )
         reason = "; ".join(part for part in (when, reason) if part)
         yield LayerRow(

@@ -7,7 +7,7 @@ by `explain`.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,26 @@ from .select import routing, select
 ONE_BY_ONE = "no native kernel takes packed sequences: each is a call of its own"
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Decision between exact attention and a recipe. There are three outcomes.
+
+    - Exact attention runs: `runs_exactly` is True. Of packed sequences, each then is a call of its own, which may run
+      by kernels.
+    - The kernels of `plan` run both passes of a call with gradients.
+    - Neither: kernels are selected later, by an operator. No gradient is wanted, or a graph is compiled.
+
+    Attributes:
+        runs_exactly: whether exact attention runs.
+        reason: why it takes the recipe's place; "" if it does not, or if the caller asked for it.
+        plan: the kernels of a call with gradients; None for the other outcomes.
+    """
+
+    runs_exactly: bool = False
+    reason: str = ""
+    plan: Plan | None = None
+
+
 def decide(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -34,8 +54,12 @@ def decide(
     options: Options,
     wants_gradient: bool,
     lengths: Lengths | None = None,
-) -> tuple[Plan | None, str]:
-    """Decide whether exact attention runs in place of the recipe; with gradients, choose the kernels of both passes.
+) -> Decision:
+    """Decide whether exact attention runs in place of the recipe; with gradients, select the kernels of both passes.
+
+    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype, head
+    dimensions, the kind of mask, and whether sequences are packed. If a call's sizes exceed a kernel's limits,
+    `training.attention` then raises KernelUnavailableError.
 
     Args:
         query, key, value, mask: the call's tensors; with gradients, the mask is none, key padding or a block list.
@@ -43,20 +67,20 @@ def decide(
         wants_gradient: whether a derivative is wanted of one of the tensors.
         lengths: the lengths of packed sequences; None: an ordinary batch.
 
-    Returns:
-        (plan, reason): as in `choose_training`. Without gradients there is no plan yet, and the reason is "" if kernels
-        decide (`select.select`).
-
     Raises:
-        KernelUnavailableError: exact attention would run, and fallback is "error"; see also `choose_training`.
+        KernelUnavailableError: fallback is "error", and exact attention would run, or no native kernel serves a call
+            with gradients.
     """
+    if options.recipe == "exact":
+        return Decision(runs_exactly=True)
     reason = _why_exact(query, key, value, mask, options, wants_gradient)
     if reason and options.fallback == "error":
         advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
         raise KernelUnavailableError(f'{reason}: {advice}, or use fallback="native" for exact attention with gradients')
-    if reason or not wants_gradient or options.recipe == "exact":
-        return None, reason
-    return choose_training(query, key, value, mask, options, lengths)
+    plan = None
+    if wants_gradient and not reason:
+        reason, plan = _decide_training(query, key, value, mask, options, lengths)
+    return Decision(runs_exactly=reason != "", reason=reason, plan=plan)
 
 
 def _why_exact(
@@ -64,8 +88,6 @@ def _why_exact(
 ) -> str:
     """Return why exact attention runs in place of the recipe, whichever kernels exist; "" if kernels decide."""
     recipe = options.recipe
-    if recipe == "exact":
-        return ""
     if options.dropout_p:
         return f"{recipe} computes no attention dropout"
     if not wants_gradient:
@@ -91,67 +113,51 @@ def runs_one_by_one(request: Request, fallback: Fallback) -> bool:
         request: the facts of the packed call.
         fallback: see `select.select`.
     """
-    packed = _choose_or_none(request, fallback)
+    packed = _select_or_none(request, fallback)
     if packed is not None and packed.numerics == "native":
         return False
-    alone = _choose_or_none(replace(request, batch=1, packed=False), fallback)
+    alone = _select_or_none(replace(request, batch=1, packed=False), fallback)
     if packed is None or alone is None:
         return alone is not None
     return (packed.numerics, packed.reason) != (alone.numerics, alone.reason)
 
 
-def _choose_or_none(request: Request, fallback: Fallback) -> Plan | None:
-    """Return the plan of `execution.choose`; None if no kernel serves the request and the fallback is "error"."""
+def _select_or_none(request: Request, fallback: Fallback) -> Plan | None:
+    """Return the plan of `select_checked`; None if no kernel serves the request and the fallback is "error"."""
     try:
-        return execution.choose(request, fallback)
+        return execution.select_checked(request, fallback)
     except KernelUnavailableError:
         return None
 
 
-def choose_training(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    options: Options,
-    lengths: Lengths | None = None,
-) -> tuple[Plan | None, str]:
-    """Choose the kernels of a call with gradients.
-
-    Inside torch.compile only properties that do not change between calls of a graph decide: device, dtype, head
-    dimensions, the kind of mask, and whether sequences are packed. If a call's sizes exceed a kernel's limits,
-    `training.attention` then raises KernelUnavailableError.
-
-    Args:
-        query, key, value, options: the call's tensors and options.
-        mask: none, key padding, or a block list.
-        lengths: the lengths of packed sequences; None: an ordinary batch.
-
-    Returns:
-        (plan, reason): the plan of both passes, None inside torch.compile; and why exact attention runs instead, or "".
-        It runs if no kernel serves the call, or with fallback "native" if the kernels would be slower. Of packed
-        sequences, the reason says why each is a call of its own, which may run by kernels.
-
-    Raises:
-        KernelUnavailableError: no native kernel serves the call, and fallback is "error".
-    """
+def _decide_training(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, options: Options, lengths: Lengths | None
+) -> tuple[str, Plan | None]:
+    """Return why exact attention computes gradients, because no kernel serves the call or it is faster; or the plan."""
     recipe, fallback = options.recipe, options.fallback
     if torch.compiler.is_compiling():  # constants, even if sizes are dynamic
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
         facts = str(query.device), str(query.dtype), mask.kind, lengths is not None, *head_dims
-        return None, _why_exact_at_any_size(recipe, fallback, *facts)
-    causality = options.is_causal, options.causal_offset
+        return _why_exact_at_any_size(recipe, fallback, *facts), None
     call = Call(
-        *(query, key, value, get_recipe(recipe), mask, *causality), lengths=lengths, return_lse=options.return_lse
+        query,
+        key,
+        value,
+        get_recipe(recipe),
+        mask,
+        options.is_causal,
+        options.causal_offset,
+        lengths=lengths,
+        return_lse=options.return_lse,
     )
     request = execution.request_of(call, grad=True)
     if request.packed and runs_one_by_one(request, fallback):
-        return None, ONE_BY_ONE
-    plan = execution.choose(request, fallback)
-    if plan.numerics == "exact":
-        return plan, plan.reason
-    routed = fallback == "native" and mask.blocks is None  # exact attention over a list is no rival
-    return plan, why_training_slower(plan) if routed else ""
+        return ONE_BY_ONE, None
+    plan = execution.select_checked(request, fallback)
+    reason = plan.reason if plan.numerics == "exact" else ""
+    if fallback == "native" and mask.blocks is None:  # exact attention over a list is no rival
+        reason = reason or why_training_slower(plan)
+    return reason, None if reason else plan
 
 
 def why_training_slower(plan: Plan) -> str:
