@@ -482,7 +482,7 @@ def parallel_table(result: dict[str, Any]) -> str:
     commits = ", ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
         f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
-        "dash: diffusers has no plan, or the mode was not measured."
+        "dash: diffusers has no context-parallel plan, or the mode was not measured."
     )
     lines = []
     for model, times in ms.items():

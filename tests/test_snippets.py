@@ -312,8 +312,8 @@ def parallel_recipe(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked(pipe)) == {"sage2"} and given["config"].ulysses_degree == 2
 
 
-@claim("plan = sage_hf.context_parallel_plan(pipe.transformer)")
-def parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@claim("cp_plan = sage_hf.context_parallel_plan(pipe.transformer)")
+def context_parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = parallelism_of(monkeypatch)
     run(code, scope(pipe=tiny.cogvideox(), ContextParallelConfig=diffusers.ContextParallelConfig))
     assert given["config"].ring_degree == 2 and "transformer_blocks.0" in given["cp_plan"]

@@ -197,10 +197,10 @@ class Fused:
     trial_key: Hashable | None
 
 
-def plan_fused_norms(
+def prepare_fused_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> Fused | None:
-    """Plan a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
+    """Prepare a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
 
     Args:
         processor: the processor; the result is None if it is not diffusers'.

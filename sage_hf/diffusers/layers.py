@@ -29,7 +29,7 @@ from sage_hf.diffusers.bridge import (
 )
 from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError
 from sage_hf.diffusers.families import ADAPTERS, FAMILIES
-from sage_hf.diffusers.fused_norms import agrees, plan_fused_norms
+from sage_hf.diffusers.fused_norms import agrees, prepare_fused_norms
 from sage_hf.diffusers.shards import SplitTokens, across_processes, split_of
 from sage_hf.diffusers.vsa import NO_VSA_SHARDS, VSAProcessor
 from sage_hf.identity import name_in_diffusers
@@ -121,7 +121,7 @@ class Layer:
         )
 
     def check_split(self) -> None:
-        """Raise UnsupportedAttentionError if the layer would see only one process's tokens by a plan of ours."""
+        """Raise UnsupportedAttentionError if the layer would see only one process's tokens under our cp_plan."""
 
     def parallelize(self, config: Any) -> None:
         """Attend across processes as diffusers' ParallelConfig says; so does the original processor, once it is put
@@ -139,7 +139,7 @@ class Layer:
         """Return `run(attn, *args, **kwargs)`; if possible, a kernel computes QK-norm and RoPE in it."""
         if torch.compiler.is_compiling() or sage.recipe_of(attn) == "exact":
             return run(attn, *args, **kwargs)
-        fused = plan_fused_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
+        fused = prepare_fused_norms(self.original, attn, self.parameters[1:], args, kwargs, self.heads_first)
         if fused is None:
             return run(attn, *args, **kwargs)
         run_original = partial(self._run_original, sage, attn, *args, **kwargs)

@@ -126,10 +126,10 @@ CHANGES = {
 def test_norms_that_are_not_known_as_they_are_and_angles_of_another_kind_stay(served, change):
     module, processor = attention("flux")
     given = {**arguments(module), "image_rotary_emb": angles(8)}
-    assert fused_norms.plan_fused_norms(processor, module, (), (), given, False) is not None
+    assert fused_norms.prepare_fused_norms(processor, module, (), (), given, False) is not None
     CHANGES.get(change, lambda module: None)(module)
     given["image_rotary_emb"] = OTHER_ANGLES.get(change, given["image_rotary_emb"])
-    assert fused_norms.plan_fused_norms(processor, module, (), (), given, False) is None
+    assert fused_norms.prepare_fused_norms(processor, module, (), (), given, False) is None
 
 
 def test_norms_stay_while_hooks_watch_all_modules(served):
