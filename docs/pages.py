@@ -103,10 +103,11 @@ def gain() -> str:
 
 
 def cost() -> str:
-    """Return a table of the accuracy that low bits cost trained language models on one GPU in long texts."""
+    """Return a table of the accuracy that low bits cost trained language models on one GPU in their longest texts."""
     recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
-    rows = [row for row in read_result(TRAINED)["rows"] if row["tokens"] > 2048]
-    return trained_models_table.cost_markdown(rows, recipes)
+    rows = read_result(TRAINED)["rows"]
+    longest = {row["model"]: row["tokens"] for row in sorted(rows, key=lambda row: row["tokens"])}
+    return trained_models_table.cost_markdown([row for row in rows if row["tokens"] == longest[row["model"]]], recipes)
 
 
 def model_gain() -> str:
