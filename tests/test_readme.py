@@ -37,8 +37,7 @@ def test_the_readme_has_at_most_120_lines():
 
 @each_page
 def test_generated_sections_match_results_and_code(page):
-    text = page.read_text()
-    assert text == pages.render(text), "run `python docs/pages.py`"
+    assert page.read_text() == pages.render(page), "run `python docs/pages.py`"
 
 
 def test_every_generated_section_is_on_a_page():

@@ -399,7 +399,7 @@ def commands() -> list[str]:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         found += re.findall(r"^ {4}((?:python|sage-hf) .*)$", text, re.MULTILINE)
-        found += re.findall(r"`((?:python|sage-hf|make|pip) [^`\n]+)`", text)
+        found += re.findall(r"`((?:python|sage-hf|make|pip) [^`\n]+|torchrun [^`\n]+\.py)`", text)
     for program in PROGRAMS:
         text = (ast.get_docstring(ast.parse(program.read_text()), clean=False) or "").replace("\\\n", " ")
         found += re.findall(r"^ *((?:python|torchrun|sage-hf) .*)$", text, re.MULTILINE)
