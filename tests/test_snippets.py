@@ -1,4 +1,4 @@
-"""Every snippet of README and docs runs, on tiny stand-ins, as the page claims, and every command's flags parse."""
+"""Every snippet of README and docs runs, on tiny models, as the page claims, and every command's flags parse."""
 
 from __future__ import annotations
 
