@@ -1,8 +1,8 @@
 """Low-bit attention for Hugging Face diffusers and transformers.
 
 Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with transformers,
-and backends of the same names with diffusers, as soon as each library is imported. It imports neither library, nor
-torch.
+and backends of the same names with diffusers, as soon as each library is imported. It imports none of transformers,
+diffusers and torch.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Overlay:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Return the object's class, from which `super()` in its methods goes on."""
+        """Return the original object's class, so that `super()` works in its methods."""
         return type(vars(self).get("_original", self))
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +247,7 @@ def leaves_groups(processor: Any) -> bool:
 
 
 def is_offloaded_in_groups(model: Any) -> bool:
-    """Check whether hooks of `enable_group_offload` move a model's weights, those that it had at that time."""
+    """Check whether hooks of `enable_group_offload` move the weights that a model had when they were added."""
     from diffusers.hooks import group_offloading
 
     check: Callable[[Any], bool] = getattr(group_offloading, "_is_group_offload_enabled", lambda model: False)

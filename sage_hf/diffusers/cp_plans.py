@@ -2,8 +2,8 @@
 
 The video or the image is split after its embedding, and put together after the output projection. The text is on every
 process: it is short, its length need not be divisible, and its mask and its place in the sequence are as in one
-process. diffusers' processors for these models attend only to their own process's tokens, so a cp_plan
-needs our processors.
+process. diffusers' processors for these models attend only to their own process's tokens, so a cp_plan needs our
+processors.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def check_split(model: torch.nn.Module, config: Any) -> None:
 
 
 def check_layers(modules: dict[str, Any], config: Any, *, by_our_cp_plan: bool) -> None:
-    """Raise UnsupportedAttentionError, with the layer's name, if one of these cannot attend across processes.
+    """Raise UnsupportedAttentionError, with the layer's name, if a layer cannot attend across processes.
 
     Args:
         modules: attention modules by dotted name.
