@@ -11,10 +11,12 @@ import argparse
 import ast
 import itertools
 import json
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,6 +52,8 @@ FINETUNED = "nvidia-h200-finetune_then_fp4"
 """Name of the result of a language model that was fine-tuned in low bits."""
 NORM_ROPE = "nvidia-h200-qk_norm_rope"
 """Name of the result with the times of norm and RoPE of queries."""
+TRAINED_EXAMPLES = "language_model", "tiny_video"
+"""Names of the results, in examples/results, of models that were trained in INT8 and exactly."""
 FIRST_CALLS = "nvidia-h200-first_calls"
 """Name of the result with the times of first calls."""
 PEAKED_ON_GPU = "nvidia-h200-peaked"
@@ -79,16 +83,54 @@ import sparse_quality_table  # noqa: E402
 import trained_models_table  # noqa: E402
 import training_report  # noqa: E402
 
+_MARK = re.compile(r"<!-- generated: ([\w-]+) -->")
 _MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def render(text: str) -> str:
-    """Return a page with new generated sections.
+def relative(path: Path, page: Path) -> str:
+    """Return the path of a file as a page links it."""
+    return Path(os.path.relpath(path, page.parent)).as_posix()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A generated section of a page.
+
+    Attributes:
+        render: returns the section's Markdown, without its sources.
+        results: the files that hold its numbers: patterns of names in RESULTS, or of paths in the repository; none if
+            the code alone decides.
+        commands: the commands that measure the results again.
+    """
+
+    render: Callable[[], str]
+    results: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+    def links(self, page: Path) -> str:
+        """Return links from a page to the results, a CPU's last."""
+        patterns = (name if "/" in name else f"{BENCHMARKS}/results/{name}.json" for name in self.results)
+        order = {path: path.name.startswith("cpu") for pattern in patterns for path in sorted(ROOT.glob(pattern))}
+        paths = sorted(order, key=order.__getitem__)
+        return ", ".join(f"[{path.name}]({relative(path, page)})" for path in paths)
+
+    def markdown(self, page: Path) -> str:
+        """Return the section with its sources, as it stands in a page."""
+        text = self.render()
+        if not self.results:
+            return text
+        ends_with_prose = not text.splitlines()[-1].startswith(("|", "-", "!"))
+        return f"{text}{' ' if ends_with_prose else chr(10) * 2}Source: {self.links(page)}."
+
+
+def render(page: Path) -> str:
+    """Return the text of a page with new generated sections.
 
     Raises:
         KeyError: a section's name is not in SECTIONS.
     """
-    return _MARKED.sub(lambda match: f"{match[1]}\n{SECTIONS[match[2]]()}\n\n{match[3]}", text)
+    text = page.read_text(encoding="utf-8")
+    return _MARKED.sub(lambda match: f"{match[1]}\n{SECTIONS[match[2]].markdown(page)}\n\n{match[3]}", text)
 
 
 def read_result(name: str) -> dict[str, Any]:
@@ -98,21 +140,21 @@ def read_result(name: str) -> dict[str, Any]:
 
 def gain() -> str:
     """Return a table of a user's gain in steps of some models."""
-    source = f"[Source]({BENCHMARKS}/results/{MODELS}.json)"
-    return f"{model_tables.low_bit_gain(read_result(MODELS), most=6)} {source}."
+    return model_tables.low_bit_gain(read_result(MODELS), most=6)
 
 
 def cost() -> str:
-    """Return a table of the accuracy that low bits cost trained language models on one GPU in long texts."""
+    """Return a table of the accuracy that low bits cost trained language models on one GPU in their longest texts."""
     recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
-    rows = [row for row in read_result(TRAINED)["rows"] if row["tokens"] > 2048]
-    return trained_models_table.cost_markdown(rows, recipes)
+    rows = read_result(TRAINED)["rows"]
+    longest = {row["model"]: row["tokens"] for row in sorted(rows, key=lambda row: row["tokens"])}
+    return trained_models_table.cost_markdown([row for row in rows if row["tokens"] == longest[row["model"]]], recipes)
 
 
 def model_gain() -> str:
     """Return a table of the time of a step of the models that were measured with each part of sage-hf left out."""
     drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
-    return "\n\n".join((drawn, model_tables.model_gain(read_result(MODELS)), sources(MODELS)))
+    return f"{drawn}\n\n{model_tables.model_gain(read_result(MODELS))}"
 
 
 def all_models() -> str:
@@ -124,7 +166,7 @@ def all_models() -> str:
         row for row in result["rows"] if row["model"] not in trained and not row["provider"].endswith(", no fa3")
     ]
     caption = f"ms of a step on {result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}."
-    return "\n\n".join((model_tables.model_speed(result), caption, sources(MODELS)))
+    return f"{model_tables.model_speed(result)}\n\n{caption}"
 
 
 def folders() -> str:
@@ -173,8 +215,7 @@ def calibration() -> str:
         f"on average of {len(errors)} prompts and at most {max(errors):.3f}, and on {len(held_out)} other prompts at "
         f"most {max(held_out):.3f}. With `sage3` everywhere it is {fmean(alone):.3f} on average."
     )
-    source = "Source: [calibration.json](../examples/tiny_video/calibration.json)."
-    return "\n\n".join((markdown_table(["clip", "PSNR, dB", "SSIM"], rows), measured, source))
+    return f"{markdown_table(['clip', 'PSNR, dB', 'SSIM'], rows)}\n\n{measured}"
 
 
 def measured_models() -> str:
@@ -188,42 +229,28 @@ def measured_models() -> str:
     return textwrap.fill(", ".join(names) + ".", 120, break_on_hyphens=False)
 
 
-def has_result(name: str) -> bool:
-    """Return whether there is a result of that name."""
-    return (RESULTS / f"{name}.json").exists()
-
-
 def grid() -> str:
     """Return the heat map and the tables of every kind of call."""
     message = "Speed of attention by kind of call and tokens, relative to the fastest exact attention"
-    return "\n\n".join((picture(GRID, message), grid_tables.markdown(read_result(GRID)), sources(GRID)))
+    return f"{picture(GRID, message)}\n\n{grid_tables.markdown(read_result(GRID))}"
 
 
 def unseen() -> str:
     """Return the scores of calls that no table of costs was fitted to, for each GPU with a result."""
-    names = sorted(path.stem for path in RESULTS.glob("*-unseen.json"))
-    if not names:
-        return ""
-    return f"{grid_tables.unseen_markdown(list(map(read_result, names)))}\n\n{sources(*names)}"
-
-
-def phases() -> str:
-    """Return a table of the phases of our calls; nothing until they are measured."""
-    if not has_result(PHASES):
-        return ""
-    return f"{tables.phases_markdown(read_result(PHASES))}\n\n{sources(PHASES)}"
+    return grid_tables.unseen_markdown([read_result(path.stem) for path in sorted(RESULTS.glob("*-unseen.json"))])
 
 
 def host() -> str:
     """Return tables of the host time of calls, a table for each machine."""
     found = [read_result(name) for name in HOST]
-    parts = [f"On the host of an {one['gpu']}:\n\n{measure_host.markdown(one)}" for one in found]
-    return "\n\n".join([*parts, sources(*HOST)])
+    return "\n\n".join(f"On the host of an {one['gpu']}:\n\n{measure_host.markdown(one)}" for one in found)
 
 
 def speed() -> str:
-    """Return a table of every provider's forward speed at every shape."""
-    return tables.markdown(read_result("nvidia-h200-forward"))
+    """Return pictures and a table of every provider's forward speed at every shape."""
+    against_length = "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"
+    parts = [picture("nvidia-h200-forward", against_length), tables.markdown(read_result("nvidia-h200-forward"))]
+    return "\n\n".join([*parts, picture("nvidia-h200-forward-errors", "Speed against error of every provider")])
 
 
 def speed_summary() -> str:
@@ -285,14 +312,14 @@ def training_routes() -> str:
     calls = f"{sum(row['recipe'] != 'exact' for row in others)} of {len(others)} calls"
     header = ["attention of the model", "trains by `sage_bwd`", "against the fastest other"]
     table = markdown_table(header, [*lines, ["other head_dims", calls, "–"]])
-    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)} {sources(GRID)}"
+    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)}"
 
 
 def sparse_quality() -> str:
     """Return the tables and the picture of the trained proof of sparse attention."""
     message = "The middle frame of clips of eight held-out prompts, a line for each way to run the first seed's models"
     table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
-    return "\n\n".join((table, picture(SPARSE_QUALITY, message), sources(SPARSE_QUALITY)))
+    return f"{table}\n\n{picture(SPARSE_QUALITY, message)}"
 
 
 def sparse_speed() -> str:
@@ -312,8 +339,7 @@ def sparse_speed() -> str:
         if row["q_len"] == SPARSE_TOKENS and row["part"] != "dense"
     ]
     routing = markdown_table(["tokens", "part", "ms", "of the dense `sage2` call"], parts)
-    tables = (head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, routing)
-    return "\n\n".join((*tables, sources(SPARSE)))
+    return "\n\n".join((head, sparse_table(shown[0]), training, sparse_table(shown[1]), before, routing))
 
 
 def sparse_table(rows: list[dict[str, Any]]) -> str:
@@ -337,7 +363,7 @@ def first_calls() -> str:
         for row in result["rows"]
     ]
     table = markdown_table(["call", "runs", "empty caches, s", "full caches, s", "second call, ms"], rows)
-    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)} {sources(FIRST_CALLS)}"
+    return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)}"
 
 
 def qk_norm_rope() -> str:
@@ -352,17 +378,13 @@ def qk_norm_rope() -> str:
     caption = (
         f"{result['gpu']}, torch {result['torch']}, commit {result['commit'][:10]}; training with its backward pass."
     )
-    return "\n\n".join((markdown_table(header, rows), caption, sources(NORM_ROPE)))
+    return f"{markdown_table(header, rows)}\n\n{caption}"
 
 
 def training_speed() -> str:
-    """Return tables of every provider's speed, errors and memory in training."""
-    return tables.markdown(read_result("nvidia-h200-forward_backward"))
-
-
-def errors() -> str:
-    """Return a table of the error of the output for each choice in the recipes."""
-    return output_errors.markdown(read_result("cpu-error_table")["rows"])
+    """Return a picture, and tables of every provider's speed, errors and memory in training."""
+    drawn = picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape")
+    return f"{drawn}\n\n{tables.markdown(read_result('nvidia-h200-forward_backward'))}"
 
 
 def peaked_errors() -> str:
@@ -370,19 +392,13 @@ def peaked_errors() -> str:
     result = read_result(PEAKED_ON_GPU)
     shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
     where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors on a CPU:"
-    return "\n\n".join((where, peaked.markdown(shown), sources(PEAKED_ON_GPU, "cpu-peaked")))
+    return f"{where}\n\n{peaked.markdown(shown)}"
 
 
 def peaked_models_errors() -> str:
     """Return tables of trained models: errors, and perplexity."""
     result = read_result("cpu-peaked_models")
-    return "\n\n".join(
-        (
-            peaked.markdown(result["rows"]),
-            peaked_models.perplexity_markdown(result["perplexity"]),
-            sources("cpu-peaked_models"),
-        )
-    )
+    return f"{peaked.markdown(result['rows'])}\n\n{peaked_models.perplexity_markdown(result['perplexity'])}"
 
 
 def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
@@ -396,22 +412,7 @@ def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
         if where not in parts:
             parts.append(where)
         parts.append(markdown(result))
-    return "\n\n".join((*parts, sources(*(path.stem for path in paths))))
-
-
-def language_models() -> str:
-    """Return tables of the predictions of trained language models, for each device with a result."""
-    return on_each_device("trained_models", trained_models_table.markdown)
-
-
-def kv_accuracy() -> str:
-    """Return tables of the predictions of trained language models through a low-bit KV cache, for each device."""
-    return on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown)
-
-
-def finetuned() -> str:
-    """Return a table of a trained language model that was fine-tuned, and then answers, with several attentions."""
-    return f"{finetune_then_fp4_table.markdown(read_result(FINETUNED)['rows'])}\n\n{sources(FINETUNED)}"
+    return "\n\n".join(parts)
 
 
 def kv_speed() -> str:
@@ -431,7 +432,7 @@ def kv_speed() -> str:
         cells = [f"{q_heads}/{kv_heads} × {head_dim}", f"{batch} × {tokens:,}", f"{exact:.1f}"]
         lines.append([*cells, f"{us['cudnn', 'bf16']:.1f}", *ours])
     header = ["heads × head_dim", "batch × tokens", "FlashAttention 3", "cuDNN", "`int8`", "`int4`"]
-    return "\n\n".join((head, markdown_table(header, lines), sources(KV_CACHE)))
+    return f"{head}\n\n{markdown_table(header, lines)}"
 
 
 def kv_models() -> str:
@@ -460,13 +461,12 @@ def kv_models() -> str:
             ]
             lines.append(cells)
     table = markdown_table(["batch × tokens", "cache", "MB", "growing", "static"], lines)
-    return "\n\n".join((head, table, sources(KV_CACHE)))
+    return f"{head}\n\n{table}"
 
 
 def parallel_speed() -> str:
     """Return tables of whole steps on one GPU and on two."""
-    names = sorted(path.stem for path in RESULTS.glob("*x2-parallel.json"))
-    return "\n\n".join([*map(parallel_table, map(read_result, names)), sources(*names)])
+    return "\n\n".join(parallel_table(read_result(path.stem)) for path in sorted(RESULTS.glob("*x2-parallel.json")))
 
 
 def parallel_table(result: dict[str, Any]) -> str:
@@ -482,7 +482,7 @@ def parallel_table(result: dict[str, Any]) -> str:
     commits = ", ".join(dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"]))
     head = (
         f"ms of a step on {result['gpu']}s, commit {commits}; in brackets × the same recipe on one GPU. A "
-        "dash: diffusers has no plan, or the mode was not measured."
+        "dash: diffusers has no context-parallel plan, or the mode was not measured."
     )
     lines = []
     for model, times in ms.items():
@@ -503,15 +503,9 @@ def parallel_table(result: dict[str, Any]) -> str:
     return f"{head}\n\n{markdown_table(header, lines)}"
 
 
-def gradient_errors() -> str:
-    """Return a table of the errors of the gradients for each recipe."""
-    return gradients.summary(read_result("cpu-gradient_table")["rows"])
-
-
 def trained_models() -> str:
     """Return a table of the losses of models that were trained in INT8 and exactly."""
-    names = ("language_model", "tiny_video")
-    texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in names)
+    texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in TRAINED_EXAMPLES)
     return training_report.summary(*map(json.loads, texts))
 
 
@@ -537,96 +531,105 @@ def picture(name: str, message: str) -> str:
     return f"![{message}](../{BENCHMARKS}/results/{name}.png)"
 
 
-def sources(*names: str) -> str:
-    """Return a line that links the results behind a section, for a page of docs/."""
-    return "Source: " + ", ".join(f"[{name}.json](../{BENCHMARKS}/results/{name}.json)" for name in names) + "."
+def measure() -> str:
+    """Return a table of the commands that measure the generated sections again, and of the results that they write."""
+    here = ROOT / "docs/performance.md"
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for page in PAGES:
+        heading = ""
+        for line in re.sub("```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines():
+            heading = line.lstrip("# ") if line.startswith("#") else heading
+            section = SECTIONS[marked[1]] if (marked := _MARK.fullmatch(line)) else None
+            if section is not None and section.commands:
+                anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                link = f"[{page.stem}: {heading}]({relative(page, here)}#{anchor})"
+                commands = ", ".join(f"`{command}`" for command in section.commands)
+                places.setdefault((commands, section.links(here)), {})[link] = None
+    rows = [[", ".join(links), *commands_and_results] for commands_and_results, links in places.items()]
+    return markdown_table(["numbers in", "command", "results"], rows)
 
 
-def measure_commands() -> str:
-    """Return the commands that repeat the measurements of speed."""
-    return f"""```bash
-python {BENCHMARKS}/run.py --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --training --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --grid --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --host --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --phases --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --model all --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py --unseen 33 --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py first-calls --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py qk-norm-rope --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py sparse --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py kv-cache --output {BENCHMARKS}/results
-python {BENCHMARKS}/run.py kv-cache --model --output {BENCHMARKS}/results
-torchrun --nproc-per-node 2 {BENCHMARKS}/run.py parallel --output {BENCHMARKS}/results
-python studies/sparse_quality.py --output {BENCHMARKS}/results
-sage-hf tune --output kernels/sage_kernels/cost_tables/9.0.json
-python docs/pages.py    # write the tables and pictures of these pages
-```"""
-
-
-def error_commands() -> str:
-    """Return the commands that repeat the measurements of errors."""
-    return f"""```bash
-python studies/output_errors.py --video examples/tiny_video     # of the output; add --text FOLDER_OR_ID
-python studies/gradient_errors.py --video examples/tiny_video   # of the gradients; add --text FOLDER_OR_ID
-python studies/peaked_errors.py --output {BENCHMARKS}/results     # of peaked attention; add --device cpu
-python studies/peaked_models.py --output {BENCHMARKS}/results     # of trained models; add --text FOLDER_OR_ID
-python studies/trained_models.py MODEL TEXT --output {BENCHMARKS}/results           # language models' predictions
-python studies/kv_cache_perplexity.py MODEL TEXT --output {BENCHMARKS}/results      # through a low-bit KV cache
-python studies/finetune_then_fp4.py MODEL --output {BENCHMARKS}/results             # fine-tuned in INT8, run in FP4
-```"""
-
-
-SECTIONS: dict[str, Callable[[], str]] = {
-    "kv-speed": kv_speed,
-    "kv-models": kv_models,
-    "parallel-speed": parallel_speed,
-    "gain": gain,
-    "cost": cost,
-    "sparse-speed": sparse_speed,
-    "sparse-quality": sparse_quality,
-    "model-gain": model_gain,
-    "all-models": all_models,
-    "speed": lambda: "\n\n".join(
-        (
-            picture("nvidia-h200-forward", "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"),
-            speed(),
-            picture("nvidia-h200-forward-errors", "Speed against error of every provider"),
-            sources("nvidia-h200-forward"),
-        )
+VIDEO = "python studies/{}.py --video examples/tiny_video --text FOLDER_OR_ID --output"
+RUN = f"python {BENCHMARKS}/run.py"
+INTO = f"--output {BENCHMARKS}/results"
+SECTIONS = {
+    "gain": Section(gain, (MODELS,), (f"{RUN} --model all {INTO}",)),
+    "cost": Section(cost, (TRAINED,), (f"python studies/trained_models.py MODEL TEXT {INTO}",)),
+    "language-models": Section(
+        lambda: on_each_device("trained_models", trained_models_table.markdown),
+        ("*-trained_models",),
+        (f"python studies/trained_models.py MODEL TEXT {INTO}",),
     ),
-    "speed-summary": speed_summary,
-    "training-routes": training_routes,
-    "grid": grid,
-    "unseen": unseen,
-    "phases": phases,
-    "host": host,
-    "finetuned": finetuned,
-    "first-calls": first_calls,
-    "qk-norm-rope": qk_norm_rope,
-    "training-speed": lambda: "\n\n".join(
-        (
-            picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape"),
-            training_speed(),
-            sources("nvidia-h200-forward_backward"),
-        )
+    "errors": Section(
+        lambda: output_errors.markdown(read_result("cpu-error_table")["rows"]),
+        ("cpu-error_table",),
+        (f"{VIDEO.format('output_errors')} {BENCHMARKS}/results/cpu-error_table.json",),
     ),
-    "trained-models": trained_models,
-    "recipes": recipes,
-    "folders": folders,
-    "source-tests": source_tests,
-    "calibration": calibration,
-    "clip-scores": clip_scores,
-    "errors": lambda: f"{errors()}\n\n{sources('cpu-error_table')}",
-    "peaked-errors": peaked_errors,
-    "peaked-models": peaked_models_errors,
-    "language-models": language_models,
-    "kv-accuracy": kv_accuracy,
-    "gradient-errors": lambda: f"{gradient_errors()}\n\n{sources('cpu-gradient_table')}",
-    "models": measured_models,
-    "measure": measure_commands,
-    "measure-errors": error_commands,
+    "peaked-errors": Section(
+        peaked_errors,
+        (PEAKED_ON_GPU, "cpu-peaked"),
+        tuple(f"python studies/peaked_errors.py {device}{INTO}" for device in ("", "--device cpu ")),
+    ),
+    "peaked-models": Section(
+        peaked_models_errors, ("cpu-peaked_models",), (f"python studies/peaked_models.py --text FOLDER_OR_ID {INTO}",)
+    ),
+    "calibration": Section(
+        calibration,
+        ("examples/tiny_video/calibration.json",),
+        (
+            "sage-hf calibrate --pretrained examples/tiny_video --prompts examples/tiny_video/prompts.txt --held-out 4 "
+            "--budget 0.07",
+        ),
+    ),
+    "clip-scores": Section(
+        clip_scores, ("examples/tiny_video/scores.json",), ("python examples/train_tiny_video.py score --save",)
+    ),
+    "speed": Section(speed, ("nvidia-h200-forward",), (f"{RUN} {INTO}",)),
+    "speed-summary": Section(speed_summary),
+    "phases": Section(lambda: tables.phases_markdown(read_result(PHASES)), (PHASES,), (f"{RUN} --phases {INTO}",)),
+    "qk-norm-rope": Section(qk_norm_rope, (NORM_ROPE,), (f"{RUN} qk-norm-rope {INTO}",)),
+    "host": Section(host, HOST, (f"{RUN} --host {INTO}",)),
+    "first-calls": Section(first_calls, (FIRST_CALLS,), (f"{RUN} first-calls {INTO}",)),
+    "kv-accuracy": Section(
+        lambda: on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown),
+        ("*-kv_cache_perplexity",),
+        (f"python studies/kv_cache_perplexity.py MODEL TEXT {INTO}",),
+    ),
+    "kv-speed": Section(kv_speed, (KV_CACHE,), (f"{RUN} kv-cache {INTO}",)),
+    "kv-models": Section(kv_models, (KV_CACHE,), (f"{RUN} kv-cache --model {INTO}",)),
+    "parallel-speed": Section(
+        parallel_speed, ("*x2-parallel",), (f"torchrun --nproc-per-node 2 {BENCHMARKS}/run.py parallel {INTO}",)
+    ),
+    "model-gain": Section(model_gain, (MODELS,), (f"{RUN} --model all {INTO}",)),
+    "all-models": Section(all_models, (MODELS,), (f"{RUN} --model all {INTO}",)),
+    "grid": Section(grid, (GRID,), (f"{RUN} --grid {INTO}",)),
+    "models": Section(measured_models),
+    "measure": Section(measure),
+    "sparse-speed": Section(sparse_speed, (SPARSE,), (f"{RUN} sparse {INTO}",)),
+    "sparse-quality": Section(sparse_quality, (SPARSE_QUALITY,), (f"python studies/sparse_quality.py {INTO}",)),
+    "training-routes": Section(training_routes, (GRID,), (f"{RUN} --grid {INTO}",)),
+    "gradient-errors": Section(
+        lambda: gradients.summary(read_result("cpu-gradient_table")["rows"]),
+        ("cpu-gradient_table",),
+        (f"{VIDEO.format('gradient_errors')} {BENCHMARKS}/results/cpu-gradient_table.json",),
+    ),
+    "trained-models": Section(
+        trained_models,
+        tuple(f"examples/results/{name}.json" for name in TRAINED_EXAMPLES),
+        ("python examples/train_language_model.py all", "python examples/finetune_tiny_video.py all"),
+    ),
+    "finetuned": Section(
+        lambda: finetune_then_fp4_table.markdown(read_result(FINETUNED)["rows"]),
+        (FINETUNED,),
+        (f"python studies/finetune_then_fp4.py MODEL {INTO}",),
+    ),
+    "training-speed": Section(training_speed, ("nvidia-h200-forward_backward",), (f"{RUN} --training {INTO}",)),
+    "unseen": Section(unseen, ("*-unseen",), (f"{RUN} --unseen 33 {INTO}",)),
+    "recipes": Section(recipes),
+    "folders": Section(folders),
+    "source-tests": Section(source_tests),
 }
+"""The generated sections by name."""
 
 
 def main() -> None:
@@ -637,7 +640,7 @@ def main() -> None:
     plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
     plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
     for page in PAGES:
-        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(render(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from transformers import get_cosine_schedule_with_warmup
 
 import sage_hf
 from sage_hf.bench.results import facts
-from sage_kernels.dispatch.select import set_routing
 
 
 def run_own_numerics() -> None:
     """From now on, run each recipe's own numerics on every device and at every length, never another recipe."""
-    set_routing(False)  # short sequences would train exactly, but the recipes are to be compared
+    sage_hf.set_routing(False)  # short sequences would train exactly, but the recipes are to be compared
     sage_hf.set_default_fallback("emulate")
     torch.set_float32_matmul_precision("high")
 

@@ -1,8 +1,8 @@
 """Low-bit attention for Hugging Face diffusers and transformers.
 
 Importing this package registers the attention implementations "sage3", "sage2", "sage1", "sage_bwd" with transformers,
-and backends of the same names with diffusers, as soon as each library is imported. It imports neither library, nor
-torch.
+and backends of the same names with diffusers, as soon as each library is imported. It imports none of transformers,
+diffusers and torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sage_hf.app.calibrate import calibrate
     from sage_hf.app.layer_errors import record_layer_errors
     from sage_hf.apply import apply, restore
-    from sage_hf.attention import sage_attention, set_default_fallback
+    from sage_hf.attention import sage_attention, set_default_fallback, set_routing
     from sage_hf.config import LayerRule, SageConfig, StepRule
     from sage_hf.diffusers import context_parallel_plan, enable_vsa
     from sage_hf.diffusers.processor import (
@@ -58,6 +58,7 @@ __all__ = [
     "restore",
     "sage_attention",
     "set_default_fallback",
+    "set_routing",
 ]
 
 _HOME = {
@@ -74,6 +75,7 @@ _HOME = {
     "restore": "apply",
     "sage_attention": "attention",
     "set_default_fallback": "attention",
+    "set_routing": "attention",
 }
 """Submodules that hold names of `__all__`; the remaining names are in `diffusers`."""
 

@@ -94,8 +94,8 @@ def apply(
             layer, the model has no attention, an attention module is not recognised (a layer rule with "exact" does not
             change such a module), or there are step rules for a model without steps; the KV cache of a model cannot be
             quantised, or the model is not a transformers model; a transformers model shares its config, which names its
-            attention, with another switched model; a module that was put into a transformers model reads its masks, and
-            the recipe would have other masks made.
+            attention, with another switched model; a module that was put into a transformers model reads its masks,
+            and the recipe would change these masks.
 
     Example:
         >>> handle = sage_hf.apply(pipe, "sage3")
@@ -286,7 +286,7 @@ def _transformers_change(target: Target, config: SageConfig) -> MakeChange:
 
 
 def _check_masks(model: nn.Module, implementation: str) -> None:
-    """Raise ValueError if a module that was put into the model reads masks, and an implementation has others made."""
+    """Raise ValueError if a module that was put into the model reads masks, and the implementation changes them."""
 
     def kind(name: str | None) -> str | None:  # recipes without gradients have the masks of sdpa
         return "sdpa" if name in NAMES and get_recipe(NAMES[name][0]).backward is None else name
@@ -296,7 +296,7 @@ def _check_masks(model: nn.Module, implementation: str) -> None:
         name, module = next(iter(readers.items()))
         raise ValueError(
             f"{name}, a {type(module).__name__}, was put into the model and reads its masks, and "
-            f'attn_implementation="{implementation}" has other masks made: apply a recipe without gradients to a model '
+            f'attn_implementation="{implementation}" changes these masks: apply a recipe without gradients to a model '
             'with attn_implementation="sdpa", whose masks stay as they are'
         )
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-STAND_INS = str(Path(__file__).with_name("stand_ins"))
+REPLACEMENT_MODULES = str(Path(__file__).with_name("replacement_modules"))
 NAMES = ("sageattention", "sageattn3")
 
 
@@ -17,8 +17,8 @@ class DropIn:
 
     def restore(self) -> None:
         """Remove the modules that are still in place; functions that a program holds keep working."""
-        if STAND_INS in sys.path:
-            sys.path.remove(STAND_INS)
+        if REPLACEMENT_MODULES in sys.path:
+            sys.path.remove(REPLACEMENT_MODULES)
         for name in _loaded(ours=True):
             del sys.modules[name]
 
@@ -44,7 +44,7 @@ def drop_in() -> DropIn:
     Raises:
         RuntimeError: another `sageattention` or `sageattn3` is loaded already.
 
-    Source: SageAttention's documentation, whose functions `sageattention` and `sageattn3` of `stand_ins` repeat.
+    Source: SageAttention's documentation describes the functions of `replacement_modules`.
 
     Example:
         >>> handle = sage_hf.drop_in()
@@ -57,15 +57,15 @@ def drop_in() -> DropIn:
         raise RuntimeError(
             f"another {' and '.join(foreign)} is loaded already: call sage_hf.drop_in() before it is imported"
         )
-    if STAND_INS not in sys.path:
-        sys.path.insert(0, STAND_INS)
+    if REPLACEMENT_MODULES not in sys.path:
+        sys.path.insert(0, REPLACEMENT_MODULES)
     return DropIn()
 
 
 def _loaded(ours: bool) -> list[str]:
     """Return the names of loaded modules that are ours, or another package's."""
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in NAMES if name in sys.modules}
-    return [name for name, file in files.items() if file.startswith(STAND_INS + os.sep) == ours]
+    return [name for name, file in files.items() if file.startswith(REPLACEMENT_MODULES + os.sep) == ours]
 
 
 def main(command: list[str]) -> int:
@@ -73,7 +73,7 @@ def main(command: list[str]) -> int:
     if not command or command[0] in ("-h", "--help"):
         print("usage: python -m sage_hf.drop_in COMMAND …\nexample: python -m sage_hf.drop_in python main.py")
         return 0 if command else 2
-    paths = [STAND_INS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [REPLACEMENT_MODULES, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if os.name == "posix":  # the command takes this process's place, so it gets the signals
         os.execvp(command[0], command)

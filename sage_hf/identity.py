@@ -8,7 +8,8 @@ import sys
 def path_of(cls: type, method: str | None = None) -> str:
     """Return "module.Class" if the module holds this class under its name, else "".
 
-    A class of the same name, a subclass and a patched class are foreign, so facts by path hold for no other code.
+    For another class of the same name, a subclass or a patched class, the result is "", so that facts about the path
+    are not applied to other code.
 
     Args:
         cls: the class.

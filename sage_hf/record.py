@@ -177,7 +177,7 @@ def file_plan(plan: Plan) -> None:
 
 
 def _count_outside() -> None:
-    """Count the plans of calls outside any layer; counting takes longer than keeping them for a while."""
+    """Count the plans that were kept for calls outside any layer; a call only keeps its plan, which is faster."""
     with _lock, contextlib.suppress(IndexError):
         while True:
             _outside_layers[_uncounted.popleft().outcome] += 1

@@ -74,8 +74,8 @@ def architecture_of(targets: Sequence[Target]) -> str:
 def _attends_in_steps(model: object) -> bool:
     """Check whether a pipeline's component has attention and gets the timestep: a denoiser, a prior or a ControlNet.
 
-    Text encoders and autoencoders do not get it, except decoders that denoise, which diffusers counts among
-    autoencoders.
+    Text encoders and autoencoders do not get the timestep; decoders that denoise do, although diffusers counts them
+    among autoencoders.
     """
     plain = inner(model)
     if not isinstance(plain, nn.Module) or is_pretrained_model(plain) or not diffusers.attention_layers(plain):

@@ -29,9 +29,9 @@ from finetune_then_fp4_table import INFERENCE, markdown
 from language_models import check_recipe, read_model, use_recipe
 from torch import Tensor
 
+from sage_hf import set_routing
 from sage_hf.bench import results
 from sage_hf.bench.timing import synchronize
-from sage_kernels.dispatch.select import set_routing
 
 TRAINING = ("exact", "sage_bwd", fp8_training.NAME)
 METHODS = ("lora", "full")

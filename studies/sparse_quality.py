@@ -40,7 +40,6 @@ from sage_hf.bench.results import facts, path_of, read, reason, write
 from sage_hf.config import LayerRule
 from sage_hf.diffusers.processor import sage_of
 from sage_hf.metrics import psnr, ssim
-from sage_kernels.dispatch.select import set_routing
 
 SPARSITY = 0.75
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
@@ -132,7 +131,7 @@ class Study:
     def run(self) -> None:
         """Train, render and judge until the time is over: all seeds in one kind of training, then in the next kind."""
         torch.backends.cuda.matmul.allow_tf32 = True
-        set_routing(False)  # quality is judged, so the requested recipe runs even where it is slow
+        sage_hf.set_routing(False)  # quality is judged, so the requested recipe runs even where it is slow
         clips, held_out = Clips.to_learn_from(self.size, self.device), Clips.held_out(self.size, self.device)
         for kind, seed in itertools.product(self.args.trained, self.seeds):
             if time.time() > self.args.end:

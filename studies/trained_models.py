@@ -43,11 +43,10 @@ from trained_models_table import markdown
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from sage_hf import record
+from sage_hf import record, set_routing
 from sage_hf.app.peaks import find_peaks
 from sage_hf.bench import cases, results
 from sage_hf.bench.providers import PROVIDERS, Provider
-from sage_kernels.dispatch.select import set_routing
 
 RECIPES = ("sage1", "sage2", "sage3", "sage3_paper")
 EXACT = "exact"

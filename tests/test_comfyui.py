@@ -1,4 +1,4 @@
-"""The ComfyUI node pack, in a stand-in for what ComfyUI's models do with an attention override."""
+"""The ComfyUI node pack, in an imitation of ComfyUI's models, which take an attention override."""
 
 from __future__ import annotations
 

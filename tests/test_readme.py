@@ -1,5 +1,6 @@
 """Check that what README.md and the pages of docs/ say is so."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,10 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 MADE_BY_EXAMPLES = {"tests/kernels/test_plain.py"}
 
 
+PLACES = ROOT, ROOT / "kernels", ROOT / "kernels/sage_kernels"
+"""Folders that a page's paths begin in."""
+
+
 def fragments(page: Path) -> set[str]:
     """Return the fragments of a page's headings, as GitHub writes them behind #."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
@@ -32,8 +37,7 @@ def test_the_readme_has_at_most_120_lines():
 
 @each_page
 def test_generated_sections_match_results_and_code(page):
-    text = page.read_text()
-    assert text == pages.render(text), "run `python docs/pages.py`"
+    assert page.read_text() == pages.render(page), "run `python docs/pages.py`"
 
 
 def test_every_generated_section_is_on_a_page():
@@ -65,6 +69,39 @@ def test_every_name_file_and_command_it_mentions_exists(page):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
     for command in re.findall(r"^sage-hf ([a-z]+)", code, re.MULTILINE):
         assert command in cli.COMMANDS, command
+
+
+def named_in(text: str) -> list[tuple[str, str]]:
+    """Return the pairs (name, path) of a text's "`name` in `path`", "of" for "in", and several names of a path."""
+    lists = re.findall(r"((?:`[\w.]+`(?:,? and |, | ))+)(?:in|of)\s`([\w/]+\.py)`", " ".join(text.split()))
+    return [(name, path) for names, path in lists for name in re.findall(r"`([\w.]+)`", names)]
+
+
+def defines(path: Path, name: str) -> bool:
+    """Return whether a file's top level defines a name; "Class.name" is looked for in the class."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    *outer, last = name.split(".")
+    for part in outer:
+        found = [node.body for node in body if isinstance(node, ast.ClassDef) and node.name == part]
+        body = found[0] if found else []
+    assigned = [x for node in body if isinstance(node, ast.Assign | ast.AnnAssign) for x in ast.walk(node)]
+    names = {x.id for x in assigned if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    return last in names | {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+@each_page
+def test_a_file_defines_each_name_that_a_page_says_is_in_it(page):
+    for name, path in named_in(page.read_text()):
+        files = [folder / path for folder in PLACES if (folder / path).exists()]
+        assert files and any(defines(file, name) for file in files), f"`{name}` in `{path}`"
+
+
+def test_names_are_looked_for_in_the_file_that_a_text_names():
+    assert named_in("`A`, `b` and `C.d` in\n`x/y.py`; `e` of `z.py`") == [
+        *(("A", "x/y.py"), ("b", "x/y.py"), ("C.d", "x/y.py"), ("e", "z.py"))
+    ]
+    names = ("ROOT", "defines", "defines.path", "missing", "PLACES.x")
+    assert [defines(Path(__file__), name) for name in names] == [True, True, False, False, False]
 
 
 def test_the_recipes_of_the_readme_exist_and_every_recipe_is_explained():

@@ -1,4 +1,4 @@
-"""Every snippet of README and docs runs, on tiny stand-ins, as the page claims, and every command's flags parse."""
+"""Every snippet of README and docs runs, on tiny models, as the page claims, and every command's flags parse."""
 
 from __future__ import annotations
 
@@ -312,8 +312,8 @@ def parallel_recipe(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked(pipe)) == {"sage2"} and given["config"].ulysses_degree == 2
 
 
-@claim("plan = sage_hf.context_parallel_plan(pipe.transformer)")
-def parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@claim("cp_plan = sage_hf.context_parallel_plan(pipe.transformer)")
+def context_parallel_plan(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = parallelism_of(monkeypatch)
     run(code, scope(pipe=tiny.cogvideox(), ContextParallelConfig=diffusers.ContextParallelConfig))
     assert given["config"].ring_degree == 2 and "transformer_blocks.0" in given["cp_plan"]
@@ -399,7 +399,7 @@ def commands() -> list[str]:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         found += re.findall(r"^ {4}((?:python|sage-hf) .*)$", text, re.MULTILINE)
-        found += re.findall(r"`((?:python|sage-hf|make|pip) [^`\n]+)`", text)
+        found += re.findall(r"`((?:python|sage-hf|make|pip) [^`\n]+|torchrun [^`\n]+\.py)`", text)
     for program in PROGRAMS:
         text = (ast.get_docstring(ast.parse(program.read_text()), clean=False) or "").replace("\\\n", " ")
         found += re.findall(r"^ *((?:python|torchrun|sage-hf) .*)$", text, re.MULTILINE)

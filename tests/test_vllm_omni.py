@@ -1,4 +1,4 @@
-"""The plugin of vLLM-Omni, in a stand-in for its registry and base classes; SGLang's way of naming a backend."""
+"""The plugin of vLLM-Omni, in an imitation of its registry and base classes; SGLang's way of naming a backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load(path: str) -> type:
 def test_its_backends_attend_with_masks_and_grouped_queries(registered, mask, causal):
     register()
     registered.clear()
-    register()  # as a process may whose path has the stand-ins already
+    register()  # as a process may whose path has the replacement modules already
     importlib.import_module("sageattention")  # what vLLM-Omni asks for
     generator = torch.Generator().manual_seed(0)
     q, k, v = (

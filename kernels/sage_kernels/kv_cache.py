@@ -29,9 +29,10 @@ def store(
         cache: a cache of any length.
         query: (batch, q_heads, tokens, head_dim), the queries of these tokens; None: unknown.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch or 1, tokens), False for padding; None: no padding. It says where sequences start.
+        valid: bool (batch or 1, tokens), False for padding, by which the cache knows where sequences start; None: no
+            padding.
 
-    All are float16, bfloat16 or float32, on the cache's device.
+    Query, key and value are float16, bfloat16 or float32, on the cache's device.
 
     Raises:
         ValueError: a size, dtype or device differs from the cache's.
@@ -53,7 +54,7 @@ def decode(
     valid: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, str, str]:
-    """Append at most MAX_QUERIES tokens and attend with them to the cache, causally.
+    """Append at most MAX_QUERIES tokens to the cache, and attend with these tokens causally to all tokens.
 
     Args:
         cache: a cache with earlier tokens.
@@ -62,7 +63,7 @@ def decode(
         valid: bool (batch or 1, length + q_len), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
 
-    All are float16, bfloat16 or float32, on the cache's device.
+    Query, key and value are float16, bfloat16 or float32, on the cache's device.
 
     Returns:
         The output, (batch, q_heads, q_len, head_dim) in query's dtype; the kernel that ran; why no better kernel ran.
@@ -83,7 +84,7 @@ def decode(
 
 
 def kernel_name(kernel: KVKernel) -> str:
-    """Return a kernel's name, and whether the kernel emulates."""
+    """Return a kernel's name; with " (emulated)" if the kernel is not native."""
     return kernel.name if kernel.native else f"{kernel.name} (emulated)"
 
 
@@ -94,7 +95,7 @@ def read_all(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError for tensors that a kernel would read out of bounds or misinterpret."""
+    """Raise ValueError for tensors whose shape, dtype or device a kernel cannot read."""
     size = cache.batch, cache.kv_heads, key.shape[-2], cache.head_dim
     if key.shape != size or value.shape != size or not size[2]:
         raise ValueError(

@@ -36,7 +36,7 @@ def step(
     *,
     emulated: bool,
 ) -> torch.Tensor:
-    """Append a token and attend with it to the cache; the device counts the token.
+    """Append a token to the cache, and attend with the token to all tokens; the device counts them.
 
     Args:
         cache: a cache of fixed capacity, with earlier tokens.
@@ -44,17 +44,16 @@ def step(
         key, value: (batch, kv_heads, 1, head_dim).
         valid: bool (batch or 1, capacity), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
-        emulated: the result of `serving_kernel` for the query.
+        emulated: whether the kernel of `serving_kernel` emulates.
 
-    All are float16, bfloat16 or float32, on the cache's device.
+    Query, key and value are float16, bfloat16 or float32, on the cache's device.
 
     Returns:
-        (batch, 1, q_heads, head_dim) in query's dtype. If the cache is full, nothing is stored and a native kernel
-        returns NaN.
+        (batch, 1, q_heads, head_dim) in query's dtype. A full cache stays unchanged; a native kernel then returns NaN.
 
     Raises:
-        ValueError: a size, dtype or device differs from the cache's, scale is not above 0, or an emulated cache is
-            full.
+        ValueError: a size, dtype or device differs from the cache's; scale is not above 0; or the cache is full, and
+            the kernel emulates.
     """
     check_tokens(cache, query, key, value)
     if key.shape[2] != 1 or not scale > 0:

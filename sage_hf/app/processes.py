@@ -93,7 +93,7 @@ class Processes:
         """Split the tokens of a pipeline's denoisers among the processes, which have joined the group.
 
         Raises:
-            UnsupportedAttentionError: there is no plan for a denoiser, or its attention cannot be split.
+            UnsupportedAttentionError: a denoiser has no context-parallel plan, or its attention cannot be split.
         """
         if self.number == 1:
             return

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_hf.attention import attend_observed, sage_attention
 from sage_hf.bench.cases import BenchCase, CaseInputs
-from sage_hf.drop_in import STAND_INS
+from sage_hf.drop_in import REPLACEMENT_MODULES
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.kernels import Quantizer
@@ -384,7 +384,7 @@ def sageattention(generation: Literal[1, 2]) -> ModuleType:
             if error.name != name:
                 raise
             continue
-        is_ours = (module.__file__ or "").startswith(STAND_INS)
+        is_ours = (module.__file__ or "").startswith(REPLACEMENT_MODULES)
         if not is_ours and hasattr(module, "sageattn_qk_int8_pv_fp8_cuda") == (generation == 2):
             return module
     raise ModuleNotFoundError(f"SageAttention {generation} is not installed")

@@ -20,7 +20,7 @@ _HOME = {
     "attention_layers": "processor",
     "bind": "processor",
     "check_parallelism": "parallel",
-    "context_parallel_plan": "parallel_plans",
+    "context_parallel_plan": "cp_plans",
     "enable_vsa": "gates",
     "exchange_processor": "processor",
     "layer_of": "processor",

@@ -163,7 +163,7 @@ def by_flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def _split_of(config: Any) -> SplitTokens | None:
-    """Return the split of tokens by diffusers' ParallelConfig or by our plan; None if tokens are not split."""
+    """Return the split of tokens by diffusers' ParallelConfig or by our cp_plan; None if tokens are not split."""
     if config is None or isinstance(config, SplitTokens):
         return config
     config = config.context_parallel_config

@@ -156,7 +156,7 @@ class Overlay:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Return the object's class, from which `super()` in its methods goes on."""
+        """Return the original object's class, so that `super()` works in its methods."""
         return type(vars(self).get("_original", self))
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +247,7 @@ def leaves_groups(processor: Any) -> bool:
 
 
 def is_offloaded_in_groups(model: Any) -> bool:
-    """Check whether hooks of `enable_group_offload` move a model's weights, those that it had at that time."""
+    """Check whether hooks of `enable_group_offload` move the weights that a model had when they were added."""
     from diffusers.hooks import group_offloading
 
     check: Callable[[Any], bool] = getattr(group_offloading, "_is_group_offload_enabled", lambda model: False)
@@ -267,13 +267,13 @@ def set_parallel_config(processor: Any, config: Any) -> None:
     processor._parallel_config = config
 
 
-def parallel_plan_of(model: Any) -> Any:
-    """Return diffusers' plan for splitting a model's inputs among processes; None if there is none."""
+def cp_plan_of(model: Any) -> Any:
+    """Return diffusers' context-parallel plan of a model, or None if there is none."""
     return getattr(model, "_cp_plan", None)
 
 
 def split_tokens(dim: int, dims: int, *, output: bool = False) -> Any:
-    """Return diffusers' plan for splitting a tensor of `dims` dimensions along `dim`.
+    """Return the part of a context-parallel plan that splits a tensor of `dims` dimensions along `dim`.
 
     Args:
         output: whether the tensor is an output of the module, not an argument.
@@ -284,7 +284,7 @@ def split_tokens(dim: int, dims: int, *, output: bool = False) -> Any:
 
 
 def gathered_tokens() -> Any:
-    """Return diffusers' plan for putting together a module's output, (batch, tokens, channels), along its tokens."""
+    """Return the part of a context-parallel plan that gathers a module's output, (batch, tokens, channels)."""
     from diffusers.models._modeling_parallel import ContextParallelOutput
 
     return ContextParallelOutput(gather_dim=1, expected_dims=3)

@@ -200,7 +200,7 @@ class FusedCall:
 def prepare_fused_norms(
     processor: Any, attn: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], heads_first: bool
 ) -> FusedCall | None:
-    """Plan a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
+    """Prepare a processor's call in which a kernel computes QK-norm and RoPE; None: call the processor unchanged.
 
     Args:
         processor: the processor; the result is None if it is not diffusers'.

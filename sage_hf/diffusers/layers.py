@@ -121,7 +121,7 @@ class Layer:
         )
 
     def check_split(self) -> None:
-        """Raise UnsupportedAttentionError if the layer would see only one process's tokens by a plan of ours."""
+        """Raise UnsupportedAttentionError if the layer would see only one process's tokens under our cp_plan."""
 
     def parallelize(self, config: Any) -> None:
         """Attend across processes as diffusers' ParallelConfig says; so does the original processor, once it is put
@@ -197,11 +197,11 @@ class ExplicitLayer(Layer):
         self._known_call = original.__call__ if name_in_diffusers(original, "__call__") else None
 
     def _is_patched(self) -> bool:
-        """Check whether other code than the function was written for stands in the processor's class by now."""
+        """Check whether the processor's class has other code than the code that our function repeats."""
         return type(self.original).__call__ is not self._known_call
 
     def _run_patched(self, attn: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the code that stands in the class of diffusers' processor, as it attends by itself."""
+        """Run the code that the processor's class has now, with its own attention."""
         patched = f"{type(self.original).__name__}.__call__, which was patched since sage_hf replaced it,"
         if split_of(attn) is not None:
             raise UnsupportedAttentionError(f"{patched} sees only the tokens in its process")
@@ -325,7 +325,7 @@ def _is_name(node: ast.expr) -> bool:
 @dynamo.assume_constant_result
 @functools.cache
 def log_graphs_without_recipe(processors: str) -> None:
-    """Log once that `processors`, a text with their class and the reason, attend as before when they are compiled."""
+    """Log once that compiled processors attend as before; the text `processors` names their class and the reason."""
     logger.warning(
         f"{processors}, which attend as before inside a compiled graph: call the model within diffusers' "
         '`with attention_backend("sage2"):` to run them in low bits'

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from huggingface_hub.utils import logging
 
-from sage_hf.diffusers.bridge import for_each_subclass, parallel_config_of, parallel_plan_of
-from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError, naming
-from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
-from sage_hf.diffusers.parallel_plans import (
-    ContextParallelPlan,
+from sage_hf.diffusers.bridge import cp_plan_of, for_each_subclass, parallel_config_of
+from sage_hf.diffusers.cp_plans import (
+    SharedTextCPPlan,
     check_layers,
     check_split,
     context_parallel_plan,
     split_attention,
 )
+from sage_hf.diffusers.errors import FixedBackendError, UnsupportedAttentionError, naming
+from sage_hf.diffusers.parallel import check_parallelism, splits_tokens
 from sage_hf.diffusers.processor import (
     SageAttnProcessor,
     attention_layers,
@@ -215,15 +215,15 @@ def complete_parallelism(model_class: Any) -> None:
     @functools.wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None, **kwargs: Any) -> None:
         modules = _modules_of_ours(self) if splits_tokens(config) else {}
-        if modules and cp_plan is None and parallel_plan_of(self) is None:
+        if modules and cp_plan is None and cp_plan_of(self) is None:
             cp_plan = context_parallel_plan(self)
-        if isinstance(cp_plan, ContextParallelPlan) and splits_tokens(config):
+        if isinstance(cp_plan, SharedTextCPPlan) and splits_tokens(config):
             check_split(self, config)
             enable(self, config=config, cp_plan=cp_plan, **kwargs)
             split_attention(self)
             return
         if modules:
-            check_layers(modules, config, by_our_plan=False)
+            check_layers(modules, config, by_our_cp_plan=False)
         enable(self, config=config, cp_plan=cp_plan, **kwargs)
         for module in modules.values():
             layer_of(module).parallelize(parallel_config_of(self))

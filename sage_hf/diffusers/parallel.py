@@ -13,27 +13,27 @@ from sage_hf.diffusers.shards import split_of
 
 NO_SPARSE_SHARDS = (
     "sparse attention chooses tiles among all tokens, and this context parallelism gives a process a part of them, or "
-    "all in another order: use ulysses_degree alone with a plan of sage_hf, apply a configuration without `sparse`, or "
-    "run this model without enable_parallelism()"
+    "all in another order: use ulysses_degree alone with a cp_plan of sage_hf, apply a configuration without `sparse`, "
+    "or run this model without enable_parallelism()"
 )
 
 
-def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_plan: bool, is_sparse: bool) -> None:
+def check_layer(module: Any, layer: Any, shards: Shards, *, by_our_cp_plan: bool, is_sparse: bool) -> None:
     """Raise UnsupportedAttentionError if an attention module cannot attend across processes.
 
-    Sparse attention runs in Ulysses with a plan of sage-hf: each process then has all tokens of its heads, in order.
+    Sparse attention runs in Ulysses with our cp_plan: each process then has all tokens of its heads, in order.
 
     Args:
         module: the attention module.
         layer: its `layers.Layer`.
         shards: the processes.
-        by_our_plan: whether a plan of sage-hf (`parallel_plans`) splits the tokens; every layer that runs our functions
-            supports such a plan.
+        by_our_cp_plan: whether our context-parallel plan (`cp_plans`) splits the tokens; every layer that runs our
+            functions supports it.
         is_sparse: whether the module runs sparse attention.
     """
-    if is_sparse and not (by_our_plan and shards.ring == 1):
+    if is_sparse and not (by_our_cp_plan and shards.ring == 1):
         raise UnsupportedAttentionError(NO_SPARSE_SHARDS)
-    check = layer.check_split if by_our_plan else layer.check_parallel
+    check = layer.check_split if by_our_cp_plan else layer.check_parallel
     check()
     heads = _first_number(module, "heads", "num_attention_heads")
     if heads is not None and heads < shards.ulysses:
@@ -58,13 +58,13 @@ def check_parallelism(model: Any, module: Any, layer: Any, *, is_sparse: bool = 
 
     Args:
         model: the model.
-        module: an attention module of the model. A module whose tokens our plan does not split is supported.
+        module: an attention module of the model. A module whose tokens our cp_plan does not split is supported.
         layer: the `layers.Layer` of the module.
         is_sparse: whether the module runs sparse attention.
     """
-    config, by_our_plan = parallel_config_of(model), split_of(model) is not None
-    if splits_tokens(config) and (not by_our_plan or split_of(module) is not None):
-        check_layer(module, layer, Shards.of(config), by_our_plan=by_our_plan, is_sparse=is_sparse)
+    config, by_our_cp_plan = parallel_config_of(model), split_of(model) is not None
+    if splits_tokens(config) and (not by_our_cp_plan or split_of(module) is not None):
+        check_layer(module, layer, Shards.of(config), by_our_cp_plan=by_our_cp_plan, is_sparse=is_sparse)
 
 
 def splits_tokens(config: Any) -> bool:

@@ -177,7 +177,7 @@ class SplitTokens:
     def _room(
         self, shared: Sequence[torch.Tensor], split: Sequence[torch.Tensor], heads: int, tokens: int
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return tensors that hold the tokens on every process and room for more tokens, and this room of all tensors.
+        """Allocate tensors for the tokens on every process, which are copied, and for more tokens.
 
         Args:
             shared: the tokens on every process, (batch, heads, tokens, head_dim) each, or nothing.
@@ -186,7 +186,8 @@ class SplitTokens:
             tokens: number of tokens for which there is room.
 
         Returns:
-            (batch, heads, all tokens, head_dim) each, and (tokens, tensors, batch, heads, head_dim), one run of memory.
+            The tensors, (batch, heads, all tokens, head_dim) each; and their room for more tokens, (tokens, tensors,
+            batch, heads, head_dim), which is contiguous.
         """
         shared_length = shared[0].shape[2] if shared else 0
         batch, head_dim = split[0].shape[0], split[0].shape[3]
@@ -320,10 +321,10 @@ def _parts(number: int, processes: int) -> list[slice]:
 
 
 def _messages(tensors: Sequence[torch.Tensor], processes: int) -> torch.Tensor:
-    """Return the messages to all processes as a vector: each gets as many heads of (batch, heads, tokens, head_dim)
-    tensors.
+    """Return the messages to all processes, one after another, in a vector; each process gets equally many heads.
 
-    A message is (tokens, tensors, batch, heads of its process, head_dim).
+    The tensors are (batch, heads, tokens, head_dim); a message is (tokens, tensors, batch, heads of its process,
+    head_dim).
     """
     parts = [x.unflatten(1, (processes, -1)).permute(1, 3, 0, 2, 4) for x in tensors]
     return _joined(torch.stack, parts, 2).view(-1)

@@ -304,7 +304,7 @@ _thread = _SparseState()
 
 @contextmanager
 def running(layer: SparseLayer | None) -> Iterator[None]:
-    """Let calls of diffusers' attention backends in the block belong to this layer."""
+    """File calls of diffusers' attention backends in the block under this layer."""
     before, _thread.layer = _thread.layer, layer
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reading of `sparse_attention_config`, which NVIDIA ModelOpt writes into a model's config.json.
+"""Reader of `sparse_attention_config`, which NVIDIA ModelOpt writes into a model's config.json.
 
 Its skip-softmax leaves out a tile whose largest score lies below the running maximum by more than a threshold,
 calibrated as a · exp(b · target_sparsity) / tokens. The kernel decides this after Q·Kᵀ, but our router decides before.

@@ -26,8 +26,8 @@ class TileOrder:
         places: int64 (tokens,), the inverse: the place of each token of raster order.
         counts: int64 (tiles,), the number of tokens of each tile, at most 64.
         valid: bool (tiles · 64,), which places of `pad`, 64 for each tile, hold a token.
-        padded_tokens: int64 (tiles · 64,), the raster index of the token at each place of `pad`; the number of tokens
-            at an empty place.
+        padded_tokens: int64 (tiles · 64,), the raster index of the token at each place of `pad`; at an empty place,
+            the number of all tokens.
         padded_places: int64 (tokens,), the place of `pad` of each token of raster order.
     """
 

@@ -109,7 +109,7 @@ def runs_other_attention(model_class: Any) -> bool:
 def keeps_weights() -> bool:
     """Check whether the model that runs keeps its layers' attention weights; False where it does not say so.
 
-    It was asked by a keyword or by its config. Hooks of transformers fill a collector, so layers need not be told.
+    A keyword or the config asks for the weights. Hooks of transformers collect them, so the layers are not told.
     """
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected = None if collector is None else collector.get()

@@ -110,10 +110,10 @@ def computes_with_masks(model_class: type) -> bool:
 
 
 def swapped_in_readers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model that read its masks by code that the model's class does not build, by dotted name.
+    """Return the modules that were put into a model and read its masks, by dotted name.
 
-    Such a module was put into the model. Classes of transformers are left out, which a model may take from tables, and
-    modules that only hand their masks to others which call its attention interface.
+    The model's class does not build such modules. Two kinds of modules are left out: classes of transformers, which a
+    model may take from tables; and modules that only hand their masks to modules which call the attention interface.
     """
     classes = {type(module) for module in model.modules() if hasattr(module, "set_attn_implementation")}
     known = {code for module_class in classes for built in built_classes(module_class) for code in methods(built)}

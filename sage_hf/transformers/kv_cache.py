@@ -170,8 +170,8 @@ class GenerateWithCache:
         return type(model).generate(model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
 
     def _static_length(self, args: Any, kwargs: dict[str, Any], setting: Callable[[str], Any]) -> int:
-        """Return the number of tokens that a static cache must hold, at least as in earlier calls, which avoids
-        compiling.
+        """Return the number of tokens that a static cache must hold; never fewer than in earlier calls, whose compiled
+        code then serves again.
 
         Raises:
             ValueError: neither `max_new_tokens`, `max_length` nor `max_cache_len` is set.

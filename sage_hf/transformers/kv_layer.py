@@ -290,7 +290,7 @@ class QuantizedLayer(DynamicLayer):
         return self.cache is not None and self.cache.length > 0
 
     def check_taken(self) -> None:
-        """Raise RuntimeError if attention should have read new and past tokens, but saw only the new tokens."""
+        """Raise RuntimeError if the latest attention saw new tokens without the past tokens."""
         if self.pending is not None and self.has_past:
             raise RuntimeError(
                 "attention did not take the KV cache in the latest step, and saw the new tokens only: an exception "

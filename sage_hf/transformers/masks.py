@@ -55,7 +55,7 @@ def sage_mask(**kwargs: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Causality:
-    """The statement of a causal mask: query q attends to no key after q + offset.
+    """Causality that a mask states: query q attends to no key after q + offset.
 
     Attributes:
         offset: see above.
@@ -71,8 +71,8 @@ class Causality:
 def causality_of(mask: torch.Tensor | None, q_len: int, kv_len: int) -> Causality | None:
     """Return the causality of a mask that `sage_mask` made for these numbers of queries and keys; None if unknown.
 
-    Unknown: a mask that the model has changed since, a part of one, a copy not made by `copy_causality`, and a mask for
-    other lengths.
+    It is unknown for masks that the model changed or cut, for copies that `copy_causality` did not make, and for masks
+    of other lengths.
     """
     if mask is None or _is_traced(mask) or mask.shape[2:] != (q_len, kv_len):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from sage_hf.drop_in import STAND_INS, drop_in
+from sage_hf.drop_in import REPLACEMENT_MODULES, drop_in
 
 PLUGIN = "sage_hf"
 BACKENDS = {
@@ -21,7 +21,7 @@ def register() -> None:
     "sage_hf". vLLM-Omni imports `sageattention` to check that the backends are available, so `drop_in` provides it.
     """
     spec = find_spec("sageattention")
-    installed = spec is not None and not str(spec.origin).startswith(STAND_INS)
+    installed = spec is not None and not str(spec.origin).startswith(REPLACEMENT_MODULES)
     if installed and PLUGIN not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
     from vllm_omni.diffusion.attention.backends.registry import (

@@ -20,7 +20,7 @@ from sage_kernels.dispatch import registry
 from sage_kernels.exact import sdpa
 from sage_kernels.replay.cache import MOST_BYTES
 from tests.helpers.benchmark_results import CPU, FACTS, SMALL, fake_result
-from tests.helpers.kernels import StandInForward, StandInQuantizer, only_the_reference
+from tests.helpers.kernels import FakeForward, FakeQuantizer, only_the_reference
 
 RESULTS = sorted(pages.RESULTS.glob("*-forward.json"))
 
@@ -115,10 +115,10 @@ def test_a_gpu_measures_every_number():
 
 def test_the_portable_kernel_is_measured_where_another_is_preferred():
     inputs, ran = draw(SMALL, CPU), []
-    portable = StandInForward("int8_forward", "sage1", ran=ran.append)
+    portable = FakeForward("int8_forward", "sage1", ran=ran.append)
     with only_the_reference():
-        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
-        registry.register_forward(StandInForward("preferred", "sage1", ran=ran.append))
+        registry.register_quantizer(FakeQuantizer("int8_quantize", "sage1"))
+        registry.register_forward(FakeForward("preferred", "sage1", ran=ran.append))
         registry.register_forward(portable)
         prepared = providers.ours_in_triton("sage1")(inputs)
         output, expected = prepared.call(), ops.attention(*inputs.tensors, is_causal=True, recipe="sage1")[0]
@@ -126,7 +126,7 @@ def test_the_portable_kernel_is_measured_where_another_is_preferred():
         assert ran == ["int8_forward", "preferred"]
         assert torch.equal(output, expected)
     with only_the_reference():
-        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
+        registry.register_quantizer(FakeQuantizer("int8_quantize", "sage1"))
         registry.register_forward(portable)
         with pytest.raises(RuntimeError, match="runs in Triton here as it is"):
             providers.ours_in_triton("sage1")(inputs)
@@ -137,10 +137,10 @@ def test_the_recorded_kernel_is_the_kernel_that_ran(monkeypatch):
     ran = []
     (sage1,) = (one for one in PROVIDERS if (one.name, one.scope) == ("sage_hf:sage1", "end_to_end"))
     with only_the_reference():
-        registry.register_quantizer(StandInQuantizer("int8_quantize", "sage1"))
+        registry.register_quantizer(FakeQuantizer("int8_quantize", "sage1"))
         refuses = lambda request: "" if request.mask == "none" else "it takes no mask"  # noqa: E731
-        registry.register_forward(StandInForward("takes no mask", "sage1", reason=refuses, ran=ran.append))
-        registry.register_forward(StandInForward("takes masks", "sage1", ran=ran.append))
+        registry.register_forward(FakeForward("takes no mask", "sage1", reason=refuses, ran=ran.append))
+        registry.register_forward(FakeForward("takes masks", "sage1", ran=ran.append))
         for mask, kernel in (("causal", "takes no mask"), ("lengths", "takes masks")):
             (row,) = measure.measure_case(replace(SMALL, mask=mask), [sage1], CPU)
             assert (row["kernel"], set(ran)) == (kernel, {kernel})

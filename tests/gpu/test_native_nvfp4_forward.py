@@ -26,7 +26,7 @@ RECIPES = {name: replace(get_recipe(name), scale_steps=(), key_scale_steps=()) f
 
 @pytest.fixture(scope="module")
 def cache(run_folder):
-    """Return a folder for what these stand-ins are compiled to, which nothing else may find."""
+    """Return a folder for these kernels' machine code, which nothing else may find."""
     return run_folder / "portable_fp4"
 
 

@@ -28,8 +28,8 @@ def install(monkeypatch) -> None:
         monkeypatch.setattr(module, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    stand_in = trace.Trace.stand_in
-    monkeypatch.setattr(trace.Trace, "stand_in", lambda self, x, device=None: stand_in(self, x, DEVICE))
+    placeholder = trace.Trace.placeholder
+    monkeypatch.setattr(trace.Trace, "placeholder", lambda self, x, device=None: placeholder(self, x, DEVICE))
 
 
 def pack(kernel, grid, arguments, options, dependent=False) -> trace.PackedLaunch:

@@ -1,4 +1,4 @@
-"""Kernels that stand in for real ones in the registry."""
+"""Fake kernels for the registry."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from sage_kernels.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class StandIn:
+class FakeKernel:
     """A kernel of one recipe; `reason` is why it does not serve a request, `ran` gets its name when it runs."""
 
     name: str
@@ -35,8 +35,8 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class StandInQuantizer(StandIn):
-    """Makes the operands that `StandInForward` takes: none."""
+class FakeQuantizer(FakeKernel):
+    """Makes the operands that `FakeForward` takes: none."""
 
     makes: type = object
 
@@ -46,7 +46,7 @@ class StandInQuantizer(StandIn):
 
 
 @dataclass(frozen=True)
-class StandInForward(StandIn):
+class FakeForward(FakeKernel):
     """Computes what the reference does."""
 
     takes: type | None = None
@@ -58,7 +58,7 @@ class StandInForward(StandIn):
 
 
 @dataclass(frozen=True)
-class StandInTraining(StandInForward):
+class FakeTraining(FakeForward):
     """Computes what the reference does, and keeps what gradients need."""
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
@@ -67,7 +67,7 @@ class StandInTraining(StandInForward):
 
 
 @dataclass(frozen=True)
-class StandInBackward(StandIn):
+class FakeBackward(FakeKernel):
     """Computes what the reference does."""
 
     def backward(self, call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sage_hf
 from sage_hf import attention, sage_attention
+from sage_kernels.dispatch import select
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
@@ -287,6 +288,13 @@ def test_fallback_error_refuses_and_the_default_can_be_set_for_the_process():
         sage_hf.set_default_fallback("native")
     with pytest.raises(ValueError, match="choose from: native, emulate, error"):
         sage_hf.set_default_fallback("perhaps")
+
+
+def test_routing_is_switched_off_and_on():
+    sage_hf.set_routing(True)
+    assert select.routing()
+    sage_hf.set_routing(False)
+    assert not select.routing()
 
 
 @pytest.mark.parametrize(("value", "meaning"), [(None, "native"), ("", "native"), ("emulate", "emulate")])

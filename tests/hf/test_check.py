@@ -14,11 +14,11 @@ from sage_hf.nominal import nominal_request
 from sage_kernels.dispatch import self_check, verdicts
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES, get_recipe
-from tests.helpers.kernels import StandInForward, preferred
+from tests.helpers.kernels import FakeForward, preferred
 
 
 @dataclass(frozen=True)
-class DoubledScale(StandInForward):
+class DoubledScale(FakeForward):
     """Takes the scale of the scores twice."""
 
     def attend(self, call, quantizer):

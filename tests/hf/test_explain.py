@@ -13,7 +13,7 @@ from sage_kernels.dispatch import cost_model, registry
 from sage_kernels.dispatch.plan import exact_plan
 from sage_kernels.dispatch.request import Request
 from tests.helpers import tiny_pipelines as tiny
-from tests.helpers.kernels import StandInBackward, StandInQuantizer, StandInTraining, only_the_reference
+from tests.helpers.kernels import FakeBackward, FakeQuantizer, FakeTraining, only_the_reference
 
 REQUEST = ("sage2", "cuda", (9, 0), torch.bfloat16, 1, 8, 8, 64, 64, 64, 64, "none", False, False)
 
@@ -114,9 +114,9 @@ def test_compiled_calls_are_counted():
 def test_explain_shows_the_quantiser_and_the_backward_kernel():
     queries = [torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(3)]
     with only_the_reference():
-        registry.register_quantizer(StandInQuantizer("quantize", "sage_bwd"))
-        registry.register_forward(StandInTraining("attend", "sage_bwd", takes=object))
-        registry.register_backward(StandInBackward("differentiate", "sage_bwd"))
+        registry.register_quantizer(FakeQuantizer("quantize", "sage_bwd"))
+        registry.register_forward(FakeTraining("attend", "sage_bwd", takes=object))
+        registry.register_backward(FakeBackward("differentiate", "sage_bwd"))
         model = tiny.transformer()
         layer = model.transformer_blocks[0].attn1
         layer.set_processor(sage_hf.SageAttnProcessor("sage_bwd"))

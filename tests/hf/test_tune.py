@@ -229,7 +229,7 @@ def test_warmup_runs_each_recipe_of_a_configuration_once_for_each_kernel(gpu, mo
     monkeypatch.setattr(warmup, "compile_kernels", lambda device, calls: compiled.extend(calls) or len(compiled))
     assert main(["warmup", "train-int8-infer-fp4", "--head-dim", "128"]) == 0
     exact = {"masked_forward", "splitkv_forward", "fa3_padded"}
-    assert {name for name, _ in compiled} == {"sage2", "sage_bwd"} | exact  # sage2 is what stands in for sage3 there
+    assert {name for name, _ in compiled} == {"sage2", "sage_bwd"} | exact  # sage2 replaces sage3 there
     assert {point.mask for name, point in compiled if name not in exact} == {"none", "causal", "lengths"}
     assert {"bool", "additive"} < {point.kind for name, point in compiled if name in exact}
     assert {point.head_dim for _, point in compiled} == {128}

@@ -44,7 +44,7 @@ def test_a_right_kernel_passes(case, backward):
 
 
 def test_the_native_nvfp4_kernel_passes(monkeypatch):
-    """Stand in for consumer Blackwell, with its tensor cores' products and roundings in portable functions."""
+    """Imitate consumer Blackwell, with its tensor cores' products and roundings in portable functions."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     without_inline_assembly(monkeypatch)
     request = replace(REQUEST, recipe="sage3", capability=(12, 0))

@@ -23,7 +23,7 @@ from sage_kernels.exact import sdpa as exact
 from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import registration
-from tests.helpers.kernels import StandInForward, only_the_reference
+from tests.helpers.kernels import FakeForward, only_the_reference
 
 H200 = (9, 0)
 REQUEST = Request("sage2", "cuda", H200, torch.bfloat16, 1, 32, 32, 8192, 8192, 128, 128, "none", False, False)
@@ -49,7 +49,7 @@ def use_table(routed, monkeypatch):
         forget_choices()
 
     with only_the_reference():
-        registry.register_forward(StandInForward("low_bit", "sage2"))
+        registry.register_forward(FakeForward("low_bit", "sage2"))
         yield use
     forget_choices()
 

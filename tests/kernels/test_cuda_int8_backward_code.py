@@ -158,8 +158,8 @@ def test_kernels_compile_beforehand_and_calls_only_allocate_and_launch(
     tensors = [x, x, x, *empty_saved(Call(x, x, x, recipe), torch.empty(1, 2, 192))]
     for compiles_only in (True, False):
         with trace.tracing(compiles_only=compiles_only) as traced:
-            valid = traced.stand_in(torch.arange(192)[None] < 150) if padded else None
-            gradient, value, output, *saved = map(traced.stand_in, tensors)
+            valid = traced.placeholder(torch.arange(192)[None] < 150) if padded else None
+            gradient, value, output, *saved = map(traced.placeholder, tensors)
             mask = Mask.of_keys(valid)
             call = BackwardCall(gradient, value, output, Saved(*saved), head_dim, recipe, mask, is_causal)
             int8_backward.backward(call)
@@ -174,7 +174,7 @@ def test_a_full_round_of_causal_blocks_is_split(monkeypatch):
     recipe = RECIPES["sage_bwd"]
     tensors = [query, key, query, *empty_saved(Call(query, key, key, recipe), torch.empty(1, 33, 4096))]
     with trace.tracing() as traced:
-        gradient, value, output, *saved = map(traced.stand_in, tensors)
+        gradient, value, output, *saved = map(traced.placeholder, tensors)
         call = BackwardCall(gradient, value, output, Saved(*saved), 64, recipe, Mask.of_keys(None), True)
         int8_backward.backward(call)
     assert len(traced.steps) == 5

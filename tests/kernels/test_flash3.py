@@ -25,7 +25,7 @@ REQUEST = Request(
 
 @pytest.fixture
 def operator(monkeypatch):
-    """Stand-in for the operator: it keeps its options, and attends as the real one does."""
+    """Fake operator: it keeps its options, and attends as the real one does."""
     calls = []
 
     def attend(query, key, value, softmax_scale, is_causal, num_splits):
@@ -127,7 +127,7 @@ def test_keys_may_be_divided_where_programs_would_leave_multiprocessors_idle(ope
 
 
 class NonprefixKernel:
-    """Stand-in for the kernel that counts keys: it has the operator attend in the first element alone."""
+    """Fake of the kernel that counts keys: it has the operator attend in the first element alone."""
 
     def attend_nonprefix(self, call, attend_to_prefix, row_blocks):
         self.row_blocks, output = row_blocks, torch.zeros_like(call.query)
@@ -198,11 +198,14 @@ def test_with_padding_a_traced_call_notes_the_operator(monkeypatch):
     )
     call = Call(*[torch.zeros(1, 1, 5, 16)] * 3, get_recipe("exact"), scale=0.1)
     with tracing() as trace:
-        stand_in = replace(
-            call, query=trace.stand_in(call.query), key=trace.stand_in(call.key), value=trace.stand_in(call.value)
+        traced_call = replace(
+            call,
+            query=trace.placeholder(call.query),
+            key=trace.placeholder(call.key),
+            value=trace.placeholder(call.value),
         )
-        lengths, output = stand_in.query.new_empty(1, dtype=torch.int32), stand_in.query.new_empty(1, 1, 5, 16)
-        flash_attention3._attend_to_prefix(stand_in, lengths, lengths, None, output)
+        lengths, output = traced_call.query.new_empty(1, dtype=torch.int32), traced_call.query.new_empty(1, 1, 5, 16)
+        flash_attention3._attend_to_prefix(traced_call, lengths, lengths, None, output)
     (operator,) = trace.steps
     assert not written
     tensors = [torch.zeros(x.shape) for x in operator.arguments]

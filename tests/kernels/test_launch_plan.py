@@ -20,7 +20,7 @@ def test_an_operator_among_launches_gets_the_tensors_of_each_call(monkeypatch):
         y.copy_(x * lengths[4])
 
     with tracing() as trace:
-        x = trace.stand_in(torch.empty(2, 8, 4).transpose(0, 1))
+        x = trace.placeholder(torch.empty(2, 8, 4).transpose(0, 1))
         y, lengths = x.new_empty(8, 2, 4), x.new_empty(5, dtype=torch.int32)
         trace.ran(attend, x, y, lengths)
         plan = LaunchPlan(trace, [x], [y], CPU)
@@ -32,14 +32,14 @@ def test_an_operator_among_launches_gets_the_tensors_of_each_call(monkeypatch):
 @pytest.mark.parametrize("argument", [lambda x: x[1:], lambda x: x.transpose(0, 1), lambda x: torch.empty(2)])
 def test_an_operator_gets_no_part_of_an_argument_and_no_other_tensor(argument):
     with tracing() as trace, pytest.raises(NotReplayableError):
-        x = trace.stand_in(torch.empty(8, 4))
+        x = trace.placeholder(torch.empty(8, 4))
         trace.ran(lambda x: None, argument(x))
         LaunchPlan(trace, [x], [], CPU)
 
 
 def test_an_output_that_is_an_argument_cannot_be_replayed():
     with tracing() as trace, pytest.raises(NotReplayableError, match="shares"):
-        x = trace.stand_in(torch.empty(4))
+        x = trace.placeholder(torch.empty(4))
         LaunchPlan(trace, [x], [x], CPU)
 
 

@@ -23,7 +23,7 @@ from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import draw_tensors, new_call, pack
-from tests.helpers.kernels import StandInForward, preferred, refuse_packed
+from tests.helpers.kernels import FakeForward, preferred, refuse_packed
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.audit), torch.bfloat16])
@@ -132,7 +132,7 @@ def test_packed_sequences_run_one_by_one_by_a_kernel_that_takes_batches_only(ent
             return ops.packed_attention(*tensors, *sizes, recipe="sage1", fallback=fallback, return_lse=True)
         return attend_packed(*tensors, lengths, Options(recipe="sage1", fallback=fallback, return_lse=True))
 
-    kernel = StandInForward("batches", "sage1", reason=refuse_packed, ran=ran.append)
+    kernel = FakeForward("batches", "sage1", reason=refuse_packed, ran=ran.append)
     with preferred(kernel), mock.patch.object(execution, "plan_listeners", [plans.append]):
         run = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
         output, lse = run(query, key, value)
@@ -193,7 +193,7 @@ def test_packed_sequences_that_run_one_by_one_have_lists_of_their_own(list_batch
     packed = partial(ops.packed_attention, query, key, value, starts, starts, 140, 140, recipe="sage1", blocks=blocks)
     expected, _ = packed(fallback="emulate")
     ran = []
-    with preferred(StandInForward("batches", "sage1", reason=refuse_packed, ran=ran.append)):
+    with preferred(FakeForward("batches", "sage1", reason=refuse_packed, ran=ran.append)):
         assert torch.equal(packed()[0], expected) and len(ran) == 2
 
 

@@ -55,8 +55,8 @@ def compiled(monkeypatch):
 
 def draw(traced, valid=None, **options):
     query = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    tensors = [traced.stand_in(query) for _ in range(3)]
-    mask = Mask.of_keys(None if valid is None else traced.stand_in(valid))
+    tensors = [traced.placeholder(query) for _ in range(3)]
+    mask = Mask.of_keys(None if valid is None else traced.placeholder(valid))
     return Call(*tensors, get_recipe("sage_bwd"), mask, **{"scale": 0.125, **options})
 
 
@@ -130,7 +130,7 @@ def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, caus
         call = draw(traced, valid, is_causal=causal)
         precompile.compile_backward(call, plan_of(call, "int8_backward"))
         precompile.finish()
-        gradient, output, *kept = map(traced.stand_in, (x, x, *saved))
+        gradient, output, *kept = map(traced.placeholder, (x, x, *saved))
         backward = BackwardCall(
             gradient, call.value, output, Saved(*kept), 64, call.recipe, call.mask, causal, 0, call.scale
         )
@@ -167,7 +167,7 @@ def test_kernels_of_a_first_call_compile_in_parallel(monkeypatch, kind):
     with trace.tracing() as traced:
         call = draw(traced)
         if kind in mask:
-            call = replace(call, mask=Mask.of(traced.stand_in(mask[kind]), 192))
+            call = replace(call, mask=Mask.of(traced.placeholder(mask[kind]), 192))
     for _ in range(2):  # the second call compiles nothing
         precompile.compile_forward(call, plan_of(call, "int8_backward"), attend)
     with trace.tracing(compiles_only=True) as traced:
@@ -190,7 +190,7 @@ def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
 
     asked = []
     with trace.tracing(compiles_only=True) as traced:
-        launch.launch(Kernel(), (1,), x=traced.stand_in(torch.empty(1)))
+        launch.launch(Kernel(), (1,), x=traced.placeholder(torch.empty(1)))
     traced.compilations[0]()
     assert asked == [True, True]
 

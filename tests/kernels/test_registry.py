@@ -18,9 +18,9 @@ from sage_kernels.spec.call import Call
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import registration
 from tests.helpers.kernels import (
-    StandInBackward,
-    StandInForward,
-    StandInTraining,
+    FakeBackward,
+    FakeForward,
+    FakeTraining,
     only_the_reference,
     registered_backwards,
     registered_kernels,
@@ -36,10 +36,10 @@ def add_kernel():
     """Register kernels next to the reference for one test."""
 
     def add(name, recipe, reason=lambda request: "", native=True, trains=False):
-        kind = StandInTraining if trains else StandInForward
+        kind = FakeTraining if trains else FakeForward
         registry.register_forward(kind(name, recipe, native, reason))
         if trains:
-            registry.register_backward(StandInBackward(f"{name}_backward", recipe, native, reason))
+            registry.register_backward(FakeBackward(f"{name}_backward", recipe, native, reason))
 
     with only_the_reference():
         yield add

@@ -25,7 +25,7 @@ from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceKVKernel, ReferenceQKNormRopeKernel
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
-from tests.helpers.kernels import StandInBackward, StandInForward, StandInQuantizer, StandInTraining, only_the_reference
+from tests.helpers.kernels import FakeBackward, FakeForward, FakeQuantizer, FakeTraining, only_the_reference
 
 UNTESTED = (12, 0)
 REQUEST = Request("sage3", "cuda", UNTESTED, torch.bfloat16, 1, 4, 4, 2048, 2048, 64, 64, "none", False, False)
@@ -33,7 +33,7 @@ TRAINING = replace(REQUEST, recipe="sage_bwd", grad=True)
 
 
 @dataclass(frozen=True)
-class DoubledScale(StandInForward):
+class DoubledScale(FakeForward):
     """Takes the scale of the scores twice."""
 
     def attend(self, call, quantizer):
@@ -41,7 +41,7 @@ class DoubledScale(StandInForward):
 
 
 @dataclass(frozen=True)
-class Raising(StandInForward):
+class Raising(FakeForward):
     """Does not compile."""
 
     def attend(self, call, quantizer):
@@ -49,12 +49,12 @@ class Raising(StandInForward):
 
 
 @dataclass(frozen=True)
-class DoubledValues(StandInQuantizer):
+class DoubledValues(FakeQuantizer):
     """Makes operands of which its forward kernel attends to twice V."""
 
 
 @dataclass(frozen=True)
-class OfOperands(StandInForward):
+class OfOperands(FakeForward):
     """Attends to the operands of its quantiser."""
 
     takes: type | None = object
@@ -65,7 +65,7 @@ class OfOperands(StandInForward):
 
 
 @dataclass(frozen=True)
-class DoubledGradients(StandInBackward):
+class DoubledGradients(FakeBackward):
     """Returns gradients twice as large."""
 
     def backward(self, call):
@@ -74,7 +74,7 @@ class DoubledGradients(StandInBackward):
 
 @pytest.fixture
 def ran():
-    """Names of the stand-ins that ran, in order."""
+    """Names of the fake kernels that ran, in order."""
     return []
 
 
@@ -96,7 +96,7 @@ def register(kind, name, recipe, ran):
 @pytest.mark.parametrize(("kind", "why"), [(DoubledScale, "that rounding explains"), (Raising, "ptxas fatal")])
 def test_a_wrong_kernel_is_found_passed_over_and_explained(kind, why, ran, caplog):
     register(kind, "wrong", "sage3", ran)
-    register(StandInForward, "right", "sage2", ran)
+    register(FakeForward, "right", "sage2", ran)
     with caplog.at_level(logging.WARNING):
         plan = execution.select_checked(REQUEST, "native")
     assert (plan.recipe, plan.kernel) == ("sage2", "right")
@@ -111,7 +111,7 @@ def test_a_wrong_kernel_is_found_passed_over_and_explained(kind, why, ran, caplo
 
 def test_verdicts_outlive_the_process_until_something_changes(ran, monkeypatch):
     register(DoubledScale, "wrong", "sage3", ran)
-    register(StandInForward, "right", "sage2", ran)
+    register(FakeForward, "right", "sage2", ran)
     execution.select_checked(REQUEST, "native")
     ran.clear()
     self_check.forget()  # as a new process begins
@@ -126,7 +126,7 @@ def test_verdicts_outlive_the_process_until_something_changes(ran, monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_holds_no_verdict(ran, tmp_path):
-    register(StandInForward, "right", "sage3", ran)
+    register(FakeForward, "right", "sage3", ran)
     for content in ("", "[]", '{"verdicts": 1}', '{"verdicts": {"x": 1}}'):
         execution.select_checked(REQUEST, "native")
         (path,) = tmp_path.rglob("*.json")
@@ -149,7 +149,7 @@ def test_switched_off_nothing_is_checked_and_no_verdict_counts(ran, monkeypatch)
 
 
 def test_a_tested_gpu_checks_nothing(ran):
-    register(StandInForward, "right", "sage3", ran)
+    register(FakeForward, "right", "sage3", ran)
     for capability in self_check.TESTED:
         assert execution.select_checked(replace(REQUEST, capability=capability), "native").kernel == "right"
     assert ran == []
@@ -157,7 +157,7 @@ def test_a_tested_gpu_checks_nothing(ran):
 
 def test_the_quantizer_is_passed_over_where_another_makes_the_kernel_right(ran):
     registry.register_quantizer(DoubledValues("wrong", "sage3", ran=ran.append))
-    registry.register_quantizer(StandInQuantizer("right", "sage3", ran=ran.append))
+    registry.register_quantizer(FakeQuantizer("right", "sage3", ran=ran.append))
     register(OfOperands, "forward", "sage3", ran)
     plan = execution.select_checked(REQUEST, "native")
     assert (plan.kernel, plan.quantizer) == ("forward", "right")
@@ -166,9 +166,9 @@ def test_the_quantizer_is_passed_over_where_another_makes_the_kernel_right(ran):
 
 
 def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
-    register(StandInTraining, "forward", "sage_bwd", ran)
+    register(FakeTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
-    registry.register_backward(StandInBackward("right", "sage_bwd", ran=ran.append))
+    registry.register_backward(FakeBackward("right", "sage_bwd", ran=ran.append))
     plan = execution.select_checked(TRAINING, "native")
     assert (plan.kernel, plan.backward) == ("forward", "right")
     assert not plan.is_fallback and plan.reason.startswith("wrong: failed its self-check")
@@ -176,7 +176,7 @@ def test_a_wrong_backward_kernel_gives_way_to_the_next(ran):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 def test_it_checks_gradients_in_any_mode(mode, ran):
-    register(StandInTraining, "forward", "sage_bwd", ran)
+    register(FakeTraining, "forward", "sage_bwd", ran)
     registry.register_backward(DoubledGradients("wrong", "sage_bwd", ran=ran.append))
     with mode(), torch.autocast("cpu", torch.bfloat16):
         assert execution.select_checked(TRAINING, "native").backward != "wrong"
@@ -187,7 +187,7 @@ def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("no deterministic implementation")
 
-    register(StandInForward, "right", "sage3", ran)
+    register(FakeForward, "right", "sage3", ran)
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceForward, "attend", fails)
         assert execution.select_checked(REQUEST, "native").kernel == "right"
@@ -198,7 +198,7 @@ def test_a_reference_that_fails_blames_no_kernel(ran, monkeypatch):
 def test_it_waits_while_a_mode_sees_operators(ran):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    register(StandInForward, "right", "sage3", ran)
+    register(FakeForward, "right", "sage3", ran)
     with TorchDispatchMode():
         execution.select_checked(REQUEST, "native")
     assert ran == []
@@ -236,7 +236,7 @@ def test_a_users_call_runs_what_is_right_and_explain_says_why(ran, monkeypatch):
     original = execution.request_of
     monkeypatch.setattr(execution, "request_of", on_untested_gpu)
     register(DoubledScale, "wrong", "sage3", ran)
-    register(StandInForward, "right", "sage2", ran)
+    register(FakeForward, "right", "sage2", ran)
     layer = torch.nn.Identity()
     inputs = torch.randn(3, 1, 2, 128, 64).unbind()
     output = record.run_in_layer(layer, sage_hf.sage_attention, *inputs)

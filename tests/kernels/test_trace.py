@@ -1,4 +1,4 @@
-"""Traced calls: what stands in for tensors, and which host code can be traced."""
+"""Traced calls: placeholders for tensors, and which host code can be traced."""
 
 import struct
 from dataclasses import replace
@@ -16,7 +16,7 @@ from sage_kernels.formats import nvfp4
 from sage_kernels.replay.trace import (
     FIRST_ADDRESS,
     NotReplayableError,
-    is_stand_in,
+    is_placeholder,
     keeping,
     locate,
     relocatable,
@@ -41,15 +41,15 @@ def traced():
         yield traced
 
 
-def test_a_stand_in_is_like_the_tensor_but_for_its_address(traced):
+def test_a_placeholder_is_like_the_tensor_but_for_its_address(traced):
     x = torch.randn(2, 3, 40, 16).transpose(1, 2)
-    like = traced.stand_in(x)
+    like = traced.placeholder(x)
     assert (like.shape, like.stride(), like.dtype, like.device) == (x.shape, x.stride(), x.dtype, x.device)
-    assert is_stand_in(like.data_ptr()) and not is_stand_in(x.data_ptr())
+    assert is_placeholder(like.data_ptr()) and not is_placeholder(x.data_ptr())
 
 
 def test_views_and_allocations_have_addresses(traced):
-    x, _ = (traced.stand_in(torch.empty(2, 3, 40, 16)) for _ in range(2))
+    x, _ = (traced.placeholder(torch.empty(2, 3, 40, 16)) for _ in range(2))
     assert locate(x[:, 1, 8:].data_ptr()) == (0, (40 + 8) * 16 * 4)
     assert locate(x.view(torch.uint8)[..., 4:].data_ptr()) == (0, 4)
     new = x.new_empty(7, dtype=torch.int8)
@@ -72,7 +72,7 @@ def test_views_and_allocations_have_addresses(traced):
 )
 def test_a_call_that_computes_with_a_tensor_cannot_be_replayed(traced, function):
     with pytest.raises(NotReplayableError):
-        function(traced.stand_in(torch.empty(2, 3, 40, 16)))
+        function(traced.placeholder(torch.empty(2, 3, 40, 16)))
 
 
 def test_a_call_that_allocates_with_its_arguments_cannot_be_replayed():
@@ -81,7 +81,7 @@ def test_a_call_that_allocates_with_its_arguments_cannot_be_replayed():
 
 
 def test_memory_is_known_to_be_free_when_its_last_view_is_gone(traced):
-    x = traced.stand_in(torch.empty(4))
+    x = traced.placeholder(torch.empty(4))
     first, second = x.new_empty(8), x.new_empty(8)
     view = first.view(2, 4)
     del first, second
@@ -90,7 +90,7 @@ def test_memory_is_known_to_be_free_when_its_last_view_is_gone(traced):
     assert [memory.last for memory in traced.memories] == [None, 1, 0]
 
 
-def test_a_tensor_map_of_a_stand_in_begins_with_its_address():
+def test_a_tensor_map_of_a_placeholder_begins_with_its_address():
     def tensor_map(address):
         return struct.pack("<Q", address) + b"layout"
 
@@ -107,7 +107,7 @@ def test_what_is_kept_for_all_calls_may_be_allocated():
 
 def test_calls_may_compute_their_inputs_while_kernels_compile():
     with tracing(compiles_only=True) as traced:
-        x = traced.stand_in(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
+        x = traced.placeholder(torch.empty(3, 4, dtype=torch.bfloat16), torch.device("cuda", 0))
         made = [-x, x.clone(), x.t().int(), x.new_zeros(5, dtype=torch.uint8), x[1:].zero_()]
         with pytest.raises(NotReplayableError):
             x.sum()
@@ -123,15 +123,15 @@ def test_calls_may_compute_their_inputs_while_kernels_compile():
     ("kernels", "mask"), [*product(("sage1", "sage2", "sage3", "CUDA's quantiser"), MASKS), ("CUDA", "keys")]
 )
 def test_calls_with_masks_can_be_replayed(monkeypatch, kernels, mask):
-    """Rotation is left out, and tables of scales are stand-ins: both are kept for all calls, and lie on the GPU."""
+    """Rotation is left out, and tables of scales are placeholders: both are kept for all calls, and lie on the GPU."""
     fake_gpu.install(monkeypatch)
     with tracing() as traced:
-        table = traced.stand_in(SEARCH_TABLE)
+        table = traced.placeholder(SEARCH_TABLE)
         for module in (nvfp4, quantize_nvfp4):
             monkeypatch.setattr(module, "search_table", lambda steps, device: table)
-        tensors = [traced.stand_in(torch.empty(1, 2, 192, 64, dtype=torch.bfloat16)) for _ in range(3)]
+        tensors = [traced.placeholder(torch.empty(1, 2, 192, 64, dtype=torch.bfloat16)) for _ in range(3)]
         recipe = replace(get_recipe(kernels if kernels in ("sage1", "sage2") else "sage3"), rotate=False)
-        call = Call(*tensors, recipe, Mask.of(traced.stand_in(MASKS[mask]), 192), scale=0.125)
+        call = Call(*tensors, recipe, Mask.of(traced.placeholder(MASKS[mask]), 192), scale=0.125)
         if kernels == "CUDA":
             get_forward("nvfp4_forward_cuda").attend(call, CudaNVFP4Quantizer())
         elif kernels == "CUDA's quantiser":

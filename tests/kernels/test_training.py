@@ -22,7 +22,7 @@ from sage_kernels.spec.options import Options
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import draw_tensors, new_backward_call, new_call, pack
-from tests.helpers.kernels import StandInBackward, StandInTraining, only_the_reference, preferred, refuse_packed
+from tests.helpers.kernels import FakeBackward, FakeTraining, only_the_reference, preferred, refuse_packed
 
 TRAINABLE = [name for name, recipe in RECIPES.items() if recipe.backward is not None]
 OPTIONS = Options(recipe="sage_bwd")
@@ -336,17 +336,17 @@ def test_less_is_kept_for_the_backward_pass_than_by_16_bit_attention():
 
 @pytest.fixture
 def ran():
-    """Names of the stand-ins that ran, which are preferred to the reference: "fast" and "fast_backward"."""
+    """Names of the fake kernels that ran, which are preferred to the reference: "fast" and "fast_backward"."""
     ran = []
     with only_the_reference():
-        registry.register_forward(StandInTraining("fast", "sage_bwd", ran=ran.append))
-        registry.register_backward(StandInBackward("fast_backward", "sage_bwd", ran=ran.append))
+        registry.register_forward(FakeTraining("fast", "sage_bwd", ran=ran.append))
+        registry.register_backward(FakeBackward("fast_backward", "sage_bwd", ran=ran.append))
         yield ran
 
 
 def another_choice(ran):
     """Prefer another backward kernel than the one chosen so far."""
-    return preferred(StandInBackward("other_backward", "sage_bwd", ran=ran.append), registry.backwards)
+    return preferred(FakeBackward("other_backward", "sage_bwd", ran=ran.append), registry.backwards)
 
 
 @pytest.mark.parametrize("attend", [training.attention, partial(dense_attend, mask=None, blocks=None, options=OPTIONS)])
@@ -363,7 +363,7 @@ def test_one_plan_serves_forward_and_backward_and_is_announced_once(ran, attend)
 
 
 def test_a_kernel_that_failed_its_self_check_leaves_gradients_to_the_next_one(ran):
-    failed = StandInTraining("broken", "sage_bwd", ran=ran.append, reason=lambda request: f"{FAILED}: wrong")
+    failed = FakeTraining("broken", "sage_bwd", ran=ran.append, reason=lambda request: f"{FAILED}: wrong")
     with preferred(failed):
         dense_attend(*draw(), None, None, OPTIONS)[0].sum().backward()
     assert ran == ["fast", "fast_backward"]
@@ -396,7 +396,7 @@ def test_inside_the_compiler_the_backward_kernel_is_chosen_when_it_runs(ran):
 
 def test_inside_the_compiler_the_backward_kernel_is_chosen_by_the_causal_offset():
     asked = []
-    backward = StandInBackward("asked", "sage_bwd", native=False, reason=lambda request: asked.append(request) or "")
+    backward = FakeBackward("asked", "sage_bwd", native=False, reason=lambda request: asked.append(request) or "")
     with preferred(backward, registry.backwards):
         attend = partial(training.attention, is_causal=True, causal_offset=-5)
         compiled = torch.compile(lambda *tensors: attend(*tensors)[0], fullgraph=True, backend="aot_eager")
@@ -412,8 +412,8 @@ def test_a_packed_call_is_judged_by_its_sequences(compiled):
     """Three sequences of 32 tokens are no sequence of 96, for which other kernels may exist."""
     asked = []
     inputs = [x.detach().flatten(0, 1).requires_grad_() for x in torch.randn(3, 3, 32, 2, 64)]
-    lengths, stand_in = Lengths(*[pack([32] * 3)] * 2, 32, 32), partial(StandInTraining, "asked", "sage_bwd")
-    with preferred(stand_in(reason=lambda request: asked.append(request) or "serves nothing")):
+    lengths, fake = Lengths(*[pack([32] * 3)] * 2, 32, 32), partial(FakeTraining, "asked", "sage_bwd")
+    with preferred(fake(reason=lambda request: asked.append(request) or "serves nothing")):
         attend = torch.compile(attend_packed, backend="eager") if compiled else attend_packed
         attend(*inputs, lengths, OPTIONS)
     sizes = {(request.packed, request.batch, request.q_len, request.kv_len) for request in asked}
@@ -426,7 +426,7 @@ def test_a_packed_call_is_judged_by_its_sequences(compiled):
 def test_packed_sequences_that_only_a_kernel_of_batches_trains_run_one_by_one(ran, fallback, compiled):
     inputs, sequences, _ = packed_call()
     attend = torch.compile(attend_packed, backend="aot_eager") if compiled else attend_packed
-    kernel = StandInTraining("batches", "sage_bwd", reason=refuse_packed, ran=ran.append)
+    kernel = FakeTraining("batches", "sage_bwd", reason=refuse_packed, ran=ran.append)
     with registry.without("fast"), preferred(kernel):
         output, _ = attend(*inputs, Lengths(*sequences), OPTIONS._replace(fallback=fallback))
         output.sum().backward()

@@ -19,7 +19,7 @@ from sage_kernels.runtime import torch_private
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.options import Options
 from tests.helpers.calls import pack
-from tests.helpers.kernels import StandInBackward, StandInTraining, preferred
+from tests.helpers.kernels import FakeBackward, FakeTraining, preferred
 
 KERNELS = ("sage_bwd", "forward", "quantizer", "backward")
 REQUEST = Request(
@@ -113,7 +113,7 @@ def test_calls_that_exact_attention_serves_badly_are_trained_by_the_recipe(kind)
     ran = []
     query = torch.randn(1, 2, 64, 64, requires_grad=True)
     options = Options(recipe="sage_bwd", return_lse=kind == "lse")
-    forward, backward = StandInTraining("fast", "sage_bwd", ran=ran.append), StandInBackward("gradients", "sage_bwd")
+    forward, backward = FakeTraining("fast", "sage_bwd", ran=ran.append), FakeBackward("gradients", "sage_bwd")
     with preferred(forward), preferred(backward, registry.backwards):
         if kind == "packed":
             tokens = query[0].transpose(0, 1)

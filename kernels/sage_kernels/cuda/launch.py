@@ -166,12 +166,12 @@ def _pack(
 
 
 def _tensors_with_memory(parameters: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among a kernel's parameters that are not stand-ins."""
+    """Yield the tensors among a kernel's parameters that are not placeholders."""
     for field in fields(parameters):
         value = getattr(parameters, field.name)
         if is_dataclass(value):
             yield from _tensors_with_memory(value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, trace.StandIn):
+        elif isinstance(value, torch.Tensor) and not isinstance(value, trace.Placeholder):
             yield value
 
 

@@ -48,18 +48,18 @@ def compile_backward(call: Call, plan: Plan) -> None:
 
     def compile_all() -> None:  # outlives the forward pass, and keeps none of the call's memory
         with torch.cuda.device(device), tracing(compiles_only=True) as traced:
-            stand_in = partial(traced.stand_in, device=device)
+            placeholder = partial(traced.placeholder, device=device)
             output, lse = meta_call.new_outputs(saves_lse=True)
             assert lse is not None
             backward.backward(
                 BackwardCall(
-                    stand_in(output),
-                    stand_in(meta_call.value),
-                    stand_in(output),
-                    Saved(*map(stand_in, empty_saved(meta_call, lse))),
+                    placeholder(output),
+                    placeholder(meta_call.value),
+                    placeholder(output),
+                    Saved(*map(placeholder, empty_saved(meta_call, lse))),
                     sizes[0],
                     meta_call.recipe,
-                    Mask.of_keys(None if meta_call.mask.valid is None else stand_in(meta_call.mask.valid)),
+                    Mask.of_keys(None if meta_call.mask.valid is None else placeholder(meta_call.mask.valid)),
                     is_causal=meta_call.is_causal,
                     causal_offset=meta_call.causal_offset,
                     scale=meta_call.scale,
@@ -97,7 +97,7 @@ def compile_forward(call: Call, plan: Plan, run: Callable[[Call], object]) -> No
         return
     device = call.query.device
     with torch.cuda.device(device), tracing(compiles_only=True) as traced:
-        query, key, value, *masks = map(traced.stand_in, tensors)
+        query, key, value, *masks = map(traced.placeholder, tensors)
         mask = Mask.of(masks[0], call.kv_len) if masks else call.mask
         try:
             run(replace(call, query=query, key=key, value=value, mask=mask))

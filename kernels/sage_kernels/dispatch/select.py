@@ -37,10 +37,11 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 def set_routing(enabled: bool) -> None:
-    """Set whether costs decide between low bits and exact attention; SAGE_KERNELS_ROUTING=0 turns routing off at start.
+    """Switch routing on or off in this process: whether calls run as exact attention where low bits would be slower.
 
-    Without routing, a kernel runs at any cost, so that it can be measured; calls that `_why_no_gain` names still run
-    exactly.
+    Off, a recipe's kernel runs even where it is slow, so that it can be measured or judged. Without gradients, calls of
+    fewer than 16 queries or 64 keys, and calls with an attention bias of few keys, still run exactly. At import,
+    SAGE_KERNELS_ROUTING=0 switches routing off.
     """
     global _routing
     _routing = enabled

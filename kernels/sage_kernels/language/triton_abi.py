@@ -17,7 +17,7 @@ import triton
 
 from ..replay import driver
 from ..replay.driver import MAP_ALIGNMENT, MAP_BYTES
-from ..replay.trace import NotReplayableError, PackedLaunch, StandIn, relocatable
+from ..replay.trace import NotReplayableError, PackedLaunch, Placeholder, relocatable
 
 WARP = 32
 SCALARS = {
@@ -49,7 +49,7 @@ def pack(
     """Return a launch in the driver's format; compile the kernel if necessary.
 
     Args:
-        kernel, grid, arguments, options, dependent: as in `launch.launch`; tensors may be stand-ins.
+        kernel, grid, arguments, options, dependent: as in `launch.launch`; tensors may be placeholders.
 
     Raises:
         NotReplayableError: the kernel needs more than parameters at launch, or parameters of unknown types.
@@ -88,7 +88,7 @@ def pack(
         parameters=bytes(parameters),
         starts=tuple(starts),
         addresses=tuple(addresses),
-        constants=tuple(x for x in values if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)),
+        constants=tuple(x for x in values if isinstance(x, torch.Tensor) and not isinstance(x, Placeholder)),
     )
 
 

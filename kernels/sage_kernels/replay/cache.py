@@ -174,7 +174,7 @@ def traced(
         return None
     device = next(x.device for x in tensors if x is not None)
     with torch.cuda.device(device), driver.relaxed_capture(), tracing() as trace:
-        inputs = [None if x is None else trace.stand_in(x, device) for x in tensors]
+        inputs = [None if x is None else trace.placeholder(x, device) for x in tensors]
         outputs = call(*inputs)
         launches = LaunchPlan(trace, [x for x in inputs if x is not None], outputs, device)
 

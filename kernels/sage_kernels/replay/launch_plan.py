@@ -12,7 +12,7 @@ import torch
 
 from ..runtime import torch_private
 from . import driver
-from .trace import NotReplayableError, PackedLaunch, Trace, TracedMemory, TracedOperator, is_stand_in, locate
+from .trace import NotReplayableError, PackedLaunch, Trace, TracedMemory, TracedOperator, is_placeholder, locate
 
 BUFFER_ALIGNMENT = 256
 """Alignment of each buffer in a call's allocation, in bytes."""
@@ -77,8 +77,8 @@ class LaunchPlan:
 
         Args:
             trace: the call's launches and allocations.
-            inputs: the stand-ins for the call's arguments, in the order in which `run` takes them.
-            outputs: the stand-ins for the call's results, each in a separate memory.
+            inputs: the placeholders for the call's arguments, in the order in which `run` takes them.
+            outputs: the placeholders for the call's results, each in a separate memory.
             device: the GPU.
 
         Raises:
@@ -110,7 +110,7 @@ class LaunchPlan:
                 self._constants += step.constants
                 for place in step.addresses:
                     address = ADDRESS.unpack_from(step.parameters, place)[0]
-                    if is_stand_in(address):
+                    if is_placeholder(address):
                         number, offset = locate(address)
                         base, start = bases[number]
                         self._patches[base].append((launch.words, place // ADDRESS.size, start + offset))

@@ -20,7 +20,7 @@ import torch
 from ..runtime import torch_private
 
 FIRST_ADDRESS = 2**56
-"""Stand-ins have addresses from here on; tensors with memory have lower addresses."""
+"""Placeholders have addresses from here on; tensors with memory have lower addresses."""
 MEMORY_BYTES = 2**44
 """Distance between the addresses of two memories: more bytes than any GPU has."""
 
@@ -65,12 +65,12 @@ class TracedOperator:
     """Operator of PyTorch among a call's launches.
 
     Attributes:
-        run: a function of the tensors that the stand-ins stand for.
-        arguments: the stand-ins; a stand-in of a call's argument is the argument itself, not a view of it.
+        run: a function of the real tensors.
+        arguments: the placeholders; a placeholder of a call's argument is the argument itself, not a view of it.
     """
 
     run: Callable[..., object]
-    arguments: tuple[StandIn, ...]
+    arguments: tuple[Placeholder, ...]
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class TracedMemory:
 
     @property
     def address(self) -> int:
-        """Return the address of its stand-ins' first byte."""
+        """Return the address of its placeholders' first byte."""
         return FIRST_ADDRESS + self.number * MEMORY_BYTES
 
 
@@ -109,10 +109,10 @@ class Trace:
     steps: list[PackedLaunch | TracedOperator] = field(default_factory=list)
     compilations: list[Callable[[], object]] | None = None
 
-    def stand_in(self, x: torch.Tensor, device: torch.device | None = None) -> StandIn:
-        """Return a stand-in for an argument, with a separate memory, on a device (default: x's)."""
+    def placeholder(self, x: torch.Tensor, device: torch.device | None = None) -> Placeholder:
+        """Return a placeholder for an argument, with a separate memory, on a device (default: x's)."""
         meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
-        return StandIn(meta, self.new_memory(meta), device or x.device, self)
+        return Placeholder(meta, self.new_memory(meta), device or x.device, self)
 
     def new_memory(self, meta: torch.Tensor) -> TracedMemory:
         """Note an allocation."""
@@ -128,30 +128,30 @@ class Trace:
         """Note an operator of PyTorch, which writes to its arguments and returns nothing.
 
         Raises:
-            NotReplayableError: an argument is not a stand-in.
+            NotReplayableError: an argument is not a placeholder.
         """
-        if not all(isinstance(x, StandIn) for x in arguments):
-            raise NotReplayableError("an operator's argument is not a stand-in")
+        if not all(isinstance(x, Placeholder) for x in arguments):
+            raise NotReplayableError("an operator's argument is not a placeholder")
         self.steps.append(TracedOperator(run, tuple(arguments)))  # type: ignore[arg-type]
 
 
-def is_stand_in(address: int) -> bool:
-    """Return whether an address belongs to a stand-in."""
+def is_placeholder(address: int) -> bool:
+    """Return whether an address belongs to a placeholder."""
     return address >= FIRST_ADDRESS
 
 
 def locate(address: int) -> tuple[int, int]:
-    """Return the number of the memory at a stand-in's address, and the byte offset in it."""
+    """Return the number of the memory at a placeholder's address, and the byte offset in it."""
     return divmod(address - FIRST_ADDRESS, MEMORY_BYTES)
 
 
 def relocatable(tensor_map: Callable[[int], bytes], address: int) -> bytes:
-    """Return `tensor_map(address)`; for a stand-in, whose address the driver may refuse, derive it from sample maps.
+    """Return `tensor_map(address)`; for a placeholder, whose address the driver may refuse, derive it from sample maps.
 
     Raises:
         NotReplayableError: this driver's maps of two addresses differ in more than the first 64 bits.
     """
-    if not is_stand_in(address):
+    if not is_placeholder(address):
         return tensor_map(address)
     first, second = (tensor_map(sample) for sample in SAMPLE_ADDRESSES)
     heads = tuple(struct.unpack_from("<Q", one)[0] for one in (first, second))
@@ -192,7 +192,7 @@ def tracing(compiles_only: bool = False) -> Iterator[Trace]:
 
 
 class _NoMemory(torch_private.TorchDispatchMode):
-    """Let code view stand-ins and allocate tensors like them, and refuse any other allocation of GPU memory.
+    """Let code view placeholders and allocate tensors like them, and refuse any other allocation of GPU memory.
 
     All replays of a call would share such memory.
     """
@@ -206,17 +206,17 @@ class _NoMemory(torch_private.TorchDispatchMode):
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if any(_holds_stand_in(x) for x in (*args, *options.values())):
+        if any(_holds_placeholder(x) for x in (*args, *options.values())):
             return _follow(function, args, options)
         result = function(*args, **options)
         if isinstance(result, torch.Tensor) and result.device.type == "cuda" and not _keeps.get():
             is_view = any(torch_private.share_memory(result, x) for x in args if isinstance(x, torch.Tensor))
             if not is_view:
-                raise NotReplayableError(f"{function} allocates memory outside of stand-ins")
+                raise NotReplayableError(f"{function} allocates memory outside of placeholders")
         return result
 
 
-class StandIn(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A tensor on a GPU with an address but no memory. Code can view it and allocate others like it.
 
     It has no dispatch function except the trace mode's: at the first operator of a class with its own dispatch
@@ -230,15 +230,15 @@ class StandIn(torch.Tensor):
 
     __torch_function__ = torch_private.no_torch_function
 
-    def __new__(cls, meta: torch.Tensor, memory: TracedMemory, device: torch.device, traced: Trace) -> StandIn:
-        """Stand in for a tensor in a memory; `meta` has its sizes, on the meta device."""
+    def __new__(cls, meta: torch.Tensor, memory: TracedMemory, device: torch.device, traced: Trace) -> Placeholder:
+        """Make a placeholder for a tensor in a memory; `meta` has its sizes, on the meta device."""
         x = torch_private.tensor_of_class(cls, meta)
         x._meta, x._memory, x._trace, x._nominal = meta, memory, traced, device
         return x
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the tensor that it stands for."""
+        """Return the device of the real tensor."""
         return self._nominal
 
     @property
@@ -255,19 +255,19 @@ class StandIn(torch.Tensor):
         return self._memory.address + int(self._meta.storage_offset()) * self._meta.element_size()
 
 
-def _holds_stand_in(x: object) -> bool:
-    return isinstance(x, StandIn) or (isinstance(x, (list, tuple)) and any(map(_holds_stand_in, x)))
+def _holds_placeholder(x: object) -> bool:
+    return isinstance(x, Placeholder) or (isinstance(x, (list, tuple)) and any(map(_holds_placeholder, x)))
 
 
-def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> StandIn:
-    """Take a view of a stand-in, or allocate one like it; raise NotReplayableError for other operators before they run.
+def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Placeholder:
+    """View a placeholder, or allocate one like it; raise NotReplayableError for other operators before they run.
 
-    If kernels are only compiled, a stand-in may be filled, converted, copied or negated too.
+    If kernels are only compiled, a placeholder may be filled, converted, copied or negated too.
     """
     source = args[0] if args else None
     schema, allocates = function._schema, function.overloadpacket in _ALLOCATING
     traced = current()
-    if isinstance(source, StandIn) and traced is not None and traced.compilations is not None:
+    if isinstance(source, Placeholder) and traced is not None and traced.compilations is not None:
         if function.overloadpacket in _FILLING:
             return source
         allocates |= function.overloadpacket is torch.ops.aten.new_zeros
@@ -276,9 +276,9 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
             function, args = torch.ops.aten.new_empty_strided.default, [source, source.shape, source.stride()]
             schema = function._schema
     views = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    if not isinstance(source, StandIn) or schema.is_mutable or not (allocates or views):
+    if not isinstance(source, Placeholder) or schema.is_mutable or not (allocates or views):
         raise NotReplayableError(f"{function} is more than a view or an allocation")
-    meta_args = [arg._meta if isinstance(arg, StandIn) else arg for arg in args]
+    meta_args = [arg._meta if isinstance(arg, Placeholder) else arg for arg in args]
     if "device" in options:
         options = {**options, "device": "meta"}
     if (
@@ -293,11 +293,11 @@ def _follow(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Stan
     if not isinstance(meta, torch.Tensor) or shares == allocates:  # `Tensor.to` is declared as a view, and may copy
         raise NotReplayableError(f"{function} is more than a view or an allocation")
     if shares:
-        return StandIn(meta, source._memory, source.device, source._trace)
+        return Placeholder(meta, source._memory, source.device, source._trace)
     traced = source._trace
     memory = traced.new_memory(meta)
     weakref.finalize(meta.untyped_storage(), _freed, traced, memory)
-    return StandIn(meta, memory, source.device, traced)
+    return Placeholder(meta, memory, source.device, traced)
 
 
 _ALLOCATING = (torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty_strided)

@@ -58,7 +58,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Stand-in for a module's loader until the module is executed; then the real loader takes its place again."""
+    """Loader that replaces a module's own loader until the module is executed."""
 
     def __init__(self, spec: ModuleSpec, loader: Loader) -> None:
         self._spec = spec

@@ -42,19 +42,18 @@ class KeyPadding:
 
 @dataclass(frozen=True)
 class KVStatistics:
-    """Statistics of K and V over valid tokens; float32, channels padded to a power of two.
+    """Statistics of K and V over valid tokens, in float32; head_dim and v_head_dim are padded to powers of two.
 
     Attributes:
-        key_mean: (batch, kv_heads, head_dim); zeros without smoothing of K.
-        value_mean: (batch, kv_heads, v_head_dim), as in `transforms.smooth_value`; zeros without smoothing of V.
-        value_amax: (batch, kv_heads, v_head_dim): largest |V - mean| of each channel, NaN if the channel holds a
-            non-finite element.
-        value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
-        equalizer: shaped as key_mean; K is divided and Q multiplied by it (`transforms.equalize`); 1 beyond head_dim;
-            None without equalizing.
-        chosen: int32 (batch, kv_heads, `Call.choice_places`), the results of `transforms.heavy_places` or `late_keys`;
-            None if the heavy keys are the first keys.
-        first_keys: the number `Call.first_keys`.
+        key_mean: (batch, kv_heads, head_dim), the mean of K; 0 without smoothing of K.
+        value_mean: (batch, kv_heads, v_head_dim), the mean of V (`transforms.smooth_value`); 0 without smoothing of V.
+        value_amax: (batch, kv_heads, v_head_dim), each channel's largest |V - mean|; NaN if an element is not finite.
+        value_tensor_amax: (batch, kv_heads), the largest finite |V - mean|.
+        equalizer: (batch, kv_heads, head_dim), the factors that divide K and multiply Q (`transforms.equalize`), 1 in
+            padding channels; None without equalizing.
+        chosen: int32 (batch, kv_heads, `Call.choice_places`), the places that `transforms.heavy_places` or
+            `transforms.late_keys` chose; None if the heavy keys are the sequence's first keys.
+        first_keys: see `Call.first_keys`.
     """
 
     key_mean: torch.Tensor
@@ -75,12 +74,11 @@ class HeavyKeys:
     """Keys of each sequence that are attended to in 16 bits, the caller's dtype: `Call.first_keys`, then late keys.
 
     Attributes:
-        key: (batch, kv_heads, keys, channels): with NVFP4, K minus the mean that is subtracted from the other keys;
-            with INT8, K unchanged, and `Int8Operands.mean_score` is subtracted from its scores. There are as many
-            channels as the other keys have, in the order of `layout.heavy_order`; channels beyond head_dim, and keys
-            that do not exist, are 0. With queries in 16 bits, channels are in the original order, and MEAN_PARTS more
-            rows follow, whose sum is the mean.
-        value: (batch, kv_heads, keys, v_channels): V with its mean; channels are v_head_dim rounded up in the same way.
+        key: (batch, kv_heads, keys, channels). With NVFP4 it is K minus K's mean. With INT8 it is K itself, and kernels
+            subtract `Int8Operands.mean_score` from its scores. It has the channels of the low-bit keys, in the order of
+            `layout.heavy_order`; channels beyond head_dim, and keys that do not exist, are 0. If queries are in 16
+            bits, channels keep their order, and MEAN_PARTS further rows sum to K's mean.
+        value: (batch, kv_heads, keys, v_channels), V with its mean; v_channels is v_head_dim rounded up likewise.
         late: int32 (batch, kv_heads, late keys), the results of `transforms.late_keys`; None without late keys.
     """
 
@@ -93,9 +91,9 @@ class HeavyKeys:
 class Int8Operands:
     """Q, K and V of the INT8 recipes.
 
-    Operand batch is 1 for packed sequences, else the caller's; channels are head_dim rounded up to a power of two, rows
-    as in `layout.Sequences`; elements beyond a sequence are 0. With heavy keys, K and V are the tensors of `Call.tail`;
-    the places of chosen heavy keys hold the first keys that they displaced.
+    Operand batch is 1 for packed sequences, else the caller's. Channels are head_dim rounded up to a power of two. Rows
+    are as in `layout.Sequences`, and 0 beyond a sequence. With heavy keys, K and V are the tensors of `Call.tail`; each
+    chosen heavy key has exchanged its place with one of the first keys.
 
     Attributes:
         query: int8 (operand batch, q_heads, rows, channels).
@@ -103,20 +101,20 @@ class Int8Operands:
         key: int8 (operand batch, kv_heads, rows, channels), K without its mean.
         key_scale: bfloat16 (operand batch, kv_heads, rows / 64, 4), one scale for the 16 tokens that
             `layout.thread_order` makes adjacent. Triton would load 32-bit scales through shared memory.
-        value: V without its mean. In 8 bits (operand batch, kv_heads, channels, rows), with each 16 tokens in the order
-            0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: then the weights are the operand of P·V in the registers where Q·Kᵀ
-            left the scores. In float16 (operand batch, kv_heads, rows, channels).
+        value: V without its mean. In 8 bits it is (operand batch, kv_heads, channels, rows), and every 16 tokens are in
+            the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: then P·V reads the weights from the registers in which Q·Kᵀ
+            left the scores. In float16 it is (operand batch, kv_heads, rows, channels).
         value_scale: float32 (batch, kv_heads, channels).
         value_mean: float32 (batch, kv_heads, channels), added to the output.
-        mean_score: float32 (operand batch, q_heads, rows), queries' products with K's mean, subtracted from heavy keys'
-            scores and added to the LSE; None without heavy keys and LSE, and with queries in 16 bits.
+        mean_score: float32 (operand batch, q_heads, rows), each query's product with K's mean. Kernels subtract it from
+            the scores of heavy keys, and add it to the LSE. None if neither is needed, or if queries are in 16 bits.
         heavy: the keys that are attended to in 16 bits; None: no keys.
         equalizer: float32 (batch, kv_heads, channels), the factors of `transforms.equalize`, 1 beyond head_dim; None
             without equalizing.
-        query_factors: float32 (batch, kv_heads, channels), the bits of the rotation's factors as
-            `cuda/include/rotation.cuh` reads them, if the forward kernel quantises Q; else None.
-        queue: int32 (1,), 0, a counter from which blocks of a causal forward kernel take items as they get free. It is
-            0 again at the end: operands may be attended to again, but not at the same time. None: items are assigned
+        query_factors: float32 (batch, kv_heads, channels), the rotation's factors as bits that
+            `cuda/include/rotation.cuh` reads, if the forward kernel quantises Q; else None.
+        queue: int32 (1,), a counter from which free blocks of a causal forward kernel take the next item. It is 0
+            before and after a launch, so launches with the same operands must not overlap. None: items are assigned
             beforehand.
     """
 

@@ -11,22 +11,22 @@ import torch
 
 import sage_hf
 from sage_hf import SageAttnProcessor
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, parallel_plans, shards
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, cp_plans, shards
 from tests.helpers.families import FAMILIES, Family, family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
 
-WITHOUT_PLAN = [
+WITHOUT_CP_PLAN = [
     case
     for case in FAMILIES
     if getattr(getattr(diffusers, case.model_class, None), "_cp_plan", None) is None
-    and case.model_class not in parallel_plans.FAMILIES
+    and case.model_class not in cp_plans.FAMILIES
 ]
 
 
 FEW = ("cogvideox-1.5-ulysses", "hunyuan-video-*", "mochi-ring", "sd3-ulysses", "flux-[!2]*", "wan-t2v-ring")
 FEW += ("prompts-ring", "uneven-*", "collectives-*", "changes", "offloaded", "gradient", "restored")
-"""Cases that two processes run each time: each family with a plan of ours, each mode, and others' faults."""
+"""Cases that two processes run each time: each family with a cp_plan of ours, each mode, and others' faults."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_tensors_of_any_layout_are_joined_as_they_are(head_dim: int, offset: int
         assert found.dtype == dtype and torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
 
 
-@pytest.mark.parametrize("case", WITHOUT_PLAN, ids=str)
+@pytest.mark.parametrize("case", WITHOUT_CP_PLAN, ids=str)
 def test_a_family_without_a_plan_is_refused_before_it_is_changed(case: Family):
     model = case.build()
     model.set_attn_processor(SageAttnProcessor("sage3"))
@@ -68,7 +68,7 @@ def test_a_family_without_a_plan_is_refused_before_it_is_changed(case: Family):
     assert model._parallel_config is None
 
 
-def test_a_layer_that_does_not_dispatch_is_refused_though_there_is_a_plan():
+def test_a_layer_that_does_not_dispatch_is_refused_though_there_is_a_cp_plan():
     model = family("cogvideox").build()
     model.set_attn_processor(SageAttnProcessor("sage3"))
     with pytest.raises(UnsupportedAttentionError, match=r"transformer_blocks\.0\.attn1.*CogVideoXAttnProcessor2_0"):

@@ -1,4 +1,4 @@
-"""Stand-in for SageAttention's package: its documented functions, computed by sage-hf.
+"""Replacement for SageAttention's package: its documented functions, computed by sage-hf.
 
 `sage_hf.drop_in()` puts this module where `import sageattention` finds it. All functions take masks, any head_dim and
 tensors that require gradients. Masks and gradients follow the rules of `sage_hf.sage_attention`. Keywords that choose
@@ -222,7 +222,7 @@ def _options(
     scale, dropout_p = options.pop("scale", None), options.pop("dropout_p", 0.0)
     options.pop("enable_gqa", None)
     if options:
-        raise TypeError(f"sage-hf's stand-in for sageattention does not know the keyword {next(iter(options))!r}")
+        raise TypeError(f"sage-hf's replacement for sageattention does not know the keyword {next(iter(options))!r}")
     if sm_scale is not None and scale is not None:
         raise ValueError(f"give sm_scale={sm_scale} or scale={scale}, not both")
     return Options(

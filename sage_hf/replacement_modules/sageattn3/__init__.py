@@ -1,4 +1,4 @@
-"""Stand-in for SageAttention3's package: its documented function, computed by sage-hf.
+"""Replacement for SageAttention3's package: its documented function, computed by sage-hf.
 
 `sage_hf.drop_in()` puts this module where `import sageattn3` finds it.
 """
@@ -38,7 +38,7 @@ def sageattn3_blackwell(
         ValueError: see `sage_hf.sage_attention`.
     """
     if kwargs:
-        raise TypeError(f"sage-hf's stand-in for sageattn3 does not know the keyword {next(iter(kwargs))!r}")
+        raise TypeError(f"sage-hf's replacement for sageattn3 does not know the keyword {next(iter(kwargs))!r}")
     recipe = "sage_bwd" if wants_gradient(q, k, v) else "sage3"
     options = Options(is_causal=is_causal, recipe=recipe, fallback=chosen_fallback(None))
     output, _ = attend_observed(q, k, v, attn_mask, options)

@@ -1,8 +1,8 @@
-"""Context-parallel plans of models for which diffusers has none: they split tokens among processes.
+"""Context-parallel plans (cp_plans) for models for which diffusers has none: they split tokens among processes.
 
 The video or the image is split after its embedding, and put together after the output projection. The text is on every
 process: it is short, its length need not be divisible, and its mask and its place in the sequence are as in one
-process. diffusers' processors for these models attend only to their own process's tokens, so a plan needs our
+process. diffusers' processors for these models attend only to their own process's tokens, so a cp_plan needs our
 processors.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from sage_hf.attributes import SPLIT
 from sage_hf.changes import inner
-from sage_hf.diffusers.bridge import Shards, gathered_tokens, parallel_config_of, parallel_plan_of, split_tokens
+from sage_hf.diffusers.bridge import Shards, cp_plan_of, gathered_tokens, parallel_config_of, split_tokens
 from sage_hf.diffusers.errors import UnsupportedAttentionError, naming
 from sage_hf.diffusers.parallel import check_layer
 from sage_hf.diffusers.processor import attention_layers, bind, exchange_processor, layer_of, sage_of
@@ -27,7 +27,7 @@ RESIDUALS = "block_controlnet_hidden_states"
 """Argument of SD 3's forward pass: the residuals that a ControlNet adds to the image tokens after each block."""
 
 
-class ContextParallelPlan(dict[str, Any]):
+class SharedTextCPPlan(dict[str, Any]):
     """Context-parallel plan of sage-hf, in which all processes have the text."""
 
 
@@ -36,12 +36,12 @@ class _Family:
     """Models of one class.
 
     Attributes:
-        plan: makes the plan for a model.
+        cp_plan: makes the context-parallel plan of a model.
         blocks: the modules in which tokens are split.
         text_first: whether attention gets [text, video], not [video, text].
     """
 
-    plan: Callable[[Any], dict[str, Any]]
+    cp_plan: Callable[[Any], dict[str, Any]]
     blocks: tuple[str, ...]
     text_first: bool = False
 
@@ -88,30 +88,30 @@ FAMILIES = {
 
 
 def context_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the plan by which `model.enable_parallelism(config=..., cp_plan=...)` splits the tokens of a model.
+    """Return the context-parallel plan by which `model.enable_parallelism(cp_plan=...)` splits a model's tokens.
 
-    After `sage_hf.apply(model, ...)` the plan need not be passed. If the model has no processors of sage-hf, a plan of
-    sage-hf sets processors with the recipe "exact", which attend as diffusers does, across processes.
+    After `sage_hf.apply(model, ...)`, it need not be passed. In a model without our processors, our plan sets
+    processors with the recipe "exact", which attend as diffusers does, across processes.
 
     Returns:
-        diffusers' own plan if it has one, or else ours.
+        diffusers' plan, `model._cp_plan`, if there is one; otherwise ours.
 
     Raises:
-        UnsupportedAttentionError: neither diffusers nor sage_hf has a plan for this model.
+        UnsupportedAttentionError: neither diffusers nor sage_hf has a context-parallel plan for this model.
 
     Example:
-        >>> plan = sage_hf.context_parallel_plan(pipe.transformer)
-        >>> pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=plan)
+        >>> cp_plan = sage_hf.context_parallel_plan(pipe.transformer)
+        >>> pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2), cp_plan=cp_plan)
     """
     model = inner(model)
-    if (plan := parallel_plan_of(model)) is not None:
-        return plan
+    if (cp_plan := cp_plan_of(model)) is not None:
+        return cp_plan
     if (family := _family_of(model)) is None:
         raise UnsupportedAttentionError(
-            f"neither diffusers nor sage_hf has a plan for context parallelism of {type(model).__name__}: pass "
+            f"neither diffusers nor sage_hf has a context-parallel plan for {type(model).__name__}: pass "
             "cp_plan=..., or run this model without enable_parallelism()"
         )
-    return ContextParallelPlan(family.plan(model))
+    return SharedTextCPPlan(family.cp_plan(model))
 
 
 def _family_of(model: torch.nn.Module) -> _Family | None:
@@ -119,43 +119,43 @@ def _family_of(model: torch.nn.Module) -> _Family | None:
 
 
 def _split_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the attention modules whose tokens our plan splits, by dotted name."""
+    """Return the attention modules whose tokens our cp_plan splits, by dotted name."""
     family = _family_of(model)
     blocks = () if family is None else family.blocks
     return {name: layer for name, layer in attention_layers(model).items() if name.split(".")[0] in blocks}
 
 
 def check_split(model: torch.nn.Module, config: Any) -> None:
-    """Raise UnsupportedAttentionError if attention cannot be split by our plan; nothing is changed.
+    """Raise UnsupportedAttentionError if attention cannot be split by our cp_plan; nothing is changed.
 
     Args:
-        model: the model for which the plan was made.
+        model: the model for which the cp_plan was made.
         config: diffusers' ParallelConfig or ContextParallelConfig.
     """
     layers = _split_layers(model)
     if not layers:
-        raise UnsupportedAttentionError(f"the plan was made for another model than {type(model).__name__}")
-    check_layers(layers, config, by_our_plan=True)
+        raise UnsupportedAttentionError(f"this cp_plan was made for another model than {type(model).__name__}")
+    check_layers(layers, config, by_our_cp_plan=True)
 
 
-def check_layers(modules: dict[str, Any], config: Any, *, by_our_plan: bool) -> None:
-    """Raise UnsupportedAttentionError, with the layer's name, if one of these cannot attend across processes.
+def check_layers(modules: dict[str, Any], config: Any, *, by_our_cp_plan: bool) -> None:
+    """Raise UnsupportedAttentionError, with the layer's name, if a layer cannot attend across processes.
 
     Args:
         modules: attention modules by dotted name.
         config: diffusers' ParallelConfig or ContextParallelConfig.
-        by_our_plan: whether a plan of sage-hf splits the tokens.
+        by_our_cp_plan: whether our cp_plan splits the tokens.
     """
     shards = Shards.of(config)
     for name, module in modules.items():
         sage = sage_of(module)
         is_sparse = sage is not None and sage.sparse is not None
         with naming(name):
-            check_layer(module, layer_of(module), shards, by_our_plan=by_our_plan, is_sparse=is_sparse)
+            check_layer(module, layer_of(module), shards, by_our_cp_plan=by_our_cp_plan, is_sparse=is_sparse)
 
 
 def split_attention(model: torch.nn.Module) -> None:
-    """Let a model's layers attend across processes, after `enable_parallelism` has split its tokens by our plan.
+    """Let a model's layers attend across processes, after `enable_parallelism` has split its tokens by our cp_plan.
 
     Layers without our processor get a processor with the recipe "exact": now, and before each forward pass, for example
     after `restore` put diffusers' processors back.
