@@ -87,10 +87,10 @@ from sage_kernels.dispatch.registry import get_backward, get_forward, get_quanti
 
 fake_gpu.install(pytest.MonkeyPatch())
 forward, quantizer = get_forward("int8_forward_hopper"), get_quantizer("int8_quantize_hopper")
-query, valid = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2), torch.ones(1, 192, dtype=torch.bool)
+query, key_mask = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2), torch.ones(1, 192, dtype=torch.bool)
 with trace.tracing() as traced:
     for recipe in ("sage2", "sage1", "sage_bwd"):
-        for mask in (Mask(), Mask.of_keys(traced.stand_in(valid))):
+        for mask in (Mask(), Mask.of_keys(traced.stand_in(key_mask))):
             tensors = [traced.stand_in(query) for _ in range(3)]
             call = Call(*tensors, get_recipe(recipe), mask, False, 0, 0.125)
             if recipe != "sage_bwd":

@@ -84,7 +84,7 @@ def attend(
         return _run_exactly(query, key, value, mask, blocks, options, reason, entry)
     if grad:
         if plan is None or entry is None or blocks is not None or options.return_lse:
-            return training.call_operator(query, key, value, call_mask.valid, blocks, None, options)
+            return training.call_operator(query, key, value, call_mask.key_mask, blocks, None, options)
         return training.forward(query, key, value, call_mask, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)

@@ -45,11 +45,11 @@ def error(x, true):
     return ((x.double() - true).abs().sum() / true.abs().sum()).item()
 
 
-def check(inputs, recipe, return_lse=False, valid=None, **options):
-    call = new_call(*inputs, recipe, return_lse=return_lse, valid=valid, **options)
-    quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+def check(inputs, recipe, return_lse=False, key_mask=None, **options):
+    call = new_call(*inputs, recipe, return_lse=return_lse, key_mask=key_mask, **options)
+    quantizer = NVFP4Quantizer() if key_mask is None else TritonQuantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
-    mask = None if valid is None else valid[:, None, None]
+    mask = None if key_mask is None else key_mask[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
     true, _ = sdpa.attention(*inputs, mask=mask, **options)
     # A row of heavy and recent keys alone has the rounding of 16 bits, which differs where parts are merged in turn.
@@ -113,9 +113,9 @@ def test_keys_that_do_not_exist(kind, head_dim):
     # Without the search for scales, which Triton's quantiser compiles for long.
     recipe = replace(SAGE3, scale_steps=(), key_scale_steps=())
     inputs = random_inputs(300, 700, 4, 2, head_dim)
-    valid = keys_that_exist(kind, 700)
-    check(inputs, recipe, valid=valid, return_lse=True)
-    check(inputs, recipe, valid=valid, is_causal=True, causal_offset=390, return_lse=True)
+    key_mask = keys_that_exist(kind, 700)
+    check(inputs, recipe, key_mask=key_mask, return_lse=True)
+    check(inputs, recipe, key_mask=key_mask, is_causal=True, causal_offset=390, return_lse=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,11 +126,11 @@ def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
     q_len, kv_len, head_dim = 150, 199, 80
     recipe = replace(SAGE3, scale_steps=(), key_scale_steps=(), heavy_keys=0, recent_keys=q_len + 61)
     inputs = random_inputs(q_len, kv_len, 4, 2, head_dim, v_head_dim=72, dtype=dtype)
-    valid = None if kind == "all" else keys_that_exist(kind, kv_len)
-    call = new_call(*inputs, recipe, return_lse=True, valid=valid, is_causal=True, causal_offset=offset)
-    quantizer = NVFP4Quantizer() if valid is None else TritonQuantizer()
+    key_mask = None if kind == "all" else keys_that_exist(kind, kv_len)
+    call = new_call(*inputs, recipe, return_lse=True, key_mask=key_mask, is_causal=True, causal_offset=offset)
+    quantizer = NVFP4Quantizer() if key_mask is None else TritonQuantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
-    mask = None if valid is None else valid[:, None, None]
+    mask = None if key_mask is None else key_mask[:, None, None]
     true, true_lse = sdpa.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
     # Each of so many parts that are merged, of one key at least, rounds the sums in float32 a few times.
     merged = 4 * recipe.recent_keys * torch.finfo(torch.float32).eps
@@ -158,21 +158,21 @@ def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
 
 def test_spans_match_triton():
     kinds = [*(keys_that_exist(kind, 5000) for kind in ("right", "left", "holes", "shared", "none"))]
-    for valid in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
-        found, expected = padding.key_padding(valid), in_triton.key_padding(valid)
-        assert torch.equal(found.spans, expected.spans) and torch.equal(found.valid, expected.valid)
+    for key_mask in (*kinds, torch.ones(1, 3, dtype=torch.bool, device="cuda")):
+        found, expected = padding.key_padding(key_mask), in_triton.key_padding(key_mask)
+        assert torch.equal(found.spans, expected.spans) and torch.equal(found.key_mask_u8, expected.key_mask_u8)
 
 
 def test_what_keys_that_do_not_exist_hold_does_not_matter():
     query, key, value = random_inputs(200, 400, 2, 2, 64)
-    valid = keys_that_exist("holes", 400)
+    key_mask = keys_that_exist("holes", 400)
     recipe = replace(SAGE3, scale_steps=(), key_scale_steps=())
     for is_causal in (False, True):
         outputs = []
         for filler in (0.0, torch.nan):
-            there = valid[:, None, :, None]
+            there = key_mask[:, None, :, None]
             filled = (torch.where(there, x, filler) for x in (key, value))
-            call = new_call(query, *filled, recipe, valid=valid, is_causal=is_causal, causal_offset=100)
+            call = new_call(query, *filled, recipe, key_mask=key_mask, is_causal=is_causal, causal_offset=100)
             outputs.append(nvfp4_forward.attend(call, TritonQuantizer(), native=False)[0])
         assert torch.equal(*outputs)
 

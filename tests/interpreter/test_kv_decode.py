@@ -40,7 +40,7 @@ def assert_same(one: KVCache, two: KVCache) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name)), name
 
 
-def bounds(cache: KVCache, query, valid, scale: float):
+def bounds(cache: KVCache, query, key_mask, scale: float):
     """Return float64 attention, and how far the kernel may be from it.
 
     Q's rows are rounded to float16 relative to their maximum, 2^-12 of which an element may be off at most (and 2^-20
@@ -50,7 +50,7 @@ def bounds(cache: KVCache, query, valid, scale: float):
     """
     group = query.shape[1] // cache.kv_heads
     key, value = (x.repeat_interleave(group, 1) for x in reference.read_all(cache, torch.float64))
-    expected = reference.attend_to_cache(cache, query.double(), valid, scale)
+    expected = reference.attend_to_cache(cache, query.double(), key_mask, scale)
     q = query.double() * cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
     # Norms are the rotated vectors' too; a maximum is at most the norm.
     centred = (key - cache.key_mean.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)) / (
@@ -67,14 +67,14 @@ def bounds(cache: KVCache, query, valid, scale: float):
 @pytest.mark.parametrize(("format", "head_dim", "group", "prompt", "steps", "padded"), CASES)
 def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_dim, group, prompt, steps, padded):
     query, key, value = draw(head_dim, group, prompt + sum(steps))
-    valid = None
+    key_mask = None
     if padded:
-        valid = torch.ones(2, prompt + sum(steps), dtype=torch.bool)
-        valid[0, :19] = valid[1, prompt // 2 : prompt // 2 + 9] = False
+        key_mask = torch.ones(2, prompt + sum(steps), dtype=torch.bool)
+        key_mask[0, :19] = key_mask[1, prompt // 2 : prompt // 2 + 9] = False
     one, two = (KVCache(get_format(format), key) for _ in "ab")
     first = [x[:, :, :prompt] for x in (query, key, value)]
     for cache in (one, two):
-        reference.freeze(cache, *first, None if valid is None else valid[:, :prompt])
+        reference.freeze(cache, *first, None if key_mask is None else key_mask[:, :prompt])
     kv_append.append(one, *first[1:])
     reference.append(two, *first[1:])
     assert_same(one, two)
@@ -82,7 +82,7 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
     for step in steps:
         part = slice(length, length + step)
         length += step
-        seen = None if valid is None else valid[:, :length]
+        seen = None if key_mask is None else key_mask[:, :length]
         output = decode(one, *(x[:, :, part] for x in (query, key, value)), seen, head_dim**-0.5)
         reference.append(two, key[:, :, part], value[:, :, part])
         assert_same(one, two)
@@ -209,10 +209,10 @@ def test_few_codes_are_not_divided():
     assert kv_decode._code_parts(8, 1, torch.device("cpu")) == 1
 
 
-def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:
+def step(cache: KVCache, query, key, value, key_mask, scale: float) -> torch.Tensor:
     """Decode from a cache of fixed capacity as the operator does, which knows its tensors alone."""
     tensors = [getattr(cache, name) for name in KVCache.FIXED]
-    return decode(KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale)
+    return decode(KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, key_mask, scale)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
     """The parts are as many in both, so outputs are equal to the bit too."""
     monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 2)
     query, key, value = draw(head_dim, group, prompt + steps)
-    valid = torch.ones(2, 512, dtype=torch.bool)
-    valid[0, :19] = not padded
+    key_mask = torch.ones(2, 512, dtype=torch.bool)
+    key_mask[0, :19] = not padded
     one = KVCache(get_format(format), key)
-    reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), valid[:, :prompt])
+    reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), key_mask[:, :prompt])
     two = copy.deepcopy(one)
     two.fix(512)
     pointers = [getattr(two, name).data_ptr() for name in KVCache.FIXED]
@@ -247,9 +247,9 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
         kv_append.append(cache, key[:, :, :prompt], value[:, :, :prompt])
     for length in range(prompt, prompt + steps):
         new = [x[:, :, length : length + 1] for x in (query, key, value)]
-        seen = valid[:, : length + 1].contiguous() if padded else None
+        seen = key_mask[:, : length + 1].contiguous() if padded else None
         expected = decode(one, *new, seen, head_dim**-0.5)
-        assert torch.equal(step(two, *new, valid if padded else None, head_dim**-0.5), expected)
+        assert torch.equal(step(two, *new, key_mask if padded else None, head_dim**-0.5), expected)
         assert two.counts.tolist() == [one.length, one.coded]
     two.read_counts()
     assert_same(one, two)

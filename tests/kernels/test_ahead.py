@@ -53,10 +53,10 @@ def compiled(monkeypatch):
     return found
 
 
-def draw(traced, valid=None, **options):
+def draw(traced, key_mask=None, **options):
     query = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     tensors = [traced.stand_in(query) for _ in range(3)]
-    mask = Mask.of_keys(None if valid is None else traced.stand_in(valid))
+    mask = Mask.of_keys(None if key_mask is None else traced.stand_in(key_mask))
     return Call(*tensors, get_recipe("sage_bwd"), mask, **{"scale": 0.125, **options})
 
 
@@ -123,11 +123,14 @@ def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, caus
     monkeypatch.setattr(
         backward_operands, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
     )
-    valid, x = torch.arange(192)[None] < 150 if padded else None, torch.empty(1, 192, 2, 64).bfloat16().transpose(1, 2)
+    key_mask, x = (
+        torch.arange(192)[None] < 150 if padded else None,
+        torch.empty(1, 192, 2, 64).bfloat16().transpose(1, 2),
+    )
     plain = Call(x, x, x, get_recipe("sage_bwd"))
     saved = empty_saved(plain, torch.empty(1, 2, 192))
     with trace.tracing() as traced:
-        call = draw(traced, valid, is_causal=causal)
+        call = draw(traced, key_mask, is_causal=causal)
         precompile.compile_backward(call, plan_of(call, "int8_backward"))
         precompile.finish()
         gradient, output, *kept = map(traced.stand_in, (x, x, *saved))

@@ -25,7 +25,7 @@ def kinds():
     return {
         "none": {},
         "causal": {"is_causal": True, "causal_offset": 5},
-        "keys": {"valid": meta(2, 300, dtype=torch.bool)},
+        "keys": {"key_mask": meta(2, 300, dtype=torch.bool)},
         "bool": {"mask": meta(2, 1, 300, 300, dtype=torch.bool)},
         "additive": {"mask": meta(1, 4, 300, 300)},
         "packed": {"lengths": Lengths(starts, starts, 200, 200, meta(2, dtype=torch.int32))},

@@ -62,8 +62,8 @@ class Statistics:
         q_len: queries of the longest sequence.
         kv_len: keys of the longest sequence after the first keys.
         keys: all keys of the longest sequence.
-        valid: (batch or 1, keys), 0 for keys that do not count; None: all count.
-        valid_stride: stride from batch element to batch element.
+        key_mask: (batch or 1, keys), 0 for keys that do not count; None: all count.
+        key_mask_stride: stride from batch element to batch element.
         softmax_scale: factor of the scores, for the choice of heavy keys.
     """
 
@@ -94,8 +94,8 @@ class Statistics:
     kv_len: Int
     keys: Int
     softmax_scale: Float
-    valid: ConstBytes
-    valid_stride: Int64
+    key_mask: ConstBytes
+    key_mask_stride: Int64
 
 
 @dataclass(slots=True)
@@ -271,14 +271,14 @@ def unsupported(request: Request) -> str:
     return reduce.source.unavailable(architecture(request.capability))
 
 
-def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
         call: a call that `registration.NVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -357,8 +357,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         kv_len=kv_sequences.tokens,
         keys=key_sequences.tokens,
         softmax_scale=call.scale,
-        valid=valid,
-        valid_stride=stride_of(valid),
+        key_mask=key_mask_u8,
+        key_mask_stride=stride_of(key_mask_u8),
     )
     written = Operands(
         query=operands.query,
@@ -390,7 +390,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         call.heavy_keys,
         call.choice_places,
         call.late_keys > 0,
-        valid is not None,
+        key_mask_u8 is not None,
         q_sequences.packed,
         call.wants_mean_score,
     )

@@ -14,7 +14,7 @@ def attend_recent_keys(
     query,
     key,
     value,
-    valid,
+    key_mask,
     late,
     mask,
     row,
@@ -54,7 +54,7 @@ def attend_recent_keys(
     Args:
         query, key, value, mask: pointers to the caller's Q, K and V of a (batch, head), and its mask as in
             `mask_scores`.
-        valid: pointer to the flags of keys that count in any row of the batch element; not read without a mask.
+        key_mask: pointer to the flags of keys that count in any row of the batch element; not read without a mask.
         late: as in `attend_heavy_keys`; in place of such a key a row attends to the first key that gave way to it.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
         start, end: positions among the sequence's keys, which begin with FIRST keys that are heavy or gave way; FIRST ≤
@@ -77,7 +77,7 @@ def attend_recent_keys(
         column = first + tl.arange(0, BLOCK_N)
         counts = column < end
         if MASK == "bool" or MASK == "additive":
-            counts = counts & (tl.load(valid + column, mask=counts, other=0) != 0)
+            counts = counts & (tl.load(key_mask + column, mask=counts, other=0) != 0)
         source = column
         if LATE > 0:
             source = FIRST + tail_source(column - FIRST, late, 0, FIRST, LATE)

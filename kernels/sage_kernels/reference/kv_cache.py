@@ -35,7 +35,7 @@ def freeze(
     query: torch.Tensor | None,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
 ) -> None:
     """Decide the transforms from the first tokens, and where sequences start.
 
@@ -44,24 +44,24 @@ def freeze(
         query: (batch, q_heads, tokens, head_dim); None: unknown. The equalizer is 1 without queries, and for fewer than
             FEWEST_TOKENS tokens.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch or 1, tokens), False for padding; None: no padding.
+        key_mask: bool (batch or 1, tokens), False for padding; None: no padding.
     """
     tokens = key.shape[2]
-    if valid is not None:
-        cache.start.copy_(valid.int().argmax(1))
-        valid = valid[:, None, :, None]
+    if key_mask is not None:
+        cache.start.copy_(key_mask.int().argmax(1))
+        key_mask = key_mask[:, None, :, None]
     step = -(-tokens // FROZEN_TOKENS)
     some_key, some_value = _padded(cache, key[:, :, ::step]), _padded(cache, value[:, :, ::step])
-    some_valid = None if valid is None else valid[:, :, ::step]
-    quiet = transforms.quiet_keys(some_key, some_valid)
+    some_key_mask = None if key_mask is None else key_mask[:, :, ::step]
+    quiet = transforms.quiet_keys(some_key, some_key_mask)
     cache.key_mean.copy_(transforms.mean_of_tokens(some_key, quiet)[:, :, 0])
     if query is not None and tokens >= FEWEST_TOKENS:
         rows = -(-tokens // transforms.EQUALIZER_QUERIES)
-        valid_rows = None if valid is None else valid[:, :, ::rows]
+        valid_rows = None if key_mask is None else key_mask[:, :, ::rows]
         some_query = _padded(cache, query[:, :, ::rows])
         ratio = transforms.loudness_ratio(some_query, some_key, quiet, valid_rows)
         cache.equalizer.copy_(ratio[:, :, 0] ** EQUALIZING_POWER)
-    square = transforms.mean_of_tokens(some_value.square(), some_valid).mean((2, 3))
+    square = transforms.mean_of_tokens(some_value.square(), some_key_mask).mean((2, 3))
     _, exponent = torch.frexp(square)
     unit = torch.exp2((exponent >> 1).float()).clamp_min(LEAST_UNIT)
     cache.value_unit.copy_(torch.where(square > 0, unit, 1.0))
@@ -131,13 +131,13 @@ def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Te
     return key.to(dtype or cache.dtype), value.to(dtype or cache.dtype)
 
 
-def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | None, scale: float) -> torch.Tensor:
+def attend_to_cache(cache: KVCache, query: torch.Tensor, key_mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Attend with the newest tokens to the cache, causally.
 
     Args:
         cache: a cache that already holds the queries' tokens.
         query: (batch, q_heads, q_len, head_dim).
-        valid: bool (batch or 1, length), True for columns that exist; None: all.
+        key_mask: bool (batch or 1, length), True for columns that exist; None: all.
         scale: factor of the scores.
 
     Returns:
@@ -148,8 +148,8 @@ def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | N
     key, value = (x.repeat_interleave(group, 1) for x in read_all(cache, wide))
     column = torch.arange(cache.length, device=cache.device)
     allowed = (column <= column[cache.length - query.shape[2] :, None])[None, None]
-    if valid is not None:
-        allowed = allowed & valid[:, None, None]
+    if key_mask is not None:
+        allowed = allowed & key_mask[:, None, None]
     scores = (scale * query.to(wide) @ key.mT).masked_fill(~allowed, -torch.inf)
     weights = torch.where(allowed.any(-1, keepdim=True), scores.softmax(-1), 0.0)
     return (weights @ value).to(query.dtype)

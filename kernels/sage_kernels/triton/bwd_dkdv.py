@@ -86,10 +86,10 @@ def add_queries(
 
 
 @triton.jit
-def locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
+def locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
     """Return (index, token in the caller's tensors, whether inside the sequence, whether it exists) of BLOCK_N keys."""
     column = first_key + tl.arange(0, BLOCK_N)
-    exists = key_exists(column, kv_len, valid, PADDED)
+    exists = key_exists(column, kv_len, key_mask, PADDED)
     return column, (kv_start + column).to(tl.int64), column < kv_len, exists
 
 
@@ -114,9 +114,9 @@ def int8_bwd_dkdv(
     rows_stride_head,
     row_spans_stride_batch,
     row_spans_stride_head,
-    valid,
+    key_mask,
     spans,
-    valid_stride,
+    key_mask_stride,
     spans_stride,
     q_ranges,
     kv_ranges,
@@ -170,8 +170,8 @@ def int8_bwd_dkdv(
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         k = tl.load(key + k_row[:, None] * CHANNELS + channel[None, :])
         if PADDED:
-            valid += batch * valid_stride
-        _column, token, _inside, exists = locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N, PADDED)
+            key_mask += batch * key_mask_stride
+        _column, token, _inside, exists = locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N, PADDED)
         at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
         at += v_channel.to(tl.int64)[None, :] * v_stride_channel
         v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
@@ -233,7 +233,7 @@ def int8_bwd_dkdv(
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
 
-        column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
+        column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, key_mask, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

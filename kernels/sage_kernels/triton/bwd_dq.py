@@ -26,7 +26,7 @@ def add_keys(
     key_scale,
     key_operand,
     value,
-    valid,
+    key_mask,
     head_index,
     kv_first,
     kv_operand_start,
@@ -54,7 +54,7 @@ def add_keys(
     ds = weights_of_queries(s, q_scale, k_scale, row_lse) * (dp - row_delta[:, None])
     if MASKED:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
+        allowed = key_exists(column, kv_len, key_mask, PADDED)[None, :]
         if CAUSAL:
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         ds = tl.where(allowed, ds, 0.0)
@@ -86,13 +86,13 @@ def int8_bwd_dq(
     query_gradient,
     lse,
     delta,
-    tiles,
-    tiles_stride_batch,
-    tiles_stride_head,
-    tiles_stride_row,
-    valid,
+    entries,
+    entries_stride_batch,
+    entries_stride_head,
+    entries_stride_row,
+    key_mask,
     spans,
-    valid_stride,
+    key_mask_stride,
     spans_stride,
     q_ranges,
     kv_ranges,
@@ -149,27 +149,27 @@ def int8_bwd_dq(
         kv_first = operand_row(batch, head // group, kv_heads, kv_rows, kv_operand_start, PACKED)
         head_index = operand_row(batch, head // group, kv_heads, 1, 0, PACKED)
         if PADDED:
-            valid += batch * valid_stride
+            key_mask += batch * key_mask_stride
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
         if LIST_M > 0:
-            tiles += batch * tiles_stride_batch + head * tiles_stride_head
-            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
-            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
-            tile = tl.load(tiles + 2)
+            entries += batch * entries_stride_batch + head * entries_stride_head
+            entries += (block // (LIST_M // BLOCK_M)) * entries_stride_row
+            unmasked, listed = tl.load(entries), tl.load(entries + 1)
+            tile = tl.load(entries + 2)
             for index in range(0, unmasked):
-                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
+                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
+                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tl.load(tiles + 2 + index), causal_offset, CHANNELS,
-                    V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
+                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tl.load(entries + 2 + index),
+                    causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
         else:
             begin, full_begin, full_end, columns = key_tiles(
@@ -178,16 +178,16 @@ def int8_bwd_dq(
             before = full_begin - begin
             for tile in range(full_begin, full_end):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
+                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
+                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
+                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
+                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
 
         row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)

@@ -69,7 +69,7 @@ def decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float,
     capability: tuple[int, int],
 ) -> torch.Tensor:
@@ -79,11 +79,11 @@ def decode(
         cache: INT8 or INT4.
         query: (batch, q_heads, q_len, head_dim), q_heads / kv_heads · q_len at most `registration.SPLIT_ROWS`.
         key, value: (batch, kv_heads, q_len, head_dim).
-        valid: bool (batch or 1, length + q_len); None: all.
+        key_mask: bool (batch or 1, length + q_len); None: all.
         scale: factor of the scores, above 0.
         capability: the GPU's compute capability.
 
-    If the cache `counts_on_device`, the same launches serve every length, `valid` has `capacity` columns,
+    If the cache `counts_on_device`, the same launches serve every length, `key_mask` has `capacity` columns,
     and a step on a full cache stores nothing and returns NaN.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -94,8 +94,8 @@ def decode(
     config = config_for(capability, cache.format.bits, min(rows, MAX_TILE_ROWS))
     parts = _code_parts(pairs, -(-most_coded // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
-    if valid is not None:
-        valid = valid.expand(batch, -1).view(torch.uint8)
+    if key_mask is not None:
+        key_mask = key_mask.expand(batch, -1).view(torch.uint8)
     output = torch.empty(batch, q_len, q_heads, head_dim, dtype=query.dtype, device=device).transpose(1, 2)
     buffers = _Buffers(pairs, parts, rows, cache.channels, device)
     changing = {name: getattr(cache, name).data_ptr() for name in KVCache.STORED}
@@ -103,15 +103,15 @@ def decode(
     changing["query"], changing["key"], changing["value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     changing["output"], changing["length"], changing["capacity"] = output.data_ptr(), cache.length, cache.capacity
     changing["coded"], changing["coded_after"] = cache.coded, coded_after
-    if valid is not None:
-        changing["valid"], changing["valid_stride"] = valid.data_ptr(), valid.stride(0)
+    if key_mask is not None:
+        changing["key_mask"], changing["key_mask_stride"] = key_mask.data_ptr(), key_mask.stride(0)
     if counts is not None:
         changing["counts"] = counts.data_ptr()
     facts = (
         *(cache.format.name, parts, scale, capability, counts is None),
-        None if valid is None else (valid.stride(1), valid.data_ptr() % DIVISIBILITY),
+        None if key_mask is None else (key_mask.stride(1), key_mask.data_ptr() % DIVISIBILITY),
     )
-    make_launches = partial(_launches, cache, query, key, value, valid, scale, output, buffers, config, capability)
+    make_launches = partial(_launches, cache, query, key, value, key_mask, scale, output, buffers, config, capability)
     run_step("kv_decode", make_launches, output, counts, changing, (query, key, value), facts)
     if counts is None:
         cache.advance(q_len)
@@ -166,7 +166,7 @@ def _launches(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float,
     output: torch.Tensor,
     buffers: _Buffers,
@@ -190,7 +190,7 @@ def _launches(
         value_scales=cache.value_scales.view(torch.int32),
         start=cache.start,
         counts=cache.counts if cache.counts_on_device else None,
-        valid=valid,
+        key_mask=key_mask,
         partial=partial,
         statistics=statistics,
         length=cache.length,
@@ -199,8 +199,8 @@ def _launches(
         group_rows=group * q_len,
         code_parts=parts - OTHER_PARTS.value,
         capacity=cache.capacity,
-        valid_stride=0 if valid is None else valid.stride(0),
-        valid_stride_key=1 if valid is None else valid.stride(1),
+        key_mask_stride=0 if key_mask is None else key_mask.stride(0),
+        key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
         CHANNELS=cache.channels,
         BITS=cache.format.bits,
         ROWS=padded_rows,
@@ -213,7 +213,7 @@ def _launches(
         RING=RING,
         PAGE=PAGE,
         WINDOW=WINDOW,
-        PADDED=valid is not None,
+        PADDED=key_mask is not None,
         OVERLAP=overlap,
         dependent=overlap,
         num_warps=config.num_warps,
@@ -333,15 +333,15 @@ def finite(x):
 
 
 @triton.jit
-def are_valid(valid, column, exists, stride, PADDED: tl.constexpr):
+def are_valid(key_mask, column, exists, stride, PADDED: tl.constexpr):
     """Return which existing columns are not padding."""
     if PADDED:
-        exists = exists & (tl.load(valid + column * stride, mask=exists, other=0) != 0)
+        exists = exists & (tl.load(key_mask + column * stride, mask=exists, other=0) != 0)
     return exists
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "length", "coded_after", "group_rows", "code_parts", "capacity",
-                               "valid_stride_key"])  # fmt: skip
+                               "key_mask_stride_key"])  # fmt: skip
 def attend_to_part(
     rows,
     constants,
@@ -353,7 +353,7 @@ def attend_to_part(
     value_scales,
     start,
     counts,
-    valid,
+    key_mask,
     partial,
     statistics,
     length,
@@ -362,8 +362,8 @@ def attend_to_part(
     group_rows,
     code_parts,
     capacity,
-    valid_stride,
-    valid_stride_key,
+    key_mask_stride,
+    key_mask_stride_key,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -413,7 +413,7 @@ def attend_to_part(
     into = partial + (place * ROWS + row)[None, :] * CHANNELS
     into_statistics = statistics + place * (2 * ROWS) + row
     if PADDED:
-        valid += batch.to(tl.int64) * valid_stride
+        key_mask += batch.to(tl.int64) * key_mask_stride
     if part >= code_parts:
         channel = tl.arange(0, CHANNELS)
         is_newest = part > code_parts
@@ -421,7 +421,7 @@ def attend_to_part(
         end = tl.where(is_newest, length, tl.minimum(first_token + FIRST, length))
         column = begin + tl.arange(0, WARPS)[:, None] * WARP_WINDOW + tl.arange(0, WARP_WINDOW)[None, :]
         is_first = (column >= first_token) & (column < first_token + FIRST)
-        exists = are_valid(valid, column, (column < end) & (is_first != is_newest), valid_stride_key, PADDED)
+        exists = are_valid(key_mask, column, (column < end) & (is_first != is_newest), key_mask_stride_key, PADDED)
         slot = tl.where(is_newest, FIRST + column % RING, column - first_token)
         slot = pair * (FIRST + RING) + tl.where(exists, slot, 0)
         slot = slot[:, :, None] * CHANNELS + channel[None, None, :]
@@ -470,7 +470,7 @@ def attend_to_part(
             )
             token = at + index
             is_seen = (token < coded) & ((token < first_token) | (token >= first_token + FIRST))
-            is_seen = are_valid(valid, token, is_seen, valid_stride_key, PADDED)
+            is_seen = are_valid(key_mask, token, is_seen, key_mask_stride_key, PADDED)
             score = tl.where(is_seen[:, :, None], score, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(score, 1) * factor[None, :])
             shift = 0.0 - finite(new_max)

@@ -36,16 +36,6 @@ class TileRows:
     spans: torch.Tensor
     blocks: BlockList
 
-    @property
-    def row_strides(self) -> tuple[int, int]:
-        """Return the strides of `rows` along batch and head, 0 where the list is broadcast."""
-        return _broadcast_strides(self.rows)
-
-    @property
-    def span_strides(self) -> tuple[int, int]:
-        """Return the strides of `spans` along batch and head, 0 where the list is broadcast."""
-        return _broadcast_strides(self.spans)
-
 
 def tile_rows(call: BackwardCall) -> TileRows:
     """Invert the block list of a call."""
@@ -98,11 +88,6 @@ def tile_rows(call: BackwardCall) -> TileRows:
         RAGGED=q_sequences.ranges is not None,
     )
     return TileRows(rows, spans, blocks)
-
-
-def _broadcast_strides(x: torch.Tensor) -> tuple[int, int]:
-    batch, head = (0 if x.shape[dim] == 1 else x.stride(dim) for dim in range(2))
-    return batch, head
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tile_count", "places"])

@@ -69,13 +69,13 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
         const int key = first - quad * 2 + i * 32 + thread % 32;
-        const bool is_valid = key < a.kv_len && valid()[FIRST_KEYS + key];
+        const bool is_valid = key < a.kv_len && key_mask()[FIRST_KEYS + key];
         exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
       }
     }
   }
   // Return which keys of the item's batch element exist, heavy keys too.
-  DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
+  DEVICE const uint8* key_mask() const { return a.key_mask + item.batch * static_cast<int64>(a.key_mask_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
     return key < allowed_keys[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);

@@ -147,7 +147,7 @@ struct HeavyRows : Rows {
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
+      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, key_mask()[i * 32 + thread % 32]) >> place * 2;
     }
     constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys; the thread has two of each
     [[maybe_unused]] int2 late[EIGHTS];

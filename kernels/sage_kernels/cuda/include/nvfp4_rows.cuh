@@ -120,7 +120,7 @@ struct Consumer {
   }
 
   // Return which keys of the call exist.
-  DEVICE const uint8* valid() const { return a.valid + static_cast<int64>(item.batch) * a.valid_stride; }
+  DEVICE const uint8* key_mask() const { return a.key_mask + static_cast<int64>(item.batch) * a.key_mask_stride; }
 
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
@@ -129,7 +129,7 @@ struct Consumer {
     const int keys_left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first on
     uint32 exists = 0;
     if (PADDED) {
-      const uint8* from = valid() + FIRST_KEYS + tile * BLOCK + 8 * place;
+      const uint8* from = key_mask() + FIRST_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
@@ -297,7 +297,7 @@ struct Consumer {
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
     heavy.seen_keys = latest_key() + 1;
     heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
-    heavy.valid = PADDED ? valid() : nullptr;
+    heavy.key_mask = PADDED ? key_mask() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
     heavy.weight_log2 = P_LOG2;
     return heavy;
@@ -337,7 +337,7 @@ struct Consumer {
           recent.stage = stage;
           recent.tile_keys = keys - tile;
           recent.seen_keys = latest_key() + 1 - FIRST_KEYS - tile;
-          recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
+          recent.key_mask = PADDED ? key_mask() + FIRST_KEYS + tile : nullptr;
           attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
         });
     }

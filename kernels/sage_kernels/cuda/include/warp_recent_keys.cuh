@@ -19,14 +19,14 @@ struct RecentKeys {
   uint32 stage;          // address in shared memory
   int seen_keys;         // keys of the tile that the thread's first row may attend to; 8 more for the second
   int tile_keys;         // keys of the tile that the sequence has
-  const uint8* valid;    // of each key of the tile, 0 where it does not exist; null: all exist
+  const uint8* key_mask;    // of each key of the tile, 0 where it does not exist; null: all exist
   float mean_scores[2];  // both rows' products with K's mean, which other scores lack
   float scale;           // of scores, to base 2
   float weight_log2;     // of the largest weight, to base 2
 };
 
-// Attend to a tile. outputs, maxima, totals, divisors: see `merge_keys`. HAS_VALID: `valid` counts.
-template <bool HAS_VALID, int BLOCKS>
+// Attend to a tile. outputs, maxima, totals, divisors: see `merge_keys`. HAS_KEY_MASK: `key_mask` counts.
+template <bool HAS_KEY_MASK, int BLOCKS>
 DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& query, float (&outputs)[BLOCKS][4],
                                   float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
   const int lane = recent.lane, quad = lane % 4;
@@ -36,7 +36,7 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
   };
   find_16bit_scores<RECENT_TILE>(query, load_key, x);
   uint32 exists = ~0u;
-  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.valid[lane]) >> 2 * quad;
+  if (HAS_KEY_MASK) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.key_mask[lane]) >> 2 * quad;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int room = min(recent.tile_keys, recent.seen_keys + 8 * r) - 2 * quad;
@@ -44,7 +44,7 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
     for (int i = 0; i < RECENT_TILE / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];
       const int key = i / 2 * 8 + i % 2;
-      const bool hidden = key >= room || HAS_VALID && !(exists >> key & 1);
+      const bool hidden = key >= room || HAS_KEY_MASK && !(exists >> key & 1);
       score = hidden ? -INFINITE : (score - recent.mean_scores[r]) * recent.scale;
     }
   }

@@ -77,7 +77,7 @@ struct Item {
   // Return whether a key of the sequence exists.
   DEVICE bool exists(const Arguments& a, int key) const {
     if (key >= keys.length) return false;
-    return !a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key];
+    return !a.key_mask || a.key_mask[static_cast<int64>(sequence) * a.key_mask_stride + key];
   }
 };
 
