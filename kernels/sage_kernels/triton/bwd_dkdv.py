@@ -25,18 +25,9 @@ def add_queries(
     dk,
     dv,
     first_key,
-    query,
-    query_scale,
-    query_operand,
-    gradient,
+    operands,
     gradient_codes,
     gradient_scale,
-    lse,
-    delta,
-    head_index,
-    q_first,
-    q_operand_start,
-    q_rows,
     tile,
     causal_offset,
     CHANNELS: tl.constexpr,
@@ -47,7 +38,18 @@ def add_queries(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return (dk, dv) after adding one tile of queries; its scores are (BLOCK_N keys, BLOCK_M queries)."""
+    """Return (dk, dv) after adding one tile of queries; its scores are (BLOCK_N keys, BLOCK_M queries).
+
+    Args:
+        k, k_scale, v, dk, dv: of the keys from `first_key` on.
+        operands: (query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start,
+            q_rows): those of the kernel, the index of the head, the sequence's first row and first token, and the
+            number of tokens.
+        gradient_codes, gradient_scale: dO in INT8; read with INT8.
+        tile: the tile's number.
+        causal_offset: as in the kernel; read with MASKED.
+    """
+    query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start, q_rows = operands
     first = q_first + tile * BLOCK_M
     q_row = first + tl.arange(0, BLOCK_M)
     s = tl.dot(k, load_key(query, first, BLOCK_M, CHANNELS, TMA).T)
@@ -192,6 +194,9 @@ def int8_bwd_dkdv(
             head = kv_head * group + member
             q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
             head_index = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
+            operands = (
+                query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start, q_rows
+            )  # fmt: skip
             if LIST_M > 0:
                 PARTS: tl.constexpr = LIST_M // BLOCK_M
                 own_rows = rows + batch * rows_stride_batch + head * rows_stride_head
@@ -205,31 +210,27 @@ def int8_bwd_dkdv(
                     for index in range(list_begin * PARTS, list_full * PARTS):
                         tile = tl.load(own_rows + index // PARTS) * PARTS + index % PARTS
                         dk, dv = add_queries(
-                            k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
-                            gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
-                            tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
+                            k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile,
+                            causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                         )  # fmt: skip
                 block_of_rows = tl.load(own_rows + list_full)
                 for index in range(list_full * PARTS, list_end * PARTS):
                     tile = block_of_rows * PARTS + index % PARTS
                     block_of_rows = tl.load(own_rows + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
-                        gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
-                        tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
+                        CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
             elif CAUSAL:
                 for tile in range(begin, full_begin):
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                     )  # fmt: skip
             if LIST_M == 0:
                 for tile in range(full_begin, end):
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
 

@@ -22,15 +22,8 @@ def add_keys(
     row_delta,
     dq,
     row,
-    key,
-    key_scale,
-    key_operand,
-    value,
+    operands,
     key_mask,
-    head_index,
-    kv_first,
-    kv_operand_start,
-    kv_rows,
     kv_len,
     tile,
     causal_offset,
@@ -44,7 +37,16 @@ def add_keys(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return dq after adding one tile of keys; `row` are the queries' indices in their sequence."""
+    """Return dq after adding one tile of keys.
+
+    Args:
+        q, q_scale, do, row_lse, row_delta, dq: of the rows; `row` are their indices in their sequence.
+        operands: (key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows): those of the
+            kernel, the index of the KV head, the sequence's first row and first token, and the number of tokens.
+        key_mask, kv_len, causal_offset: which keys exist, and causality; read with MASKED.
+        tile: the tile's number.
+    """
+    key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows = operands
     KEY_BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     SHAPE: tl.constexpr = (BLOCK_M, KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2)
     first = kv_first + tile * BLOCK_N
@@ -150,6 +152,7 @@ def int8_bwd_dq(
         head_index = operand_row(batch, head // group, kv_heads, 1, 0, PACKED)
         if PADDED:
             key_mask += batch * key_mask_stride
+        operands = (key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows)
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
         if LIST_M > 0:
@@ -160,16 +163,15 @@ def int8_bwd_dq(
             for index in range(0, unmasked):
                 following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
-                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
-                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
-                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tl.load(entries + 2 + index),
-                    causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len,
+                    tl.load(entries + 2 + index), causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
         else:
             begin, full_begin, full_end, columns = key_tiles(
@@ -178,16 +180,14 @@ def int8_bwd_dq(
             before = full_begin - begin
             for tile in range(full_begin, full_end):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
-                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
-                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, key_mask,
-                    head_index, kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS,
-                    BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
 
         row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)

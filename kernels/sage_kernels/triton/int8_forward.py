@@ -155,20 +155,9 @@ def attend_tile(
     needs_mask,
     q,
     q_scale,
-    key,
-    key_scale,
-    value,
-    kv_first,
-    value_head,
-    kv_operand_start,
-    kv_rows,
+    operands,
     mask,
-    row,
-    q_len,
-    kv_len,
-    causal_offset,
-    mask_stride_row,
-    mask_stride_column,
+    bounds,
     row_max,
     row_sum,
     acc,
@@ -184,9 +173,16 @@ def attend_tile(
 ):
     """Attend to one more tile of keys; return the new (row_max, row_sum, acc).
 
-    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
-    arguments are as in `int8_forward`; `mask` is the mask of this (batch, head).
+    Args:
+        tile: the tile's number; q, q_scale: the rows' codes and scales.
+        needs_mask: with MASKED scores are masked if it is not 0; without MASKED every score of the tile counts.
+        operands: (key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows): those of the kernel, the
+            first row of K, and the head, the first token and the number of tokens of V.
+        mask, bounds: the mask, and (row, q_len, kv_len, causal_offset, stride_row, stride_column), as in `mask_scores`.
+        row_max, row_sum, acc: as in `softmax_tile` and `weigh_values`.
     """
+    key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows = operands
+    row, q_len, kv_len, causal_offset, stride_row, stride_column = bounds
     start = tile * BLOCK_N
     k_scale = load_key_scale(key_scale, kv_first + start, BLOCK_N)
     k = load_key(key, kv_first + start, BLOCK_N, CHANNELS, TMA)
@@ -196,9 +192,7 @@ def attend_tile(
         x = scale_scores(s, scale, BLOCK_M, BLOCK_N)
         if needs_mask != 0:
             column = start + tl.arange(0, BLOCK_N)
-            x = mask_scores(
-                x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
-            )
+            x = mask_scores(x, mask, row, column, q_len, kv_len, causal_offset, stride_row, stride_column, CAUSAL, MASK)
         p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
     else:
         p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
@@ -293,6 +287,8 @@ def int8_forward(
         q_scale = tl.load(query_scale + q_row) * (softmax_scale * LOG2E)
         kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
         value_head = operand_row(batch, kv_head, kv_heads, 1, 0, PACKED)
+        operands = (key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows)
+        bounds = (row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column)
 
         acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -309,18 +305,14 @@ def int8_forward(
             )  # fmt: skip
             for tile in range(full_begin, full_end):
                 row_max, row_sum, acc = attend_tile(
-                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 0, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
                 )  # fmt: skip
             before = full_begin - begin
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 row_max, row_sum, acc = attend_tile(
-                    tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 1, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
         elif MASK == "blocks" or MASK == "block_keys":
@@ -334,17 +326,13 @@ def int8_forward(
             for index in range(0, unmasked):
                 following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 row_max, row_sum, acc = attend_tile(
-                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 0, q, q_scale, operands, mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, False, TMA,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
                 row_max, row_sum, acc = attend_tile(
-                    tl.load(entries + 2 + index), 1, q, q_scale, key, key_scale, value, kv_first, value_head,
-                    kv_operand_start, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column, row_max, row_sum, acc,
+                    tl.load(entries + 2 + index), 1, q, q_scale, operands, mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, True, TMA,
                 )  # fmt: skip
         else:
@@ -354,16 +342,15 @@ def int8_forward(
             for index in range(0, tl.load(entries)):
                 entry = tl.load(entries + 1 + index)
                 row_max, row_sum, acc = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start,
-                    kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                    entry // 2, entry % 2, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
 
-        total = tl.sum(row_sum, 1)
+        row_sum = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
-        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
+        acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None] * tl.load(value_scale + v_channel)[None, :]
+        acc = tl.where((row_sum == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
         if FIRST > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
@@ -374,19 +361,19 @@ def int8_forward(
                 late += kv_pair * LATE
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
             scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
-            row_max, total, acc = attend_heavy_keys(
+            row_max, row_sum, acc = attend_heavy_keys(
                 heavy_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
-                mask_stride_column, scores_of_mean, row_max, total, total, acc, p_scale_log2(PV), CHANNELS,
+                mask_stride_column, scores_of_mean, row_max, row_sum, row_sum, acc, p_scale_log2(PV), CHANNELS,
                 V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
-            natural = (row_max + tl.log2(total) - p_scale_log2(PV)) * LN2
+            natural = (row_max + tl.log2(row_sum) - p_scale_log2(PV)) * LN2
             if mean_score is not None:
                 natural += softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
-            tl.store(at, tl.where(total == 0.0, float("-inf"), natural), mask=inside)
+            tl.store(at, tl.where(row_sum == 0.0, float("-inf"), natural), mask=inside)

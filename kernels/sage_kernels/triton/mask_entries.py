@@ -49,7 +49,7 @@ def mask_entries(call: Call, block_m: int, block_n: int) -> tuple[torch.Tensor, 
     keys = mask.new_empty((batches, columns + 1), dtype=torch.int32)
     launch(clear_keys, (ceil_div(keys.numel(), CLEARED),), keys=keys, elements=keys.numel(), BLOCK=CLEARED)
     launch(
-        list_entries,
+        list_tiles,
         (row_blocks, heads, batches),
         mask=mask,
         entries=entries,
@@ -93,7 +93,7 @@ def clear_keys(keys, elements, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def list_entries(
+def list_tiles(
     mask,
     entries,
     keys,

@@ -185,42 +185,41 @@ def attend_tile(
     q,
     q_scale,
     q_factor,
-    key,
-    key_scale,
-    key_tensor_scale,
-    value,
-    value_scale,
+    operands,
     delta,
-    kv_rows,
     mask,
-    row,
-    q_len,
-    kv_len,
-    causal_offset,
-    mask_stride_row,
-    mask_stride_column,
+    bounds,
     row_max,
-    total,
+    row_sum,
     denominator,
-    accumulator,
+    acc,
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
     FRAGMENTS: tl.constexpr,
-    TOTAL: tl.constexpr,
+    HAS_ROW_SUM: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     MASKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Attend to one more tile of keys; return the new (row_max, total, denominator, accumulator).
+    """Attend to one more tile of keys; return the new (row_max, row_sum, denominator, acc).
 
-    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
-    arguments are as in `nvfp4_forward`; pointers are to tile 0 of this (batch, head).
+    Args:
+        tile: the tile's number.
+        needs_mask: with MASKED scores are masked if it is not 0; without MASKED every score of the tile counts.
+        q, q_scale, q_factor: the rows' codes, their scales, and a factor of all scores.
+        operands: (key, key_scale, key_tensor_scale, value, value_scale, kv_rows): pointers to tile 0 of this (batch, kv
+            head), and the number of tokens of V.
+        delta: pointer to the scores of Q's mean; read with SMOOTH_Q.
+        mask, bounds: the mask, and (row, q_len, kv_len, causal_offset, stride_row, stride_column), as in `mask_scores`.
+        row_max, row_sum, denominator, acc: as in `softmax_tile` and `weigh_values`.
     """
+    key, key_scale, key_tensor_scale, value, value_scale, kv_rows = operands
+    row, q_len, kv_len, causal_offset, stride_row, stride_column = bounds
     start = tl.cast(tile, tl.int64) * BLOCK_N
-    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, accumulator.shape[1])[:, None]
+    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, acc.shape[1])[:, None]
     k = tl.load(key + start * (CHANNELS // 2) + (token * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)[None, :]))
     k_scale = load_scales(
         key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
@@ -247,28 +246,26 @@ def attend_tile(
             if MASK == "bool":
                 bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
                 if needs_mask != 0:
-                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+                    bits = mask_bits(mask, row, column, q_len, limit, stride_row, stride_column)
                 s = mask_by_bits(bits, s)
             else:
                 zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
                 b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
                 if needs_mask != 0:
                     b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
-                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
+                        mask, row, column, q_len, limit, stride_row, stride_column
                     )
                 s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
         elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            s = mask_scores(
-                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
-            )
+            s = mask_scores(s, mask, row, column, q_len, kv_len, causal_offset, stride_row, stride_column, CAUSAL, MASK)
     shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
     v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
-    accumulator, denominator, total = weigh_values(
-        s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL, NATIVE
+    acc, denominator, row_sum = weigh_values(
+        s, factor, shift, scale, decay, v, v_scale, acc, denominator, row_sum, HAS_ROW_SUM, NATIVE
     )
-    return row_max, total, denominator, accumulator
+    return row_max, row_sum, denominator, acc
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -404,28 +401,26 @@ def nvfp4_forward(
             pair = (batch - first_sequence) * q_heads + head
             delta += (pair * delta_blocks + delta_block) * delta_columns
 
+        operands = (key, key_scale, key_tensor_scale, value, value_scale, kv_rows)
+        bounds = (row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M, 4), tl.float32)
+        row_sum = tl.zeros((BLOCK_M, 4), tl.float32)
         denominator = tl.zeros((BLOCK_M, 4), tl.float32)
-        accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
-        TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
+        acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
+        HAS_ROW_SUM: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
             _begin, _full_begin, full, columns = key_tiles(
                 None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, TAIL_CAUSAL, False
             )
             for tile in tl.range(0, full, num_stages=STAGES):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, False, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 0, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 1, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         elif MASK == "blocks" or MASK == "block_keys":
             KEYS: tl.constexpr = (
@@ -439,22 +434,19 @@ def nvfp4_forward(
             tile = tl.load(entries + 2)
             for index in tl.range(0, unmasked, num_stages=STAGES):
                 following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, False, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 0, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, KEYS, False, NATIVE,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tl.load(entries + 2 + index), 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
-                    value_scale, delta, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column, row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, True, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tl.load(entries + 2 + index), 1, q, q_scale, q_factor, operands, delta, mask, bounds,
+                    row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, KEYS, True, NATIVE,
                 )  # fmt: skip
         else:
-            entries += batch * entries_stride_batch + head * entries_stride_head + block * entries_stride_row
+            entries = entries + batch * entries_stride_batch + head * entries_stride_head + block * entries_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             tail_mask = mask + FIRST * mask_stride_column
             # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and their conversion to the
@@ -462,21 +454,19 @@ def nvfp4_forward(
             MASKED_STAGES: tl.constexpr = 1 if NATIVE and MASK == "additive" else STAGES
             for index in tl.range(0, tl.load(entries), num_stages=MASKED_STAGES):
                 entry = tl.load(entries + 1 + index)
-                row_max, total, denominator, accumulator = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
-                    value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    entry // 2, entry % 2, q, q_scale, q_factor, operands, delta, tail_mask, bounds,
+                    row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
-        if TOTAL:
-            row_sum = tl.sum(total, 1)
-        divisor = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
+        if HAS_ROW_SUM:
+            row_sum = tl.sum(row_sum, 1)
+        denominator = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
         kv_pair = batch * kv_heads + kv_head
-        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
+        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(denominator == 0.0, 1.0, denominator)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
-        accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
+        acc = tl.where((denominator == 0.0)[:, None], 0.0, acc * factor[:, None] + mean[None, :])
         if FIRST + RECENT_N > 0:
             row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
@@ -489,30 +479,30 @@ def nvfp4_forward(
             source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
             if MASK == "bool" or MASK == "additive":
                 key_mask += batch * key_mask_stride
-            row_max, recent_total, divisor, accumulator = attend_recent_keys(
+            row_max, new_sum, denominator, acc = attend_recent_keys(
                 source_query, source_key, source_value, key_mask, late, mask, row, token, FIRST + recent_first,
                 tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset), kv_start, q_len, kv_len, head_dim,
                 v_head_dim, causal_offset, softmax_scale, tl.load(mean_score + q_row),
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
-                mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                mask_stride_column, row_max, row_sum if HAS_ROW_SUM else denominator, denominator, acc, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, RECENT_N, FIRST, LATE, MASK,
             )  # fmt: skip
-            if TOTAL:
-                row_sum = recent_total
+            if HAS_ROW_SUM:
+                row_sum = new_sum
         if FIRST > 0:
-            row_max, heavy_total, accumulator = attend_heavy_keys(
+            row_max, new_sum, acc = attend_heavy_keys(
                 source_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
-                mask_stride_column, None, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
+                mask_stride_column, None, row_max, row_sum if HAS_ROW_SUM else denominator, denominator, acc,
+                P_SCALE_LOG2, CHANNELS, V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
-            if TOTAL:
-                row_sum = heavy_total
+            if HAS_ROW_SUM:
+                row_sum = new_sum
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
-        store_clamped(into, accumulator, inside[:, None] & (channel < v_head_dim)[None, :])
+        store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
             natural = (row_max + tl.log2(row_sum) - P_SCALE_LOG2) * LN2 + softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
