@@ -14,7 +14,7 @@ from .dispatch.kv_kernels import kv_kernel
 from .kv_cache import check_tokens, kernel_name
 from .spec.kv_cache import KVCache, get_format
 
-WRITTEN = (*KVCache.PER_TOKEN, "recent_key", "recent_value", "counts")
+WRITTEN = (*KVCache.PER_TOKEN, "exact_key", "exact_value", "counts")
 EMULATED = "kv_step_emulated"
 """Name of the operator for steps without a native kernel: it waits for the device, so no CUDA graph contains it."""
 

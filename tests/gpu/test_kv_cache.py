@@ -26,7 +26,7 @@ def assert_same(one: KVCache, two: KVCache) -> None:
     for name in ("key_codes", "key_scales", "value_scales"):
         assert torch.equal(getattr(one, name)[:, :, :end], getattr(two, name)[:, :, :end]), name
     assert torch.equal(*(x.value_codes.transpose(3, 4).flatten(2, 3)[:, :, :end] for x in (one, two)))
-    assert torch.equal(one.recent_key, two.recent_key) and torch.equal(one.recent_value, two.recent_value)
+    assert torch.equal(one.exact_key, two.exact_key) and torch.equal(one.exact_value, two.exact_value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -36,7 +36,7 @@ def assert_same(one: KVCache, two: KVCache) -> None:
     assert torch.equal(*codes)
     for name in ("key_codes", "key_scales", "value_scales"):
         assert torch.equal(getattr(one, name)[:, :, : one.coded], getattr(two, name)[:, :, : one.coded]), name
-    for name in ("recent_key", "recent_value"):
+    for name in ("exact_key", "exact_value"):
         assert torch.equal(getattr(one, name), getattr(two, name)), name
 
 
@@ -127,7 +127,7 @@ def test_a_value_that_is_not_finite_never_becomes_a_finite_number():
     value[0, :, 198, 5], value[1, :, 198, 5] = torch.inf, torch.nan
     for append, one in ((kv_append.append, cache), (reference.append, two)):
         append(one, key[:, :, :199], value[:, :, :199])
-    assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())
+    assert torch.equal(cache.exact_value.isfinite(), two.exact_value.isfinite())
     output = decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
     assert not output.isfinite().any()
     assert not reference.attend_to_cache(two, query[:, :, 199:], None, 0.125).isfinite().any()
@@ -149,6 +149,7 @@ class Repeated:
     error, runs = 0.0, 0
 
     def __init__(self, launches, changing):
+        assert changing.keys() <= {name for _, _, arguments in launches for name in arguments}
         self.launches = launches
 
     def run(self, index, changing):

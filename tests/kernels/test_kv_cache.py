@@ -8,7 +8,7 @@ import torch
 
 from sage_kernels import kv_cache
 from sage_kernels.reference import kv_cache as reference
-from sage_kernels.spec.kv_cache import FORMATS, SINKS, WINDOW, KVCache, get_format
+from sage_kernels.spec.kv_cache import FIRST_TOKENS, FORMATS, WINDOW, KVCache, get_format
 from tests.helpers.calls import draw_for_cache
 
 
@@ -43,8 +43,8 @@ def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_ste
         error = (found - x.double()).norm(dim=-1)
         factor = cache.equalizer.amax(-1) if which == "key" else cache.value_unit
         largest = rows.abs().amax(-1).double() * factor[:, :, None]
-        in_16_bits = [*range(SINKS), *range(300 - WINDOW, 300)]
-        few = [*range(SINKS, 300 - WINDOW)]
+        in_16_bits = [*range(FIRST_TOKENS), *range(300 - WINDOW, 300)]
+        few = [*range(FIRST_TOKENS, 300 - WINDOW)]
         # A rotation keeps norms: each of the channels is off by half a unit in the last of 11 bits of the largest, ...
         assert (error[..., in_16_bits] <= largest[..., in_16_bits] * 2**-11 * cache.channels**0.5).all()
         # ... or by half a step: of 2^bits - 1 from -largest to largest; e2m1's largest step is a third of its range.

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from sage_kernels.language.launch import RecordedLaunch, recording
+from sage_kernels.language.repeated import RepeatedLaunches
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.calls import new_backward_call, new_call
@@ -64,6 +65,11 @@ def test_both_passes_of_a_recipe_with_gradients_name_every_parameter(recipe, kin
         call = new_backward_call(output, value, output, saved, recipe, 64, **options)
         backward(call, capability)
     assert_named(launches)
+
+
+def test_repeated_launches_refuse_values_that_no_kernel_takes():
+    with pytest.raises(ValueError, match="adress"):
+        RepeatedLaunches([], {"adress": 1})
 
 
 @pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage_bwd"])

@@ -34,7 +34,11 @@ class RepeatedLaunches:
 
         Raises:
             NotRepeatableError: a kernel needs more than parameters at launch.
+            ValueError: no kernel has a parameter of a name in `changing`.
         """
+        unknown = changing.keys() - {name for _, _, arguments in launches for name in arguments}
+        if unknown:
+            raise ValueError(f"no kernel has the parameters {sorted(unknown)}")
         self._lock = threading.Lock()
         self._launches: list[DriverLaunch] = []
         self._patches: list[tuple[memoryview, int, str]] = []

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..formats import nvfp4
 from ..spec import transforms
-from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
+from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache, KVFormat
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
@@ -81,16 +81,16 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     cache.reserve(end)
     columns = torch.arange(first, end, device=cache.device)
     before = torch.arange(cache.coded, min(coded, first), device=cache.device)
-    places = cache.start.long()[:, None] + torch.arange(SINKS, device=cache.device)
+    places = cache.start.long()[:, None] + torch.arange(FIRST_TOKENS, device=cache.device)
     is_new = ((places >= first) & (places < end))[:, None, :, None]
     places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     for operand, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
-        recent = getattr(cache, f"recent_{operand}")
-        _store_codes(cache, operand, before, recent[:, :, SINKS + before % RING])
+        exact = getattr(cache, f"exact_{operand}")
+        _store_codes(cache, operand, before, exact[:, :, FIRST_TOKENS + before % RING])
         _store_codes(cache, operand, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
-        recent[:, :, :SINKS] = torch.where(is_new, x.gather(2, places), recent[:, :, :SINKS])
+        exact[:, :, :FIRST_TOKENS] = torch.where(is_new, x.gather(2, places), exact[:, :, :FIRST_TOKENS])
         newest = columns[-RING:]
-        recent[:, :, SINKS + newest % RING] = x[:, :, -RING:]
+        exact[:, :, FIRST_TOKENS + newest % RING] = x[:, :, -RING:]
     cache.advance(tokens)
 
 
@@ -115,16 +115,16 @@ def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Te
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = torch.arange(cache.length, device=cache.device)
-    slot = (SINKS + column % RING).expand(cache.batch, -1)
+    slot = (FIRST_TOKENS + column % RING).expand(cache.batch, -1)
     from_start = column - cache.start.long()[:, None]
-    is_first = (from_start >= 0) & (from_start < SINKS)
+    is_first = (from_start >= 0) & (from_start < FIRST_TOKENS)
     slot = torch.where(is_first, from_start, slot)
     in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
     index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     dequantized = []
     for operand in ("key", "value"):
-        recent = getattr(cache, f"recent_{operand}").gather(2, index).to(wide)
-        x = torch.where(in_16_bits, recent, _load_codes(cache, operand).to(wide))
+        exact = getattr(cache, f"exact_{operand}").gather(2, index).to(wide)
+        x = torch.where(in_16_bits, exact, _load_codes(cache, operand).to(wide))
         dequantized.append(transforms.unrotate(x)[..., : cache.head_dim])
     key = dequantized[0] * cache.equalizer[:, :, None, : cache.head_dim] + cache.key_mean[:, :, None, : cache.head_dim]
     value = dequantized[1] * cache.value_unit[:, :, None, None]
