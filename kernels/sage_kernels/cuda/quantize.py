@@ -183,7 +183,7 @@ class Features:
         return self.choice and self.causal
 
     @property
-    def choice_places(self) -> int:
+    def replaceable_keys(self) -> int:
         """Return the number of first keys that chosen keys may replace, if keys are chosen."""
         return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
@@ -219,8 +219,8 @@ def kernels(
         "CHOICE": features.choice,
         "LATE": features.late,
         "QUEUE": features.causal,
-        "PLACES": features.choice_places,
-        "FIRST_KEYS": features.heavy_keys - features.late * features.choice_places,
+        "PLACES": features.replaceable_keys,
+        "FIRST_KEYS": features.heavy_keys - features.late * features.replaceable_keys,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
@@ -306,7 +306,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sum_blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
-    chosen = new(batch, kv_heads, features.choice_places, dtype=torch.int32) if features.choice else None
+    chosen = new(batch, kv_heads, features.replaceable_keys, dtype=torch.int32) if features.choice else None
     heavy = None
     if features.heavy_keys:
         key_rows = features.heavy_keys + leaves_query * MEAN_PARTS

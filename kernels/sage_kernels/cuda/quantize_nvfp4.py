@@ -167,7 +167,7 @@ def kernels(
     dtype: torch.dtype,
     recipe: Recipe,
     heavy_keys: int,
-    choice_places: int,
+    replaceable_keys: int,
     late: bool,
     padded: bool,
     packed: bool,
@@ -181,7 +181,7 @@ def kernels(
         dtype: the dtype of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: the call's number of heavy keys.
-        choice_places: as in `Call`.
+        replaceable_keys: as in `Call`.
         late: whether chosen keys are late keys.
         padded: whether keys may be left out.
         packed: whether sequences lie one after the other.
@@ -198,10 +198,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
-        "CHOICE": choice_places > 0,
+        "CHOICE": replaceable_keys > 0,
         "LATE": late,
-        "PLACES": choice_places or 1,
-        "FIRST_KEYS": heavy_keys - late * choice_places,
+        "PLACES": replaceable_keys or 1,
+        "FIRST_KEYS": heavy_keys - late * replaceable_keys,
         "PADDED": padded,
         "PACKED": packed,
         "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
@@ -257,14 +257,24 @@ def unsupported(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    choice_places = late_keys or heavy_keys * chooses_heavy_keys(
+    replaceable_keys = late_keys or heavy_keys * chooses_heavy_keys(
         recipe, request.kv_len, request.mask, request.is_causal
     )
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
     reduce, _, _ = kernels(
-        *(channels, rotation, request.dtype, recipe, heavy_keys, choice_places, late_keys > 0, padded, request.packed),
+        *(
+            channels,
+            rotation,
+            request.dtype,
+            recipe,
+            heavy_keys,
+            replaceable_keys,
+            late_keys > 0,
+            padded,
+            request.packed,
+        ),
         mean_score,
     )
     assert request.capability is not None  # a GPU has one
@@ -298,7 +308,7 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NV
 
     heavy = chosen = None
     if call.chooses_heavy_keys:
-        chosen = new(batch, kv_heads, call.choice_places, dtype=torch.int32)
+        chosen = new(batch, kv_heads, call.replaceable_keys, dtype=torch.int32)
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
@@ -388,7 +398,7 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NV
         query.dtype,
         recipe,
         call.heavy_keys,
-        call.choice_places,
+        call.replaceable_keys,
         call.late_keys > 0,
         key_mask_u8 is not None,
         q_sequences.packed,

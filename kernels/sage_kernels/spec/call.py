@@ -171,7 +171,7 @@ class Call:
         return self.heavy_keys - self.late_keys
 
     @property
-    def choice_places(self) -> int:
+    def replaceable_keys(self) -> int:
         """Return how many of the first keys, counted from their end, other keys may replace."""
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 

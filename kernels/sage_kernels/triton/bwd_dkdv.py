@@ -12,7 +12,7 @@ from ..language.launch import UNSPECIALIZED
 from ..language.padding import key_exists
 from ..language.scores import LOG2E
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, opaque
+from ..language.tiles import load_key, load_key_scale, load_value, optimization_barrier
 from ..language.weights import weights_of_keys
 from .int8_rows import CODE_MAX, max_magnitude, quantize_rows
 
@@ -199,7 +199,7 @@ def int8_bwd_dkdv(
             )  # fmt: skip
             if LIST_M > 0:
                 PARTS: tl.constexpr = LIST_M // BLOCK_M
-                own_rows = rows + batch * rows_stride_batch + head * rows_stride_head
+                rows_of_head = rows + batch * rows_stride_batch + head * rows_stride_head
                 span = row_spans + batch * row_spans_stride_batch + head * row_spans_stride_head
                 span += first_key // LIST_N * 3
                 list_begin, list_full, list_end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
@@ -208,15 +208,15 @@ def int8_bwd_dkdv(
                     list_full = tl.where(end > 0, list_full, list_end)
                 if CAUSAL:
                     for index in range(list_begin * PARTS, list_full * PARTS):
-                        tile = tl.load(own_rows + index // PARTS) * PARTS + index % PARTS
+                        tile = tl.load(rows_of_head + index // PARTS) * PARTS + index % PARTS
                         dk, dv = add_queries(
                             k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile,
                             causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                         )  # fmt: skip
-                block_of_rows = tl.load(own_rows + list_full)
+                block_of_rows = tl.load(rows_of_head + list_full)
                 for index in range(list_full * PARTS, list_end * PARTS):
                     tile = block_of_rows * PARTS + index % PARTS
-                    block_of_rows = tl.load(own_rows + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
+                    block_of_rows = tl.load(rows_of_head + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
                     dk, dv = add_queries(
                         k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
@@ -234,7 +234,9 @@ def int8_bwd_dkdv(
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
 
-        column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, key_mask, BLOCK_N, PADDED)
+        column, token, inside, attended = locate_keys(
+            optimization_barrier(first_key), kv_start, kv_len, key_mask, BLOCK_N, PADDED
+        )
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

@@ -8,7 +8,7 @@ from ..language.launch import UNSPECIALIZED
 from ..language.padding import key_exists, key_tiles
 from ..language.scores import LOG2E
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
+from ..language.tiles import as_operand, load_key, load_key_scale, load_value, optimization_barrier
 from ..language.weights import weights_of_queries
 from .int8_rows import CODE_MAX, codes_per_unit, max_magnitude
 
@@ -190,7 +190,7 @@ def int8_bwd_dq(
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
 
-        row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+        row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         token = (q_start + row).to(tl.int64)
         into = query_gradient + batch * stride_batch + head * stride_head + token[:, None] * stride_token
         into += channel[None, :] * stride_channel

@@ -23,7 +23,7 @@ from ..language.launch import UNSPECIALIZED, launch, strides
 from ..language.padding import key_tiles
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, opaque
+from ..language.tiles import load_key, load_key_scale, load_value, optimization_barrier
 from ..spec.call import Call
 from ..spec.layout import batch_strides, ceil_div, padded_channels
 from ..spec.operands import PV_OF_DTYPE, Int8Operands, Saved
@@ -352,7 +352,7 @@ def int8_forward(
         acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None] * tl.load(value_scale + v_channel)[None, :]
         acc = tl.where((row_sum == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
         if FIRST > 0:
-            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+            row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if FIRST > 0:

@@ -29,7 +29,7 @@ from ..language.padding import key_tiles
 from ..language.recent import attend_recent_keys
 from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
 from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import opaque
+from ..language.tiles import optimization_barrier
 from ..spec.call import Call
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..spec.operands import NVFP4Operands
@@ -468,7 +468,7 @@ def nvfp4_forward(
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
         acc = tl.where((denominator == 0.0)[:, None], 0.0, acc * factor[:, None] + mean[None, :])
         if FIRST + RECENT_N > 0:
-            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+            row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
             if LATE > 0:
                 late += kv_pair * LATE

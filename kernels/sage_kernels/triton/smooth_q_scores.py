@@ -18,7 +18,7 @@ from ..language.tokens import load_tokens, tail_source
 from ..spec.call import Call
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..spec.operands import NVFP4Operands
-from .quantize.heavy import choice_places
+from .quantize.heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -86,7 +86,7 @@ def smooth_q_scores(
         TILES=tiles,
         SPLIT=split,
         FIRST=operands.statistics.first_keys,
-        PLACES=choice_places(operands.statistics),
+        PLACES=replaceable_keys(operands.statistics),
         HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,

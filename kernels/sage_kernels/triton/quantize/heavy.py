@@ -65,7 +65,7 @@ def heavy_keys(
         **strides("value", batch_strides(value, sequences)),
         key_mask_stride=stride_of(key_mask_u8),
         KEYS=keys,
-        PLACES=choice_places(statistics),
+        PLACES=replaceable_keys(statistics),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         HAS_KEY_MASK=key_mask_u8 is not None,
@@ -74,7 +74,7 @@ def heavy_keys(
     return heavy
 
 
-def choice_places(statistics: Statistics) -> int:
+def replaceable_keys(statistics: Statistics) -> int:
     """Return the number of first keys that may have given way to chosen keys; 0 if heavy keys are not chosen."""
     return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
 

@@ -20,7 +20,7 @@ from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import Int8Operands, Statistics
-from .heavy import choice_places, heavy_keys
+from .heavy import heavy_keys, replaceable_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
@@ -173,7 +173,7 @@ def quantize_key(
         key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
+        PLACES=replaceable_keys(statistics),
         HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,

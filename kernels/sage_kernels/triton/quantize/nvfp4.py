@@ -19,7 +19,7 @@ from ...spec.operands import NVFP4Operands, Statistics
 from ...spec.recipe import Recipe
 from ...spec.transforms import rotation_block
 from .choice import is_finite
-from .heavy import choice_places, heavy_keys
+from .heavy import heavy_keys, replaceable_keys
 from .reduction import reduce_block
 from .statistics import token_statistics
 
@@ -131,7 +131,7 @@ def _quantize_tokens(
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(steps),
         FIRST=statistics.first_keys,
-        PLACES=0 if is_query else choice_places(statistics),
+        PLACES=0 if is_query else replaceable_keys(statistics),
         HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
@@ -181,7 +181,7 @@ def _quantize_value(
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(recipe.scale_steps),
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
+        PLACES=replaceable_keys(statistics),
         HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,

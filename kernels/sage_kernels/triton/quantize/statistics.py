@@ -100,7 +100,7 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
         new(batch, kv_heads, k_channels) if recipe.equalize else None,
-        None if scores is None else key.new_empty((batch, kv_heads, call.choice_places), dtype=torch.int32),
+        None if scores is None else key.new_empty((batch, kv_heads, call.replaceable_keys), dtype=torch.int32),
         call.first_keys,
     )
     lengths: dict[str, Any] = {
@@ -129,7 +129,7 @@ def token_statistics(
             **lengths,
             CHANNELS=k_channels,
             FIRST=call.first_keys,
-            PLACES=call.choice_places,
+            PLACES=call.replaceable_keys,
             LATE=call.late_keys > 0,
             **shared,
         )

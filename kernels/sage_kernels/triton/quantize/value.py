@@ -19,7 +19,7 @@ from ...language.tiles import operand_token
 from ...language.tokens import load_tokens, tail_source
 from ...spec.layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import VALUE_DTYPES, Statistics
-from .heavy import choice_places
+from .heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
@@ -84,7 +84,7 @@ def quantize_value(
         CHANNELS=channels,
         CHUNK=min(channels, CHUNK),
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
+        PLACES=replaceable_keys(statistics),
         HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
