@@ -52,8 +52,8 @@ class Statistics:
         value_tensor_amax: (batch, kv_heads): largest finite |V - mean|.
         equalizer: shaped as key_mean; K is divided and Q multiplied by it (`transforms.equalize`); 1 beyond head_dim;
             None without equalizing.
-        chosen: int32 (batch, kv_heads, `Call.replaceable_keys`), the results of `transforms.heavy_places` or `late_keys`;
-            None if the heavy keys are the first keys.
+        chosen: int32 (batch, kv_heads, `Call.replaceable_keys`), the results of `transforms.heavy_places` or
+            `late_keys`; None if the heavy keys are the first keys.
         first_keys: the number `Call.first_keys`.
     """
 

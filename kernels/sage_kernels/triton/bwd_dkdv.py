@@ -234,9 +234,8 @@ def int8_bwd_dkdv(
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
 
-        column, token, inside, attended = locate_keys(
-            optimization_barrier(first_key), kv_start, kv_len, key_mask, BLOCK_N, PADDED
-        )
+        first_key = optimization_barrier(first_key)
+        column, token, inside, attended = locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token
