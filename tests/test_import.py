@@ -110,7 +110,7 @@ def test_tracing_imports_nothing_that_takes_long(forks):
 
 def test_tracing_gradients_imports_triton_and_nothing_else_that_takes_long(forks):
     prepare = """
-from sage_kernels.language import backward_operands, rotation
+from sage_kernels.triton.common import backward_operands, rotation
 matrix = rotation.rotation_matrix
 backward_operands.rotation_matrix = lambda channels, dtype, device: matrix(channels, dtype, torch.device("cpu"))
 forward,"""

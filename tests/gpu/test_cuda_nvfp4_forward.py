@@ -14,12 +14,12 @@ from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
 from sage_kernels.cuda.registration import NVFP4Forward, NVFP4Quantizer
 from sage_kernels.dispatch.select import select
 from sage_kernels.exact import sdpa
-from sage_kernels.language import padding as in_triton
 from sage_kernels.reference import forward as reference
 from sage_kernels.replay import cache
 from sage_kernels.spec.call import recent_start
 from sage_kernels.spec.layout import BLOCK
 from sage_kernels.spec.recipe import get_recipe
+from sage_kernels.triton.common import padding as in_triton
 from sage_kernels.triton.registration import NVFP4Quantizer as TritonQuantizer
 from tests.helpers.calls import new_call
 

@@ -14,11 +14,11 @@ from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.formats import int8
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.spec.operands import MEAN_PARTS, KeyPadding
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import equalize, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
+from sage_kernels.triton.common.padding import key_padding
 from tests.helpers import calls, triton_calls
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise

@@ -8,9 +8,9 @@ import torch
 from sage_hf import record, sage_attention
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
+from sage_kernels.triton.common.padding import key_padding
 from sage_kernels.triton.forward_mask import ForwardMask
 from tests.helpers import calls, triton_calls
 from tests.helpers.judge import Error, judge, lse_tolerance

@@ -6,12 +6,12 @@ import torch
 from sage_kernels.cuda import block_lists
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.layout import padded_channels
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
 from sage_kernels.triton.block_entries import block_entries
+from sage_kernels.triton.common.padding import key_padding
 from sage_kernels.triton.forward_mask import forward_mask
 from tests.helpers import calls, triton_calls
 from tests.helpers.blocks import draw_blocks

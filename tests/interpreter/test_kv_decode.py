@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from sage_kernels.language import launch, repeated
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_append, kv_decode
+from sage_kernels.triton.common import launch, repeated
 from tests.helpers.calls import draw_for_cache
 
 decode = partial(kv_decode.decode, capability=(9, 0))

@@ -5,10 +5,10 @@ import torch
 import triton
 
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import recording
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import kv_append, kv_decode
+from sage_kernels.triton.common.launch import recording
 from sage_kernels.triton.kv_decode_kernels import attend_to_part
 
 pytestmark = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.language.launch import RecordedLaunch, recording
-from sage_kernels.language.repeated import RepeatedLaunches
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
+from sage_kernels.triton.common.launch import RecordedLaunch, recording
+from sage_kernels.triton.common.repeated import RepeatedLaunches
 from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.triton_calls import attend, attend_and_save, backward
 
@@ -93,7 +93,7 @@ def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks)
     """Kernels that share functions are digested in both orders, each in a fresh process."""
     code = """
 from sage_kernels.replay import trace
-from sage_kernels.language import backward_operands, launch
+from sage_kernels.triton.common import backward_operands, launch
 from sage_kernels.triton import bwd_dkdv, bwd_dq
 
 kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]

@@ -18,13 +18,13 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.dispatch.registry import get_backward, get_forward
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import RecordedLaunch, recording
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import NO_MASK, Mask
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
+from sage_kernels.triton.common.launch import RecordedLaunch, recording
 from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.triton_calls import attend, attend_and_save, backward
 

@@ -197,7 +197,7 @@ class Call:
     def tail(self) -> Call:
         """Return the call without its first keys; positions are counted from the first key that is left.
 
-        Late keys are among the keys left: kernels skip them (`language.tokens.tail_source`).
+        Late keys are among the keys left: kernels skip them (`triton.common.tokens.tail_source`).
         """
         # A call that held itself would keep its tensors until the garbage collector runs.
         return self._without_first_keys if self.first_keys else self

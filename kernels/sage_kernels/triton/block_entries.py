@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch
-from ..language.sequences import sequence_range
 from ..spec.call import BackwardCall, Call, clamped_offset
+from .common.launch import UNSPECIALIZED, launch
+from .common.sequences import sequence_range
 
 SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any
 

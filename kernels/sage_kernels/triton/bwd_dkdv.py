@@ -8,12 +8,12 @@ the causal mask.
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED
-from ..language.padding import key_exists
-from ..language.scores import LOG2E
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, optimization_barrier
-from ..language.weights import weights_of_keys
+from .common.launch import UNSPECIALIZED
+from .common.padding import key_exists
+from .common.scores import LOG2E
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import load_key, load_key_scale, load_value, optimization_barrier
+from .common.weights import weights_of_keys
 from .int8_rows import CODE_MAX, max_magnitude, quantize_rows
 
 

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from ..language.int8 import round_to_byte
-from ..language.launch import UNSPECIALIZED
-from ..language.padding import key_exists, key_tiles
-from ..language.scores import LOG2E
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import as_operand, load_key, load_key_scale, load_value, optimization_barrier
-from ..language.weights import weights_of_queries
+from .common.int8 import round_to_byte
+from .common.launch import UNSPECIALIZED
+from .common.padding import key_exists, key_tiles
+from .common.scores import LOG2E
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import as_operand, load_key, load_key_scale, load_value, optimization_barrier
+from .common.weights import weights_of_queries
 from .int8_rows import CODE_MAX, codes_per_unit, max_magnitude
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..language.launch import MASK_AXES, strides
 from ..spec.call import Call, MaskKind
 from ..spec.layout import broadcast_strides, stride_of
 from ..spec.operands import KeyPadding
 from .block_entries import block_entries
+from .common.launch import MASK_AXES, strides
 from .configs import Config
 from .mask_entries import mask_entries
 

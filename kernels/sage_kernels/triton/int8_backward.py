@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.backward_launch import BackwardLaunch
-from ..language.backward_operands import key_operands, query_operands
-from ..language.launch import MASK_AXES, launch, strides
 from ..spec.call import BackwardCall
 from ..spec.layout import broadcast_strides
 from ..spec.operands import Saved
 from .block_entries import block_entries
 from .bwd_dkdv import int8_bwd_dkdv
 from .bwd_dq import int8_bwd_dq
+from .common.backward_launch import BackwardLaunch
+from .common.backward_operands import key_operands, query_operands
+from .common.launch import MASK_AXES, launch, strides
 from .configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from .restore_gradients import new_transformed, restore_gradient
 from .tile_rows import tile_rows

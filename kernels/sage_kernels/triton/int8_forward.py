@@ -17,17 +17,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch.kernels import Quantizer
-from ..language.heavy import attend_heavy_keys
-from ..language.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.padding import key_tiles
-from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, optimization_barrier
 from ..spec.call import Call
 from ..spec.layout import batch_strides, ceil_div, padded_channels
 from ..spec.operands import PV_OF_DTYPE, Int8Operands, Saved
 from ..spec.saved import saving
+from .common.heavy import attend_heavy_keys
+from .common.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.padding import key_tiles
+from .common.scores import LN2, LOG2E, mask_scores, store_clamped
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import load_key, load_key_scale, load_value, optimization_barrier
 from .configs import Config, int8_forward_config, limit_to_list
 from .forward_mask import ForwardMask, forward_mask
 

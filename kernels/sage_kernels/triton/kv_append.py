@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.repeated import KernelLaunch
-from ..language.rotation import channel_factor, rotate, sign_bits
-from ..language.scores import round_finite
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
 from ..spec.layout import power_of_two
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.repeated import KernelLaunch
+from .common.rotation import channel_factor, rotate, sign_bits
+from .common.scores import round_finite
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BIAS = tl.constexpr(1024.0)

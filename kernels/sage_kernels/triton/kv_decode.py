@@ -8,13 +8,13 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..language.launch import DIVISIBILITY, INTERPRETED, strides
-from ..language.repeated import KernelLaunch, run_step
-from ..language.rotation import sign_bits
 from ..replay.cache import MAX_ENTRIES
 from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
 from ..spec.layout import power_of_two
+from .common.launch import DIVISIBILITY, INTERPRETED, strides
+from .common.repeated import KernelLaunch, run_step
+from .common.rotation import sign_bits
 from .configs import LITTLE_SHARED_MEMORY
 from .kv_append import append_launch
 from .kv_decode_kernels import OTHER_PARTS, attend_to_part, merge_kv_parts

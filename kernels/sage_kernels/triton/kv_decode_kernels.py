@@ -9,9 +9,9 @@ separate tokens, maxima and sums, so that warps do not wait for each other until
 import triton
 import triton.language as tl
 
-from ..language.launch import INTERPRETED, UNSPECIALIZED
-from ..language.rotation import unrotate
-from ..language.scores import store_clamped
+from .common.launch import INTERPRETED, UNSPECIALIZED
+from .common.rotation import unrotate
+from .common.scores import store_clamped
 from .kv_append import BIAS, counted_step
 
 OTHER_PARTS = tl.constexpr(2)

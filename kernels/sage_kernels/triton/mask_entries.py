@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..spec.call import PADDING_BIAS, Call
 from ..spec.layout import BLOCK, ceil_div
 from ..spec.masks import unexpanded
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 
 PADDING = tl.constexpr(PADDING_BIAS)
 BLOCK_ROWS = tl.constexpr(BLOCK)

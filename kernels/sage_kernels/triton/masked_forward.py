@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.padding import key_tiles
-from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
 from ..spec.masks import unexpanded
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from .common.padding import key_tiles
+from .common.scores import LOG2E, store_clamped
 from .configs import Config, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed

@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch.kernels import AttendToPrefix
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.scores import LOG2E, store_clamped
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.scores import LOG2E, store_clamped
 from .configs import nonprefix_forward_config
 from .masked_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
 

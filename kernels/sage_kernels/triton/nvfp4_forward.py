@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 
 from ..dispatch.kernels import Quantizer
-from ..language.formats import GROUP, join_by_8, max_or_nan
-from ..language.heavy import attend_heavy_keys
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.nvfp4 import (
+from ..spec.call import Call
+from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
+from ..spec.operands import NVFP4Operands
+from .common.formats import GROUP, join_by_8, max_or_nan
+from .common.heavy import attend_heavy_keys
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.nvfp4 import (
     P_SCALE_LOG2,
     broadcast_delta,
     dot_nvfp4,
@@ -25,14 +28,11 @@ from ..language.nvfp4 import (
     softmax_tile,
     weigh_values,
 )
-from ..language.padding import key_tiles
-from ..language.recent import attend_recent_keys
-from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import optimization_barrier
-from ..spec.call import Call
-from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
-from ..spec.operands import NVFP4Operands
+from .common.padding import key_tiles
+from .common.recent import attend_recent_keys
+from .common.scores import LN2, LOG2E, mask_scores, store_clamped
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import optimization_barrier
 from .configs import Config, limit_to_list, nvfp4_forward_config, recent_block_n
 from .forward_mask import ForwardMask, forward_mask
 from .smooth_q_scores import smooth_q_scores

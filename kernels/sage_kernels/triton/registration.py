@@ -84,7 +84,7 @@ class TritonQuantizer(TritonKernel):
     def quantize(self, call: Call, padding: KeyPadding | None = None) -> Any:
         """Quantise, and write the spans of the padding; see `quantize_operands` of the module."""
         if padding is not None and padding.spans is not None:
-            import_module("..language.padding", __package__).write_spans(padding)
+            import_module(".common.padding", __package__).write_spans(padding)
         return _load(self.module).quantize_operands(call, None if padding is None else padding.key_mask_u8)
 
 

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.sequences import operand_row, sequence_range
-from ..language.tokens import load_tokens, tail_source
 from ..spec.call import Call
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..spec.operands import NVFP4Operands
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.sequences import operand_row, sequence_range
+from .common.tokens import load_tokens, tail_source
 from .quantize.heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.scores import LOG2E, store_clamped
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.scores import LOG2E, store_clamped
 from .configs import splitkv_forward_config
 
 MIN_ROWS = 16  # rows of a matrix instruction

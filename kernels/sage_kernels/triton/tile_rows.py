@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.sequences import sequence_range
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall
 from ..spec.layout import ceil_div
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from .common.sequences import sequence_range
 
 TILES, ROWS = tl.constexpr(32), tl.constexpr(32)  # tiles and blocks of rows that a program reads at once
 

@@ -1,5 +1,5 @@
 // Keys in 16 bits, heavy or recent: a warp finds their scores, and merges them with its results of other keys, by the
-// maxima and sums of both parts of a row. It does the same as `language/heavy.py`.
+// maxima and sums of both parts of a row. It does the same as `triton/common/heavy.py`.
 //
 // Lane 4g + t has rows g and g + 8. Keys and values lie in shared memory, in lines of 64 channels, 128 bytes.
 #pragma once

@@ -1,5 +1,5 @@
 // Recent keys, in tiles that the producer copies to a stage: K and V in 16 bits take the place of 128 keys' K and V in
-// 4 bits. It does the same as `language/recent.py`.
+// 4 bits. It does the same as `triton/common/recent.py`.
 #pragma once
 #include "nvfp4_items.cuh"
 #include "warp_16bit_keys.cuh"

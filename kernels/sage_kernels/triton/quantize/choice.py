@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ...language.tokens import load_tokens
 from ...spec import transforms
 from ...spec.layout import BLOCK
+from ..common.tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)

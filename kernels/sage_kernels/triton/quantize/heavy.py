@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.heavy import heavy_channel
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import sequence_range
-from ...language.tokens import load_tokens
 from ...spec.call import Call
 from ...spec.layout import batch_strides, stride_of
 from ...spec.operands import HeavyKeys, Statistics
+from ..common.heavy import heavy_channel
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import sequence_range
+from ..common.tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(16)
 

@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.int8 import int8_scale, magnitude, round_to_int8
-from ...language.launch import INTERPRETED, UNSPECIALIZED, launch, strides
-from ...language.rotation import channel_factor, rotate, rotation_matrix, sign_bits
-from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import Int8Operands, Statistics
+from ..common.int8 import int8_scale, magnitude, round_to_int8
+from ..common.launch import INTERPRETED, UNSPECIALIZED, launch, strides
+from ..common.rotation import channel_factor, rotate, rotation_matrix, sign_bits
+from ..common.sequences import operand_row, sequence_range
+from ..common.tokens import load_tokens, tail_source
 from .heavy import heavy_keys, replaceable_keys
 from .statistics import token_statistics
 from .value import quantize_value

@@ -8,16 +8,16 @@ import triton.language as tl
 
 from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
-from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.rotation import channel_factor, rotate, sign_bits
-from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...spec.operands import NVFP4Operands, Statistics
 from ...spec.recipe import Recipe
 from ...spec.transforms import rotation_block
+from ..common.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.rotation import channel_factor, rotate, sign_bits
+from ..common.sequences import operand_row, sequence_range
+from ..common.tokens import load_tokens, tail_source
 from .choice import is_finite
 from .heavy import heavy_keys, replaceable_keys
 from .reduction import reduce_block

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import operand_row, sequence_range
 from ...spec import transforms
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, padded_channels, stride_of
 from ...spec.operands import Statistics
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import operand_row, sequence_range
 from .choice import choose_keys, is_finite, mean_query, write_scores
 from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
 

@@ -12,13 +12,13 @@ from ...formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ...formats.fp16 import FP16_HEADROOM
 from ...formats.int8 import INT8_MAX
 from ...formats.reciprocal import SMALLEST_NORMAL
-from ...language.int8 import round_to_int8
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import operand_row, sequence_range
-from ...language.tiles import operand_token
-from ...language.tokens import load_tokens, tail_source
 from ...spec.layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import VALUE_DTYPES, Statistics
+from ..common.int8 import round_to_int8
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import operand_row, sequence_range
+from ..common.tiles import operand_token
+from ..common.tokens import load_tokens, tail_source
 from .heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -54,7 +54,7 @@ def quantize_value(
     Returns:
         (values, scale): in 8 bits (operand batch, kv_heads, channels, rows), in 16 bits (operand batch, kv_heads, rows,
         channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and their tokens are in the order of
-        `language.tiles.operand_token`: then the weights are the operand of P·V in the registers where Q·Kᵀ left the
+        `common.tiles.operand_token`: then the weights are the operand of P·V in the registers where Q·Kᵀ left the
         scores.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]

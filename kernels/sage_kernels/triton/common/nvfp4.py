@@ -5,7 +5,7 @@ import math
 import triton
 import triton.language as tl
 
-from ..formats.weights import P_SCALE
+from ...formats.weights import P_SCALE
 from .formats import (
     GROUP,
     decode_e4m3,

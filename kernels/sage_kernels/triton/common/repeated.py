@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import triton
 
-from ..replay import cache, driver, trace
-from ..replay.launch_plan import DriverLaunch
-from ..runtime import torch_private
+from ...replay import cache, driver, trace
+from ...replay.launch_plan import DriverLaunch
+from ...runtime import torch_private
 from . import triton_abi
 from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
 

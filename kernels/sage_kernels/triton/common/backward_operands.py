@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..spec.layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
-from ..spec.operands import KeyPadding, Saved
-from ..spec.recipe import Recipe
+from ...spec.layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
+from ...spec.operands import KeyPadding, Saved
+from ...spec.recipe import Recipe
 from .int8 import int8_scale, magnitude, round_to_int8
 from .launch import UNSPECIALIZED, launch, strides
 from .rotation import channel_factor, rotation_matrix

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..replay import driver, trace
-from ..replay.launch_plan import launch_now
-from ..replay.trace import NotRepeatableError
-from ..runtime.cache_folder import announcing_if_slow
+from ...replay import driver, trace
+from ...replay.launch_plan import launch_now
+from ...replay.trace import NotRepeatableError
+from ...runtime.cache_folder import announcing_if_slow
 from . import triton_abi
 
 logger = logging.getLogger(__name__)

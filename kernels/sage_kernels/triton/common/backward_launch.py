@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..spec.call import BackwardCall
-from ..spec.layout import batch_strides, ceil_div
-from ..spec.operands import KeyPadding
+from ...spec.call import BackwardCall
+from ...spec.layout import batch_strides, ceil_div
+from ...spec.operands import KeyPadding
 from .backward_operands import multiplies_int8
 from .padding import key_padding
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..spec.operands import KeyPadding
+from ...spec.operands import KeyPadding
 from .launch import UNSPECIALIZED, launch
 
 
