@@ -87,10 +87,10 @@ from sage_kernels.dispatch.registry import get_backward, get_forward, get_quanti
 
 fake_gpu.install(pytest.MonkeyPatch())
 forward, quantizer = get_forward("int8_forward_hopper"), get_quantizer("int8_quantize_hopper")
-query, valid = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2), torch.ones(1, 192, dtype=torch.bool)
+query, key_mask = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2), torch.ones(1, 192, dtype=torch.bool)
 with trace.tracing() as traced:
     for recipe in ("sage2", "sage1", "sage_bwd"):
-        for mask in (Mask(), Mask.of_keys(traced.placeholder(valid))):
+        for mask in (Mask(), Mask.of_keys(traced.placeholder(key_mask))):
             tensors = [traced.placeholder(query) for _ in range(3)]
             call = Call(*tensors, get_recipe(recipe), mask, False, 0, 0.125)
             if recipe != "sage_bwd":
@@ -110,7 +110,7 @@ def test_tracing_imports_nothing_that_takes_long(forks):
 
 def test_tracing_gradients_imports_triton_and_nothing_else_that_takes_long(forks):
     prepare = """
-from sage_kernels.language import backward_operands, rotation
+from sage_kernels.triton.common import backward_operands, rotation
 matrix = rotation.rotation_matrix
 backward_operands.rotation_matrix = lambda channels, dtype, device: matrix(channels, dtype, torch.device("cpu"))
 forward,"""

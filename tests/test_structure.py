@@ -11,9 +11,8 @@ BACKENDS = ("triton", "cuda", "reference")
 MAY_IMPORT = {
     "reference": set(),
     "cuda": set(),
-    "language": set(),
-    "triton": {"language"},
-    "testing": {"language"},
+    "triton": set(),
+    "testing": {"triton"},
 }
 ABOVE = {"sage_hf", "diffusers", "transformers"}
 
@@ -84,7 +83,7 @@ def test_a_backend_that_is_not_in_triton_needs_no_triton(folder):
 def test_a_backends_limits_are_known_before_its_compiler_is_imported(folder):
     for imported in imported_names(f"sage_kernels.{folder}.registration"):
         assert imported.split(".")[0] not in ("triton", "cuda"), imported
-        assert backend_of(imported) != "language", imported
+        assert not imported.startswith("sage_kernels.triton.common"), imported
 
 
 def test_the_kernel_backend_imports_nothing_above_it():
@@ -93,7 +92,7 @@ def test_the_kernel_backend_imports_nothing_above_it():
         assert not above, f"{name} imports {above}"
 
 
-PRIVATE = {"torch": {"sage_kernels.runtime.torch_private"}, "triton": {"sage_kernels.language.triton_abi"}}
+PRIVATE = {"torch": {"sage_kernels.runtime.torch_private"}, "triton": {"sage_kernels.triton.common.triton_abi"}}
 """Modules that may use private names of a package; `testing` and what measures are no part of a call."""
 
 

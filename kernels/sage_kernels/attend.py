@@ -21,7 +21,7 @@ from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
 AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
-"""(output, lse); the lse is valid with `Options.return_lse` only."""
+"""(output, lse); the lse is key_mask with `Options.return_lse` only."""
 
 
 def attend(
@@ -38,7 +38,7 @@ def attend(
     causality may be given together: a query then attends to the keys that both allow.
 
     Returns:
-        (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
+        (output, lse): the output, laid out like query; the lse is key_mask with `return_lse` only.
     """
     if options.tokens_first:
         return _attend_with_tokens_first(query, key, value, mask, blocks, options)
@@ -94,7 +94,7 @@ def _attend_anew(
     if grad:
         plan = decision.plan
         if plan is None or entry is None or blocks is not None or options.return_lse:
-            return training.call_operator(query, key, value, call_mask.valid, blocks, None, options)
+            return training.call_operator(query, key, value, call_mask.key_mask, blocks, None, options)
         return training.run_call(query, key, value, call_mask, plan, options, entry), None
     if entry is None:
         return ops.call_operator(query, key, value, mask, blocks, None, options)

@@ -21,7 +21,7 @@ def store(
     query: torch.Tensor | None,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
 ) -> None:
     """Append tokens; the first tokens appended decide the cache's transforms.
 
@@ -29,7 +29,7 @@ def store(
         cache: a cache of any length.
         query: (batch, q_heads, tokens, head_dim), the queries of these tokens; None: unknown.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch or 1, tokens), False for padding, by which the cache knows where sequences start; None: no
+        key_mask: bool (batch or 1, tokens), False for padding, by which the cache knows where sequences start; None: no
             padding.
 
     Query, key and value are float16, bfloat16 or float32, on the cache's device.
@@ -38,10 +38,10 @@ def store(
         ValueError: a size, dtype or device differs from the cache's.
     """
     check_tokens(cache, query, key, value)
-    _check_valid(cache, valid, key.shape[2])
+    _check_key_mask(cache, key_mask, key.shape[2])
     if not cache.is_frozen:
         self_check.check_kv(cache.format.name, cache.head_dim, cache.device)
-        import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, valid)
+        import_module(".reference.kv_cache", __package__).freeze(cache, query, key, value, key_mask)
     kernel, _ = select_kv_kernel(cache, None)
     kernel.append(cache, key, value)
 
@@ -51,7 +51,7 @@ def decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, str, str]:
     """Append at most MAX_QUERIES tokens to the cache, and attend with these tokens causally to all tokens.
@@ -60,7 +60,7 @@ def decode(
         cache: a cache with earlier tokens.
         query: (batch, q_heads, q_len, head_dim).
         key, value: (batch, kv_heads, q_len, head_dim).
-        valid: bool (batch or 1, length + q_len), True for columns that exist; None: all.
+        key_mask: bool (batch or 1, length + q_len), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
 
     Query, key and value are float16, bfloat16 or float32, on the cache's device.
@@ -72,14 +72,14 @@ def decode(
         ValueError: a size, dtype or device differs from the cache's, the cache is empty, or scale is not above 0.
     """
     check_tokens(cache, query, key, value)
-    _check_valid(cache, valid, cache.length + key.shape[2])
+    _check_key_mask(cache, key_mask, cache.length + key.shape[2])
     if not cache.length or not scale > 0 or key.shape[2] > MAX_QUERIES:
         raise ValueError(
             f"KV cache: decoding takes 1…{MAX_QUERIES} tokens after at least 1 earlier token, and a scale above 0; got "
             f"{key.shape[2]} behind {cache.length}, and {scale}"
         )
     kernel, reason = select_kv_kernel(cache, query)
-    output = kernel.decode(cache, query, key, value, valid, scale)
+    output = kernel.decode(cache, query, key, value, key_mask, scale)
     return output, kernel_name(kernel), reason
 
 
@@ -117,11 +117,13 @@ def check_tokens(cache: KVCache, query: torch.Tensor | None, key: torch.Tensor, 
             )
 
 
-def _check_valid(cache: KVCache, valid: torch.Tensor | None, length: int) -> None:
-    """Raise ValueError unless `valid` is None or has an element for each column."""
-    if valid is None:
+def _check_key_mask(cache: KVCache, key_mask: torch.Tensor | None, length: int) -> None:
+    """Raise ValueError unless `key_mask` is None or has an element for each column."""
+    if key_mask is None:
         return
-    if valid.shape not in ((cache.batch, length), (1, length)):
-        raise ValueError(f"KV cache: valid must be ({cache.batch} or 1, {length}); got {tuple(valid.shape)}")
-    if valid.dtype != torch.bool or valid.device != cache.device:
-        raise ValueError(f"KV cache: valid must be bool on {cache.device}; got {valid.dtype} on {valid.device}")
+    if key_mask.shape not in ((cache.batch, length), (1, length)):
+        raise ValueError(f"KV cache: key_mask must be ({cache.batch} or 1, {length}); got {tuple(key_mask.shape)}")
+    if key_mask.dtype != torch.bool or key_mask.device != cache.device:
+        raise ValueError(
+            f"KV cache: key_mask must be bool on {cache.device}; got {key_mask.dtype} on {key_mask.device}"
+        )

@@ -14,7 +14,7 @@ from .dispatch.kv_kernels import select_kv_kernel
 from .kv_cache import check_tokens, kernel_name
 from .spec.kv_cache import KVCache, get_format
 
-WRITTEN = (*KVCache.PER_TOKEN, "recent_key", "recent_value", "counts")
+WRITTEN = (*KVCache.PER_TOKEN, "exact_key", "exact_value", "counts")
 EMULATED = "kv_step_emulated"
 """Name of the operator for steps without a native kernel: it waits for the device, so no CUDA graph contains it."""
 
@@ -23,7 +23,7 @@ _tensors = ", ".join(
     f"Tensor({chr(ord('a') + number)}!) {name}" if name in WRITTEN else f"Tensor {name}"
     for number, name in enumerate(KVCache.FIXED)
 )
-_schema = f"(Tensor query, Tensor key, Tensor value, Tensor? valid, float scale, str format, {_tensors}) -> Tensor"
+_schema = f"(Tensor query, Tensor key, Tensor value, Tensor? key_mask, float scale, str format, {_tensors}) -> Tensor"
 
 
 def step(
@@ -31,7 +31,7 @@ def step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float,
     *,
     emulated: bool,
@@ -42,7 +42,7 @@ def step(
         cache: a cache of fixed capacity, with earlier tokens.
         query: (batch, q_heads, 1, head_dim).
         key, value: (batch, kv_heads, 1, head_dim).
-        valid: bool (batch or 1, capacity), True for columns that exist; None: all.
+        key_mask: bool (batch or 1, capacity), True for columns that exist; None: all.
         scale: factor of the scores, above 0.
         emulated: whether the kernel of `serving_kernel` emulates.
 
@@ -58,11 +58,13 @@ def step(
     check_tokens(cache, query, key, value)
     if key.shape[2] != 1 or not scale > 0:
         raise ValueError(f"KV cache: a step takes 1 token, and a scale above 0; got {key.shape[2]}, and {scale}")
-    if valid is not None and (valid.dtype != torch.bool or valid.shape not in _shapes_of_valid(cache)):
-        raise ValueError(f"KV cache: valid must be bool {_shapes_of_valid(cache)}; got {valid.dtype} {valid.shape}")
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape not in _key_mask_shapes(cache)):
+        raise ValueError(
+            f"KV cache: key_mask must be bool {_key_mask_shapes(cache)}; got {key_mask.dtype} {key_mask.shape}"
+        )
     run = torch.ops.sage_kernels.kv_step_emulated if emulated else torch.ops.sage_kernels.kv_step
     tensors = [getattr(cache, name) for name in KVCache.FIXED]
-    output: torch.Tensor = run(query, key, value, valid, scale, cache.format.name, *tensors)
+    output: torch.Tensor = run(query, key, value, key_mask, scale, cache.format.name, *tensors)
     return output
 
 
@@ -81,7 +83,7 @@ def serving_kernel(cache: KVCache, query: torch.Tensor) -> tuple[str, str, bool]
     return kernel_name(kernel), reason, not kernel.native
 
 
-def _shapes_of_valid(cache: KVCache) -> tuple[tuple[int, int], ...]:
+def _key_mask_shapes(cache: KVCache) -> tuple[tuple[int, int], ...]:
     return (cache.batch, cache.capacity), (1, cache.capacity)
 
 
@@ -89,14 +91,14 @@ def _step(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float,
     format: str,
     *tensors: torch.Tensor,
 ) -> torch.Tensor:
     cache = KVCache.of(get_format(format), query.shape[3], key.dtype, tensors)
     kernel, _ = select_kv_kernel(cache, query)
-    return kernel.decode(cache, query, key, value, valid, scale).transpose(1, 2).contiguous()
+    return kernel.decode(cache, query, key, value, key_mask, scale).transpose(1, 2).contiguous()
 
 
 def _fake_step(query: torch.Tensor, *arguments: Any) -> torch.Tensor:

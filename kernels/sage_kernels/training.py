@@ -27,11 +27,11 @@ _SAVED = "Tensor saved_query, Tensor query_scale, Tensor saved_key, Tensor key_s
 _PARTS = len(Saved._fields)
 
 for _schema in (
-    f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? valid, {SCHEMA}) "
+    f"training_attention(Tensor query, Tensor key, Tensor value, Tensor? key_mask, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"training_attention_backward(Tensor output_gradient, Tensor value, Tensor output, {_SAVED}, int head_dim, "
-    f"str kernel, Tensor? valid, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? valid, float? scale, str recipe) -> Tensor",
+    f"str kernel, Tensor? key_mask, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "training_lse(Tensor query, Tensor key, Tensor lse, Tensor? key_mask, float? scale, str recipe) -> Tensor",
 ):
     library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 
@@ -41,7 +41,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
     blocks: BlockList | None = None,
     is_causal: bool = False,
     causal_offset: int = 0,
@@ -59,7 +59,7 @@ def attention(
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
         key, value: (batch, kv_heads, kv_len, head_dim), (batch, kv_heads, kv_len, v_head_dim), dtype and device of
             query; q_heads a multiple of kv_heads.
-        valid: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
+        key_mask: bool (batch or 1, kv_len), False where a key does not exist; None: all exist.
         blocks: the tiles of keys that each block of rows attends to; None: all tiles. Gradients skip unlisted tiles.
         is_causal: row i attends to the keys 0…i + causal_offset, as far as they exist and are listed.
         causal_offset: see `ops.attention`.
@@ -92,7 +92,7 @@ def attention(
     )
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
-    output, lse = call_operator(query, key, value, valid, blocks, None, options)
+    output, lse = call_operator(query, key, value, key_mask, blocks, None, options)
     return output, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -150,7 +150,7 @@ def call_operator(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     blocks: BlockList | None,
     lengths: Lengths | None,
     options: Options,
@@ -160,11 +160,11 @@ def call_operator(
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
     """
     arguments = OperatorArguments.of(blocks, lengths, options).for_training()
-    output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, valid, *arguments)
+    output, *saved = torch.ops.sage_kernels.training_attention(query, key, value, key_mask, *arguments)
     if not options.return_lse:
         return output, None
     with torch.no_grad():
-        lse = torch.ops.sage_kernels.training_lse(query, key, saved[-1], valid, options.scale, options.recipe)
+        lse = torch.ops.sage_kernels.training_lse(query, key, saved[-1], key_mask, options.scale, options.recipe)
         return output, lse
 
 
@@ -205,19 +205,19 @@ def run_call(
     return output
 
 
-def _mask(valid: torch.Tensor | None, blocks: BlockList | None) -> Mask:
+def _mask(key_mask: torch.Tensor | None, blocks: BlockList | None) -> Mask:
     """Return the `Mask` of existing keys and of a block list."""
-    call_mask = Mask.of_keys(valid)
+    call_mask = Mask.of_keys(key_mask)
     if blocks is None:
         return call_mask
-    return replace(call_mask, kind="blocks" if valid is None else "block_keys", blocks=blocks)
+    return replace(call_mask, kind="blocks" if key_mask is None else "block_keys", blocks=blocks)
 
 
 def _call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     arguments: OperatorArguments,
 ) -> Call:
     return Call(
@@ -225,7 +225,7 @@ def _call(
         key,
         value,
         get_recipe(arguments.recipe),
-        _mask(valid, arguments.blocks),
+        _mask(key_mask, arguments.blocks),
         is_causal=arguments.is_causal,
         causal_offset=arguments.causal_offset,
         scale=softmax_scale(arguments.scale, query.shape[3]),
@@ -234,22 +234,22 @@ def _call(
 
 
 def _training_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
     arguments = OperatorArguments(*flat)
     checks.check_tensors(query, key, value, None)
     checks.check_head_dims(query, value)
-    checks.check_memory(valid)
-    checks.check_valid(valid, key)
+    checks.check_memory(key_mask)
+    checks.check_key_mask(key_mask, key)
     checks.check_lengths(query, key, arguments.lengths)
     if arguments.blocks is not None:
         check_blocks(arguments.blocks, query, key, arguments.lengths)
-    output, saved = execution.attend_and_save(_call(query, key, value, valid, arguments), arguments.fallback)
+    output, saved = execution.attend_and_save(_call(query, key, value, key_mask, arguments), arguments.fallback)
     return with_tokens_first(output), *(part.contiguous() for part in saved)
 
 
 def _fake_training_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, *flat: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
     arguments = OperatorArguments(*flat)
     call = Call(query, key, value, get_recipe(arguments.recipe), NO_MASK, lengths=arguments.lengths)
@@ -261,10 +261,10 @@ def _fake_training_attention(
 def _training_attention_backward(
     output_gradient: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, ...]:
-    *parts, head_dim, kernel, valid = flat[: _PARTS + 3]
+    *parts, head_dim, kernel, key_mask = flat[: _PARTS + 3]
     saved, arguments = Saved(*parts), OperatorArguments(*flat[_PARTS + 3 :])
     if not kernel:  # a traced graph: sizes are known only now; output and V have the sizes of Q and K
-        forward_call = _call(output, value, value, valid, arguments)
+        forward_call = _call(output, value, value, key_mask, arguments)
         request = replace(execution.request_of(forward_call, grad=True), head_dim=head_dim)
         kernel = execution.select_training(request, arguments.fallback).backward
     call = BackwardCall(
@@ -274,7 +274,7 @@ def _training_attention_backward(
         saved,
         head_dim,
         get_recipe(arguments.recipe),
-        _mask(valid, arguments.blocks),
+        _mask(key_mask, arguments.blocks),
         is_causal=arguments.is_causal,
         causal_offset=arguments.causal_offset,
         scale=softmax_scale(arguments.scale, head_dim),
@@ -293,14 +293,14 @@ def _fake_training_attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, valid = inputs[:4]
+    query, key, value, key_mask = inputs[:4]
     arguments = OperatorArguments(*inputs[4:])
-    ctx.save_for_backward(value, *output, valid, *arguments.tensors)
+    ctx.save_for_backward(value, *output, key_mask, *arguments.tensors)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     kernel = ""
     if type(query) in (torch.Tensor, torch.nn.Parameter):  # not a tracer's tensor, whose sizes may change
-        request = execution.request_of(_call(query, key, value, valid, arguments), grad=True)
+        request = execution.request_of(_call(query, key, value, key_mask, arguments), grad=True)
         kernel = execution.select_training(request, arguments.fallback).backward
     ctx.head_dim, ctx.kernel = query.shape[3], kernel
     ctx.arguments = arguments.with_tensors((None,) * len(arguments.tensors))
@@ -311,10 +311,10 @@ def _backward(ctx: Any, output_gradient: torch.Tensor | None, *others: None) -> 
     if output_gradient is None:
         return None, None, None, *no_gradients
     saved_tensors = ctx.saved_tensors
-    forward, valid, tensors = saved_tensors[: _PARTS + 2], saved_tensors[_PARTS + 2], saved_tensors[_PARTS + 3 :]
+    forward, key_mask, tensors = saved_tensors[: _PARTS + 2], saved_tensors[_PARTS + 2], saved_tensors[_PARTS + 3 :]
     arguments = ctx.arguments.with_tensors(tensors).for_training()
     gradients = torch.ops.sage_kernels.training_attention_backward(
-        output_gradient, *forward, ctx.head_dim, ctx.kernel, valid, *arguments
+        output_gradient, *forward, ctx.head_dim, ctx.kernel, key_mask, *arguments
     )
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
     return *(gradient if needed else None for gradient, needed in wanted), *no_gradients
@@ -332,7 +332,7 @@ def _training_lse(
     query: torch.Tensor,
     key: torch.Tensor,
     lse: torch.Tensor,
-    valid: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     scale: float | None,
     recipe: str,
 ) -> torch.Tensor:
@@ -341,7 +341,7 @@ def _training_lse(
         return lse.clone()
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(query.device.type, enabled=False):
-        key, counted = key.float(), None if valid is None else valid[:, None, :, None]
+        key, counted = key.float(), None if key_mask is None else key_mask[:, None, :, None]
         if get_recipe(recipe).equalize:
             counted = transforms.quiet_keys(key, counted)
         mean = transforms.mean_of_tokens(key, counted)

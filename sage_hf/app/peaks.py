@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from sage_kernels.exact import sdpa
-from sage_kernels.reference.forward import valid_keys
+from sage_kernels.reference.forward import counted_keys
 from sage_kernels.spec import transforms
 from sage_kernels.spec.masks import with_leading_dims
 
@@ -62,20 +62,20 @@ def find_peaks(
     share, position = weights.flatten(0, 1).max(-1)
     head = share.argmax()
     attends = share[head] != 0
-    loudest = channel_loudness(key, valid_keys(mask)).amax().item()
+    loudest = channel_loudness(key, counted_keys(mask)).amax().item()
     return Peaks(share[head].item(), int(position[head]) if attends else None, loudest)
 
 
-def channel_loudness(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+def channel_loudness(key: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return the ratio of the loudest channel's rms to the median channel's in each head: float32 (batch, kv_heads).
 
     Args:
         key: (batch, kv_heads, tokens, head_dim), at least one token.
-        valid: bool (batch or 1, 1, tokens or 1, 1), the keys that exist; None: all.
+        key_mask: bool (batch or 1, 1, tokens or 1, 1), the keys that exist; None: all.
     """
-    deviation = key.float() - transforms.mean_of_tokens(key.float(), valid)
-    if valid is not None:
-        deviation = torch.where(valid, deviation, 0.0)
+    deviation = key.float() - transforms.mean_of_tokens(key.float(), key_mask)
+    if key_mask is not None:
+        deviation = torch.where(key_mask, deviation, 0.0)
     rms = deviation.square().sum(-2).sqrt()
     loudest, median = rms.amax(-1), rms.median(-1).values
     return torch.where(loudest == 0, 0.0, loudest / median)

@@ -27,7 +27,7 @@ from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.runtime import dynamo
-from sage_kernels.spec.masks import key_mask, with_leading_dims
+from sage_kernels.spec.masks import as_key_mask, with_leading_dims
 
 MEASURED_CALLS = 8
 """Default of `SparseModel.measured_calls`."""
@@ -139,7 +139,7 @@ def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class SparsityStatistics:
-    """Statistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
+    """KVStatistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
 
     Attributes:
         calls: number of sparse calls.
@@ -245,7 +245,7 @@ class SparseLayer:
             return f"fewer than {settings.from_tokens} tokens, the configuration's from_tokens"
         if options.get("is_causal") or options.get("return_lse") or options.get("dropout_p"):
             return "causal attention, dropout, or a requested log-sum-exp"
-        if attn_mask is not None and key_mask(with_leading_dims(attn_mask), key.shape[2]) is None:
+        if attn_mask is not None and as_key_mask(with_leading_dims(attn_mask), key.shape[2]) is None:
             return "a mask other than a key-padding mask"
         if attn_mask is not None and self.model.order(query.shape[2], query.device) is None:
             return "a key-padding mask with unknown text tokens: a row might keep only padding"

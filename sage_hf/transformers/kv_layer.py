@@ -216,15 +216,15 @@ class QuantizedLayer(DynamicLayer):
             reason = reason or _limit_of_mask(mask, query.shape[2], past)
             if not reason:
                 scale = query.shape[3] ** -0.5 if scaling is None else scaling
-                valid = _keys_of(mask, query.shape[2], past)
-                output, kernel, why = kv_cache.decode(self.cache, query, key, value, valid, scale)
+                key_mask = _keys_of(mask, query.shape[2], past)
+                output, kernel, why = kv_cache.decode(self.cache, query, key, value, key_mask, scale)
                 self.record.kernels[kernel] = why
                 self._note_size()
                 return output.transpose(1, 2).contiguous(), None
             self.record.kernels[WHOLE] = reason
         result = attend(*(self._with_past(key, value) if past else (key, value)), mask)
-        valid = None if past else _tokens_of(mask, query.shape[2])
-        self._store(None if is_changed else query, new_key, new_value, valid)
+        key_mask = None if past else _tokens_of(mask, query.shape[2])
+        self._store(None if is_changed else query, new_key, new_value, key_mask)
         return result
 
     def get_seq_length(self, *args: Any) -> int:
@@ -278,10 +278,10 @@ class QuantizedLayer(DynamicLayer):
         return torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
 
     def _store(
-        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
     ) -> None:
         assert self.cache is not None
-        kv_cache.store(self.cache, query, key, value, valid)
+        kv_cache.store(self.cache, query, key, value, key_mask)
         self._note_size()
 
     @property

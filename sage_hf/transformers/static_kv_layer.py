@@ -141,8 +141,8 @@ class StaticQuantizedLayer(QuantizedLayer):
         if mask is not None and mask.shape[1:3] != (1, 1):
             self._note_whole(f"a mask of shape {tuple(mask.shape)}")
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        valid = None if mask is None else mask[:, 0, 0]
-        return kv_step.step(self.cache, query, key, value, valid, scale, emulated=self.is_emulated), None
+        key_mask = None if mask is None else mask[:, 0, 0]
+        return kv_step.step(self.cache, query, key, value, key_mask, scale, emulated=self.is_emulated), None
 
     @eagerly
     def _attend_eagerly(
@@ -165,9 +165,9 @@ class StaticQuantizedLayer(QuantizedLayer):
         return result
 
     def _store(
-        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None
+        self, query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
     ) -> None:
-        super()._store(query, key, value, valid)
+        super()._store(query, key, value, key_mask)
         self.is_filled = True
 
     def get_seq_length(self, *args: Any) -> Any:

@@ -58,7 +58,7 @@ def prepare(device: torch.device, case: BenchCase, backward: bool = True) -> Cal
                 raise ValueError(f"{name}: {reason}")
             return partial(kernel.attend, call)
         if case.training:
-            options = causality | {"valid": call.mask.valid, "recipe": name, "fallback": "error"}
+            options = causality | {"key_mask": call.mask.key_mask, "recipe": name, "fallback": "error"}
             return lambda: training.attention(query, key, value, **options)[0]
         options = causality | {"mask": mask, "recipe": name, "fallback": "error"}
         return lambda: ops.attention(query, key, value, **options)[0]

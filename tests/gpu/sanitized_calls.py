@@ -22,7 +22,7 @@ import torch
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import kv_cache, kv_step, ops
 from sage_kernels.cuda import compiler, nvfp4_forward
-from sage_kernels.cuda.registration import HopperFusedBackward, TritonNVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperFusedBackward
 from sage_kernels.dispatch import registry
 from sage_kernels.spec.kv_cache import STRIP, KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
@@ -78,9 +78,9 @@ def attend_emulated() -> None:
             draw(batch, 2, kv_len, v_head_dim),
         )
         for is_causal in (False, True):
-            for valid in (None, torch.rand(batch, kv_len, device="cuda") < 0.5):
-                options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid, "return_lse": is_causal}
-                quantizer = TritonNVFP4Quantizer() if valid is None else TritonQuantizer()
+            for key_mask in (None, torch.rand(batch, kv_len, device="cuda") < 0.5):
+                options = {"is_causal": is_causal, "causal_offset": 30, "key_mask": key_mask, "return_lse": is_causal}
+                quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonQuantizer()
                 for recipe in (get_recipe("sage3_paper"), unsearched):
                     nvfp4_forward.attend(new_call(*inputs, recipe, **options), quantizer, native=False)
         torch.cuda.synchronize()
@@ -97,8 +97,8 @@ def train(recipe: str) -> None:
         (300, 65, 40, 24),
     ):
         for is_causal in (False, True):
-            for valid in (None, draw.uniform(2, kv_len) < 0.5):
-                options = {"is_causal": is_causal, "causal_offset": 30, "valid": valid}
+            for key_mask in (None, draw.uniform(2, kv_len) < 0.5):
+                options = {"is_causal": is_causal, "causal_offset": 30, "key_mask": key_mask}
                 of_kernel(draw.call(recipe, 2, 4, 2, q_len, kv_len, head_dim, v_head_dim, **options))
             lengths = draw.lengths([1, q_len, 0], [kv_len, 70, 5], [kv_len, 69, 0])
             options = {"is_causal": is_causal, "lengths": lengths}
@@ -138,18 +138,18 @@ def decode(format: str) -> None:
         query, capacity = draw(2, 2 * group, tokens + 9, head_dim), -(-(tokens + 9) // STRIP) * STRIP
         for is_fixed, is_padded in product((False, True), (False, True)):
             cache = KVCache(get_format(format), key)
-            valid = torch.ones(2, capacity, dtype=torch.bool, device="cuda")
-            valid[0, : tokens // 3] = not is_padded
+            key_mask = torch.ones(2, capacity, dtype=torch.bool, device="cuda")
+            key_mask[0, : tokens // 3] = not is_padded
             if is_fixed:
                 cache.fix(capacity)
-            kv_cache.store(cache, *(x[:, :, :tokens] for x in (query, key, value)), valid[:, :tokens])
+            kv_cache.store(cache, *(x[:, :, :tokens] for x in (query, key, value)), key_mask[:, :tokens])
             ends = range(tokens + 1, tokens + 10) if is_fixed else (tokens + 1, tokens + 8, tokens + 9)
             for first, end in pairwise((tokens, *ends)):
                 new = [x[:, :, first:end] for x in (query, key, value)]
                 if is_fixed:
-                    kv_step.step(cache, *new, valid if is_padded else None, head_dim**-0.5, emulated=False)
+                    kv_step.step(cache, *new, key_mask if is_padded else None, head_dim**-0.5, emulated=False)
                 else:
-                    kv_cache.decode(cache, *new, valid[:, :end] if is_padded else None, head_dim**-0.5)
+                    kv_cache.decode(cache, *new, key_mask[:, :end] if is_padded else None, head_dim**-0.5)
             if is_fixed:
                 cache.counts.fill_(capacity)
                 kv_step.step(cache, *new, None, head_dim**-0.5, emulated=False)

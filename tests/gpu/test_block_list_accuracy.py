@@ -158,8 +158,8 @@ def test_gradients_are_as_accurate_as_the_references(recipe, case, heads, device
     draw = Draw(device)
     blocks = on(device, draw_blocks(2, heads[0], 500, 600, block_m, block_n, share=0.4))
     if options.pop("padded", False):
-        options["valid"] = draw.uniform(2, 600) < 0.8
-        options["valid"][1, 128:384] = False
+        options["key_mask"] = draw.uniform(2, 600) < 0.8
+        options["key_mask"][1, 128:384] = False
     call = draw.call(recipe, 2, *heads, 500, 600, *dims, blocks=blocks, **options)
     judge_training(call).assert_as_small_as_the_references()
 

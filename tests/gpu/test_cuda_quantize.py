@@ -14,11 +14,11 @@ from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.registration import HopperQuantizer
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.formats import int8
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
 from sage_kernels.spec.operands import MEAN_PARTS, KeyPadding
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.spec.transforms import equalize, exchange, heavy_places, mean_of_tokens, quiet_keys, rotate
+from sage_kernels.triton.common.padding import key_padding
 from tests.helpers import calls, triton_calls
 from tests.helpers.layouts import lay_out
 from tests.helpers.pairwise import pairwise
@@ -237,20 +237,20 @@ def assert_like_the_reference(codes, scale, expected_codes, expected_scale, nois
     assert difference.sum() <= 3e-4 * difference.numel() + 3
 
 
-def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
+def assert_rotated(actual, inputs, recipe, key_mask=None, query_mask=None):
     """Check Q, K and the equalizer against the reference, given the call's Q, K and V.
 
-    `valid` and `valid_queries`: bool (batch or 1, 1, tokens, 1), which keys and queries exist.
+    `key_mask` and `query_mask`: bool (batch or 1, 1, tokens, 1), which keys and queries exist.
     """
     query, key, _ = (x.float() for x in inputs)
-    if valid is not None:
-        key = torch.where(valid, key, 0.0)
+    if key_mask is not None:
+        key = torch.where(key_mask, key, 0.0)
     channels, group = actual.query.shape[3], query.shape[1] // key.shape[1]
     ones = torch.ones(*key.shape[:2], 1, channels, device=query.device)
-    counted = valid
+    counted = key_mask
     if recipe.equalize:
-        counted = quiet_keys(key, valid)
-        expected = F.pad(equalize(query, key, counted, valid_queries), (0, channels - key.shape[3]), value=1.0)
+        counted = quiet_keys(key, key_mask)
+        expected = F.pad(equalize(query, key, counted, query_mask), (0, channels - key.shape[3]), value=1.0)
         distance = (actual.equalizer.unsqueeze(2).log2() - expected.log2()).abs()
         # Squares are summed in another order: few channels lie on the border of two exponents.
         assert distance.max() <= 1 and distance.sum() <= 0.01 * distance.numel()
@@ -260,9 +260,9 @@ def assert_rotated(actual, inputs, recipe, valid=None, valid_queries=None):
     mean = mean_of_tokens(key, counted)
     expected = codes_of_the_reference(query, ones.repeat_interleave(group, 1), 1)
     assert_like_the_reference(actual.query, actual.query_scale, *expected)
-    smooth = key - mean if valid is None else torch.where(valid, key - mean, 0.0)
+    smooth = key - mean if key_mask is None else torch.where(key_mask, key - mean, 0.0)
     if actual.heavy is not None:
-        smooth = exchange(smooth, heavy_places(query, key, 64, query.shape[3] ** -0.5, valid))[:, :, 64:]
+        smooth = exchange(smooth, heavy_places(query, key, 64, query.shape[3] ** -0.5, key_mask))[:, :, 64:]
         key = key[:, :, 64:]
     smooth = F.pad(smooth, (0, 0, 0, -key.shape[2] % 128))
     expected = codes_of_the_reference(smooth, 1 / ones, 16)
@@ -334,15 +334,15 @@ def test_sinks_anywhere_are_heavy(device):
     for head, places in enumerate(((64, 900), (3, 4164, 2000), (130, 1290, 4097, 4100))):
         key[:, head, places] = key[:, head].float().mean(-2).to(key.dtype)[:, None] + 4.0
     recipe = with_fields("fp8")
-    for valid in (None, torch.rand(2, 4165, device=device) < 0.8):
-        call = calls.new_call(query, key, value, recipe, valid=valid)
-        padding = None if valid is None else KeyPadding.empty(valid)
+    for key_mask in (None, torch.rand(2, 4165, device=device) < 0.8):
+        call = calls.new_call(query, key, value, recipe, key_mask=key_mask)
+        padding = None if key_mask is None else KeyPadding.of(key_mask)
         actual = quantize.quantize_operands(call, padding)
-        places = None if valid is None else valid[:, None, :, None]
+        places = None if key_mask is None else key_mask[:, None, :, None]
         chosen = heavy_places(query.float(), key.float(), 64, call.scale, places)
         expected = key.gather(2, chosen[..., None].expand(-1, -1, -1, 128))
-        if valid is not None:
-            expected = torch.where(valid[:, None, :64, None], expected, 0.0)
+        if key_mask is not None:
+            expected = torch.where(key_mask[:, None, :64, None], expected, 0.0)
         order = heavy_order(128).to(device)
         assert torch.equal(actual.heavy.key, expected[..., order])
         assert (chosen != torch.arange(64, device=device)).any()
@@ -376,21 +376,21 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     chosen, count = VALID[which]
     index = torch.arange(kv_len, device=device)
     rows = [chosen(index, lambda n: torch.rand(n, device=device, generator=generator)) for _ in range(count)]
-    valid = torch.stack(rows)
+    key_mask = torch.stack(rows)
     for x in inputs[1:]:
-        x[~valid[:, None].expand(2, kv_heads, -1)] = choose.choice((torch.nan, torch.inf, 1e4))
+        x[~key_mask[:, None].expand(2, kv_heads, -1)] = choose.choice((torch.nan, torch.inf, 1e4))
     recipe = with_fields(pv, rotate=rotated, equalize=rotated, heavy_keys=choose.choice((0, 64)))
     call = calls.new_call(*inputs, recipe, return_lse=True)
     heavy = call.heavy_keys
-    padding = KeyPadding.empty(valid)
-    actual = HopperQuantizer().quantize(call, padding.valid, padding.spans)
-    assert torch.equal(padding.spans, key_padding(valid).spans)
+    padding = KeyPadding.of(key_mask)
+    actual = HopperQuantizer().quantize(call, padding)
+    assert torch.equal(padding.spans, key_padding(key_mask).spans)
     plain_recipe = replace(recipe, rotate=False, equalize=False)
-    expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=True), valid)
+    expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=True), key_mask)
     differ = differing(actual, expected)
     if rotated:
-        queries = valid[:, None, :, None] if q_len == kv_len else None
-        assert_rotated(actual, inputs, recipe, valid[:, None, :, None], queries)
+        queries = key_mask[:, None, :, None] if q_len == kv_len else None
+        assert_rotated(actual, inputs, recipe, key_mask[:, None, :, None], queries)
         differ = [name for name in differ if name.startswith("value")]
     assert differ == []
     assert not heavy or heavy_keys_agree(actual, expected)

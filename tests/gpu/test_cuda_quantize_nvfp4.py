@@ -11,8 +11,9 @@ from sage_kernels.cuda.registration import CudaNVFP4Quantizer
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.layout import Lengths
+from sage_kernels.spec.operands import KeyPadding
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton.mask_tiles import mask_tiles
+from sage_kernels.triton.mask_entries import mask_entries
 from sage_kernels.triton.quantize.nvfp4 import quantize_operands as quantize_nvfp4_operands
 from tests.helpers import calls
 from tests.helpers.layouts import lay_out
@@ -72,11 +73,12 @@ def parts(operands):
     return found
 
 
-def check(inputs, recipe=SAGE3, return_lse=False, valid=None):
-    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=return_lse)
+def check(inputs, recipe=SAGE3, return_lse=False, key_mask=None):
+    call = calls.new_call(*inputs, recipe, key_mask=key_mask, return_lse=return_lse)
     assert CudaNVFP4Quantizer().unsupported(replace(request_of(call), recipe="sage3")) == ""
-    flags = None if valid is None else valid.to(torch.uint8)
-    actual, expected = CudaNVFP4Quantizer().quantize(call, flags), quantize_nvfp4_operands(call, flags)
+    padding = None if key_mask is None else KeyPadding.of(key_mask, has_spans=False)
+    actual = CudaNVFP4Quantizer().quantize(call, padding)
+    expected = quantize_nvfp4_operands(call, None if padding is None else padding.key_mask_u8)
     assert parts(actual).keys() == parts(expected).keys()
     for name, y in parts(expected).items():
         x = parts(actual)[name]
@@ -140,7 +142,7 @@ def test_keys_that_do_not_count_decide_nothing(sizes, kind):
     query, key, value = draw(*sizes)
     batch, kv_len = sizes[0], sizes[4]
     column, generator = torch.arange(kv_len, device="cuda"), torch.Generator("cuda").manual_seed(0)
-    valid = {
+    key_mask = {
         "left": (column >= 97).expand(batch, -1).clone(),
         "right": (column < kv_len - 130).expand(batch, -1).clone(),
         "anywhere": torch.rand(batch, kv_len, device="cuda", generator=generator) < 0.7,
@@ -148,18 +150,18 @@ def test_keys_that_do_not_count_decide_nothing(sizes, kind):
         "shared": column[None] % 3 > 0,
     }[kind]
     if kind == "left":
-        valid[-1] = True  # a batch element without padding
-    key = torch.where(valid[:, None, :, None], key, 1e4)
-    value = torch.where(valid[:, None, :, None], value, torch.nan)
-    check((query, key, value), valid=valid)
-    check((query, key, value), RECIPES["no rotation"], valid=valid)
+        key_mask[-1] = True  # a batch element without padding
+    key = torch.where(key_mask[:, None, :, None], key, 1e4)
+    value = torch.where(key_mask[:, None, :, None], value, torch.nan)
+    check((query, key, value), key_mask=key_mask)
+    check((query, key, value), RECIPES["no rotation"], key_mask=key_mask)
 
 
 def test_it_is_chosen_before_triton_s_for_masks_too():
     inputs = draw(1, 2, 2, 300, 333, 128, 128)
     keys = torch.ones(1, 333, dtype=torch.bool, device="cuda")
     scores = torch.ones(1, 1, 300, 333, dtype=torch.bool, device="cuda").tril()
-    for options in ({}, {"valid": keys}, {"mask": scores}):
+    for options in ({}, {"key_mask": keys}, {"mask": scores}):
         call = calls.new_call(*inputs, "sage3", **options)
         assert select(request_of(call), "emulate").quantizer == "nvfp4_quantize_cuda"
 
@@ -172,9 +174,10 @@ def test_attention_biases_are_served(dtype):
     mask[..., 40:50], mask[..., 200:230] = False, False
     mask = mask if dtype == torch.bool else torch.zeros(mask.shape, device="cuda").masked_fill(~mask, -torch.inf)
     call = calls.new_call(*inputs, SAGE3, mask=mask)
-    valid = mask_tiles(call, 128, 64).valid
-    assert not valid.all() and not call.chooses_heavy_keys
-    actual, expected = CudaNVFP4Quantizer().quantize(call, valid), quantize_nvfp4_operands(call, valid)
+    _, _, key_mask_u8 = mask_entries(call, 128, 64)
+    assert not key_mask_u8.all() and not call.chooses_heavy_keys
+    actual = CudaNVFP4Quantizer().quantize(call, KeyPadding(key_mask_u8))
+    expected = quantize_nvfp4_operands(call, key_mask_u8)
     for name, y in parts(expected).items():
         assert torch.equal(parts(actual)[name], y), name
 

@@ -110,19 +110,19 @@ def test_random_calls_with_padding_and_packed_sequences(group, kind, device):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rows_and_keys_that_attend_to_nothing_have_gradient_0(head_dim, sums, device):
     call = Draw(device).call("sage_bwd", 3, 4, 2, 200, 300, head_dim)
-    valid = torch.ones(3, 300, dtype=torch.bool, device=device)
-    valid[0], valid[1, 100:250], valid[2, :131] = False, False, False
-    call = replace(call, valid=valid)
+    key_mask = torch.ones(3, 300, dtype=torch.bool, device=device)
+    key_mask[0], key_mask[1, 100:250], key_mask[2, :131] = False, False, False
+    call = replace(call, key_mask=key_mask)
     judge(call, sums)
     kept = execution.attend_and_save(call.forward, "error")
     expected = gradients(call, sums, kept)
-    call.value.transpose(1, 2)[~valid] = torch.nan  # that such keys hold must not count
+    call.value.transpose(1, 2)[~key_mask] = torch.nan  # that such keys hold must not count
     query, key, value = found = gradients(call, sums, kept)
     assert_equal(found[1:], expected[1:])
     assert (are_same if sums == torch.int32 else are_equal_to_rounding)(found[:1], expected[:1])
     assert not query[0].any()
     for x in (key, value):
-        assert not x.transpose(1, 2)[~valid].any()
+        assert not x.transpose(1, 2)[~key_mask].any()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_gradients_do_not_depend_on_how_tensors_lie_in_memory(sizes, layout, pad
     head_dim, q_len, kv_len = sizes
     call = Draw(device).call("sage_bwd", 2, 4, 2, q_len, kv_len, head_dim, is_causal=padded)
     if padded:
-        call = replace(call, valid=Draw(device).uniform(2, kv_len) < 0.7)
+        call = replace(call, key_mask=Draw(device).uniform(2, kv_len) < 0.7)
     names = ("value", "output_gradient")
     laid_out = replace(call, **{name: lay_out(getattr(call, name), layout) for name in names})
     plain = replace(call, **{name: getattr(laid_out, name).contiguous() for name in names})

@@ -8,9 +8,10 @@ import torch
 from sage_hf import record, sage_attention
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
+from sage_kernels.triton.common.padding import key_padding
+from sage_kernels.triton.forward_mask import ForwardMask
 from tests.helpers import calls, triton_calls
 from tests.helpers.judge import Error, judge, lse_tolerance
 from tests.helpers.layouts import lay_out
@@ -62,7 +63,7 @@ class Operands:
             x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
             return x + torch.randn(1, heads, 1, channels, generator=generator, device="cuda")
 
-        self.valid = self.padding = None
+        self.key_mask = self.padding = None
         self.query = draw(q_heads, self.q_len, head_dim).to(dtype)
         self.key = draw(kv_heads, self.kv_len, head_dim).to(dtype)
         self.value = draw(kv_heads, self.kv_len, v_head_dim).to(dtype)
@@ -70,13 +71,13 @@ class Operands:
 
     def call(self, **options):
         inputs = self.query, self.key, self.value
-        return calls.new_call(*inputs, self.recipe, valid=self.valid, return_lse=self.return_lse, **options)
+        return calls.new_call(*inputs, self.recipe, key_mask=self.key_mask, return_lse=self.return_lse, **options)
 
-    def quantize(self, valid=None):
+    def quantize(self, key_mask=None):
         """Quantise for calls without and with causality, because their heavy keys differ."""
-        self.valid, self.padding = valid, None if valid is None else key_padding(valid)
+        self.key_mask, self.padding = key_mask, None if key_mask is None else key_padding(key_mask)
         made = [self.call(is_causal=is_causal) for is_causal in (False, True)]
-        self.quantized = [triton_calls.quantize(call, None if valid is None else self.padding.valid) for call in made]
+        self.quantized = [triton_calls.quantize(call, key_mask) for call in made]
         return self
 
     def attend(self, kernel, is_causal=False, causal_offset=0):
@@ -89,7 +90,8 @@ class Operands:
         if kernel is hopper:
             hopper.forward(operands, output, lse, call, hopper.Int8ForwardConfig.of_call(call), self.padding)
         else:
-            int8_forward.forward(operands, output, lse, call, (9, 0), padding=self.padding)
+            mask = ForwardMask() if self.padding is None else ForwardMask.of_padding(self.padding)
+            int8_forward.forward(operands, output, lse, call, (9, 0), mask)
         return output, lse
 
 
@@ -113,11 +115,11 @@ def test_it_is_as_accurate_where_keys_do_not_exist(recipe, sizes, heads):
     index = torch.arange(operands.kv_len, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     for which in VALID:
-        valid = which(index, lambda size: torch.rand(size, generator=generator, device="cuda"))
-        valid = (valid if valid.dim() == 2 else valid[None])[: sizes[0]]
-        operands.quantize(valid)
+        key_mask = which(index, lambda size: torch.rand(size, generator=generator, device="cuda"))
+        key_mask = (key_mask if key_mask.dim() == 2 else key_mask[None])[: sizes[0]]
+        operands.quantize(key_mask)
         for is_causal, offset in CAUSAL:
-            assert_as_accurate(operands, is_causal, offset, valid[:, None, None])
+            assert_as_accurate(operands, is_causal, offset, key_mask[:, None, None])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -6,12 +6,13 @@ import torch
 from sage_kernels.cuda import block_lists
 from sage_kernels.cuda import int8_forward as hopper
 from sage_kernels.exact import sdpa
-from sage_kernels.language.padding import key_padding
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.layout import padded_channels
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton import int8_forward
-from sage_kernels.triton.block_tiles import block_tiles
+from sage_kernels.triton.block_entries import block_entries
+from sage_kernels.triton.common.padding import key_padding
+from sage_kernels.triton.forward_mask import forward_mask
 from tests.helpers import calls, triton_calls
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.judge import lse_tolerance
@@ -57,7 +58,7 @@ def beyond_the_keys(blocks: BlockList) -> BlockList:
 class Operands:
     """Q, K and V, both with means, what a quantiser makes of them, and a list."""
 
-    def __init__(self, sizes, head_dim, v_head_dim, dtype, recipe, change=lambda blocks: blocks, valid=None):
+    def __init__(self, sizes, head_dim, v_head_dim, dtype, recipe, change=lambda blocks: blocks, key_mask=None):
         batch, q_heads, kv_heads, q_len, kv_len = sizes
         generator = torch.Generator("cuda").manual_seed(sum(sizes))
 
@@ -65,7 +66,7 @@ class Operands:
             x = torch.randn(batch, heads, tokens, channels, generator=generator, device="cuda")
             return (x + torch.randn(1, heads, 1, channels, generator=generator, device="cuda")).to(dtype)
 
-        self.recipe, self.valid = RECIPES[recipe], valid
+        self.recipe, self.key_mask = RECIPES[recipe], key_mask
         self.inputs = (
             draw(q_heads, q_len, head_dim),
             draw(kv_heads, kv_len, head_dim),
@@ -73,12 +74,12 @@ class Operands:
         )
         drawn = change(draw_blocks(batch, q_heads, q_len, kv_len, share=0.4))
         self.blocks = drawn._replace(counts=drawn.counts.cuda(), tiles=drawn.tiles.cuda())
-        self.padding = None if valid is None else key_padding(valid)
-        self.quantized = triton_calls.quantize(self.call(True), None if valid is None else self.padding.valid)
+        self.padding = None if key_mask is None else key_padding(key_mask)
+        self.quantized = triton_calls.quantize(self.call(True), key_mask)
 
     def call(self, return_lse, is_causal=False, causal_offset=0):
         options = {"is_causal": is_causal, "causal_offset": causal_offset, "return_lse": return_lse}
-        call = calls.new_call(*self.inputs, self.recipe, valid=self.valid, blocks=self.blocks, **options)
+        call = calls.new_call(*self.inputs, self.recipe, key_mask=self.key_mask, blocks=self.blocks, **options)
         return call.for_kernel()
 
     def attend(self, kernel, is_causal=False, causal_offset=0, return_lse=True, change=lambda lists: None):
@@ -95,8 +96,9 @@ class Operands:
             )
         else:
             channels = padded_channels(max(query.shape[3], value.shape[3]))
-            block_n = int8_forward.choose_config(call, channels, call.recipe.pv, (9, 0)).block_n
-            int8_forward.forward(self.quantized, output, lse, call, (9, 0), tiles=block_tiles(call, block_n))
+            config = int8_forward.choose_config(call, channels, call.recipe.pv, (9, 0))
+            mask = forward_mask(call, config, reads_spans=True)
+            int8_forward.forward(self.quantized, output, lse, call, (9, 0), mask)
         return output, lse
 
 
@@ -115,8 +117,8 @@ def assert_as_accurate(operands, is_causal=False, offset=0):
     expected, expected_lse = operands.attend(int8_forward, is_causal, offset)
     kept = operands.blocks.kept(key.shape[2]).repeat_interleave(128, 2)[:, :, : query.shape[2]]
     mask = kept.repeat_interleave(128, 3)[..., : key.shape[2]]
-    if operands.valid is not None:
-        mask = mask & operands.valid[:, None, None]
+    if operands.key_mask is not None:
+        mask = mask & operands.key_mask[:, None, None]
     truth, _ = sdpa.attention(*operands.inputs, mask=mask, is_causal=is_causal, causal_offset=offset)
     rounding = torch.finfo(expected.dtype).eps * truth.abs().sum().item()
     for return_lse in (True, False):
@@ -155,8 +157,8 @@ def test_it_is_as_accurate_where_keys_do_not_exist(recipe, head_dim, v_head_dim,
         index = torch.arange(kv_len, device="cuda")
         generator = torch.Generator("cuda").manual_seed(0)
         holes = torch.rand(batch, kv_len, generator=generator, device="cuda") < 0.5
-        for valid in ((index >= kv_len // 3)[None], (index < kv_len * 2 // 3)[None], holes, (index < 0)[None]):
-            operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe, valid=valid)
+        for key_mask in ((index >= kv_len // 3)[None], (index < kv_len * 2 // 3)[None], holes, (index < 0)[None]):
+            operands = Operands(sizes, head_dim, v_head_dim, dtype, recipe, key_mask=key_mask)
             assert_as_accurate(operands)
             assert_as_accurate(operands, True, 37)
 
@@ -206,14 +208,16 @@ def test_the_queue_has_each_item_once_and_first_the_long_ones_that_would_end_alo
 
 
 def test_lists_are_sorted_as_the_portable_kernel_sorts_them():
-    valid = torch.rand(2, 1100, device="cuda") < 0.95
-    valid[0, :300], valid[1, 700:] = False, False
+    key_mask = torch.rand(2, 1100, device="cuda") < 0.95
+    key_mask[0, :300], key_mask[1, 700:] = False, False
     for padded in (False, True):
-        operands = Operands((2, 4, 2, 1000, 1100), 64, 64, torch.bfloat16, "sage2", valid=valid if padded else None)
+        operands = Operands(
+            (2, 4, 2, 1000, 1100), 64, 64, torch.bfloat16, "sage2", key_mask=key_mask if padded else None
+        )
         for is_causal, offset in CAUSAL:
             call = operands.call(False, is_causal, offset)
             lists = sort_lists(call, operands.padding).lists.flatten(0, 2).cpu()
-            expected = block_tiles(call, 128).tiles.flatten(0, 2).cpu()
+            expected = block_entries(call, 128).flatten(0, 2).cpu()
             for found, wanted in zip(lists.tolist(), expected.tolist(), strict=True):
                 # Between the first and last key that exist, tiles without any are masked, not left out.
                 assert set(wanted[2 : 2 + wanted[1]]) <= set(found[2 : 2 + found[1]])

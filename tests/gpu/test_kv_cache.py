@@ -26,7 +26,7 @@ def assert_same(one: KVCache, two: KVCache) -> None:
     for name in ("key_codes", "key_scales", "value_scales"):
         assert torch.equal(getattr(one, name)[:, :, :end], getattr(two, name)[:, :, :end]), name
     assert torch.equal(*(x.value_codes.transpose(3, 4).flatten(2, 3)[:, :, :end] for x in (one, two)))
-    assert torch.equal(one.recent_key, two.recent_key) and torch.equal(one.recent_value, two.recent_value)
+    assert torch.equal(one.exact_key, two.exact_key) and torch.equal(one.exact_value, two.exact_value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -36,13 +36,13 @@ def assert_same(one: KVCache, two: KVCache) -> None:
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_dim, group, tokens, dtype):
     query, key, value = draw(3, head_dim, group, tokens + 10, dtype)
-    valid = torch.ones(3, tokens + 10, dtype=torch.bool, device="cuda")
-    valid[0, : tokens // 3] = False
+    key_mask = torch.ones(3, tokens + 10, dtype=torch.bool, device="cuda")
+    key_mask[0, : tokens // 3] = False
     first = [x[:, :, :tokens] for x in (query, key, value)]
     cache = KVCache(get_format(format), key)
-    kv_cache.store(cache, *first, valid[:, :tokens])
+    kv_cache.store(cache, *first, key_mask[:, :tokens])
     other = KVCache(get_format(format), key)
-    reference.freeze(other, *first, valid[:, :tokens])
+    reference.freeze(other, *first, key_mask[:, :tokens])
     reference.append(other, *first[1:])
     assert_same(cache, other)
     length = tokens
@@ -50,11 +50,11 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
         part = slice(length, length + step)
         length += step
         new = [x[:, :, part] for x in (query, key, value)]
-        output, kernel, reason = kv_cache.decode(cache, *new, valid[:, :length], head_dim**-0.5)
+        output, kernel, reason = kv_cache.decode(cache, *new, key_mask[:, :length], head_dim**-0.5)
         assert (kernel, reason) == ("kv_decode", "")
         reference.append(other, *new[1:])
         assert_same(cache, other)
-        expected = reference.attend_to_cache(other, new[0].double(), valid[:, :length], head_dim**-0.5)
+        expected = reference.attend_to_cache(other, new[0].double(), key_mask[:, :length], head_dim**-0.5)
         # As in the interpreter's test: Q and P in 11 bits, and the output's own rounding.
         assert (output.double() - expected).norm() <= 0.01 * expected.norm()
 
@@ -76,8 +76,8 @@ def test_a_graph_of_a_step_gives_what_the_step_gives():
 class Replayed:
     """A step from a cache of fixed capacity, as a CUDA graph that goes on with each replay."""
 
-    def __init__(self, cache: KVCache, new: list[torch.Tensor], valid: torch.Tensor | None) -> None:
-        self.cache, self.new, self.valid = cache, [x.clone() for x in new], valid
+    def __init__(self, cache: KVCache, new: list[torch.Tensor], key_mask: torch.Tensor | None) -> None:
+        self.cache, self.new, self.key_mask = cache, [x.clone() for x in new], key_mask
         warm = copy.deepcopy(cache)
         for _ in range(2):  # compiles
             self.step(warm)
@@ -87,7 +87,7 @@ class Replayed:
 
     def step(self, cache: KVCache) -> torch.Tensor:
         scale = self.new[0].shape[3] ** -0.5
-        return kv_step.step(cache, *self.new, self.valid, scale, emulated=False).transpose(1, 2)
+        return kv_step.step(cache, *self.new, self.key_mask, scale, emulated=False).transpose(1, 2)
 
     def __call__(self, new: list[torch.Tensor]) -> torch.Tensor:
         for x, one in zip(self.new, new, strict=True):
@@ -102,21 +102,21 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
     """300 steps: the window fills, tokens leave it, and four tiles of codes fill."""
     prompt, steps = 30, 300
     query, key, value = draw(2, head_dim, group, prompt + steps, torch.bfloat16)
-    valid = torch.ones(2, 512, dtype=torch.bool, device="cuda")
-    valid[0, :7] = not padded
+    key_mask = torch.ones(2, 512, dtype=torch.bool, device="cuda")
+    key_mask[0, :7] = not padded
     first = [x[:, :, :prompt] for x in (query, key, value)]
     cache, other = (KVCache(get_format(format), key) for _ in "ab")
     cache.fix(512)
-    kv_cache.store(cache, *first, valid[:, :prompt])
-    reference.freeze(other, *first, valid[:, :prompt])
+    kv_cache.store(cache, *first, key_mask[:, :prompt])
+    reference.freeze(other, *first, key_mask[:, :prompt])
     reference.append(other, *first[1:])
     part = [x[:, :, prompt : prompt + 1] for x in (query, key, value)]
-    replayed = Replayed(cache, part, valid if padded else None)
+    replayed = Replayed(cache, part, key_mask if padded else None)
     for length in range(prompt, prompt + steps):
         new = [x[:, :, length : length + 1] for x in (query, key, value)]
         output = replayed(new)
         reference.append(other, *new[1:])
-        seen = valid[:, : length + 1] if padded else None
+        seen = key_mask[:, : length + 1] if padded else None
         expected = reference.attend_to_cache(other, new[0].double(), seen, head_dim**-0.5)
         assert (output.double() - expected).norm() <= 0.01 * expected.norm(), length
     cache.read_counts()

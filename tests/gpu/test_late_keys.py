@@ -63,8 +63,8 @@ def keys_that_exist(kind, sizes):
     return torch.cat((exist[None], (key >= 0).expand(batch - 1, -1)))
 
 
-def check(inputs, recipe, result, valid, options):
-    mask = None if valid is None else valid[:, None, None]
+def check(inputs, recipe, result, key_mask, options):
+    mask = None if key_mask is None else key_mask[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, mask=mask, **options)
     truth, _ = sdpa.attention(*inputs, mask=mask, **options)
     output, lse = result
@@ -83,13 +83,13 @@ def check(inputs, recipe, result, valid, options):
 )
 def test_the_chosen_int8_kernel_has_the_references_error(recipe, kind, sizes):
     inputs, options = draw(sizes)
-    valid = keys_that_exist(kind, sizes)
-    mask = None if valid is None else valid[:, None, None]
+    key_mask = keys_that_exist(kind, sizes)
+    mask = None if key_mask is None else key_mask[:, None, None]
     for return_lse in (False, True):
         output, lse = attention(*inputs, recipe=recipe, mask=mask, return_lse=return_lse, **options)
         if not return_lse:
             _, lse = reference.attention(*inputs, RECIPES[recipe], mask=mask, **options)
-        check(inputs, RECIPES[recipe], (output, lse), valid, options)
+        check(inputs, RECIPES[recipe], (output, lse), key_mask, options)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -97,9 +97,9 @@ def test_the_chosen_int8_kernel_has_the_references_error(recipe, kind, sizes):
 def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
     recipe = UNSEARCHED if recipe == "sage3" else RECIPES[recipe]
     inputs, options = draw(sizes, torch.float16)
-    valid = keys_that_exist(kind, sizes)
-    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
-    check(inputs, recipe, triton_calls.attend(call, CAPABILITY), valid, options)
+    key_mask = keys_that_exist(kind, sizes)
+    call = calls.new_call(*inputs, recipe, key_mask=key_mask, return_lse=True, **options)
+    check(inputs, recipe, triton_calls.attend(call, CAPABILITY), key_mask, options)
 
 
 @compiles
@@ -107,10 +107,10 @@ def test_triton_s_kernels_have_the_references_error(recipe, kind, sizes):
 @pytest.mark.parametrize("kind", ["all", "left", "holes"])
 def test_the_cuda_nvfp4_kernel_has_the_references_error(kind, sizes):
     inputs, options = draw(sizes)
-    valid = keys_that_exist(kind, sizes)
-    call = calls.new_call(*inputs, UNSEARCHED, valid=valid, return_lse=True, **options)
-    quantizer = CudaNVFP4Quantizer() if valid is None else triton_calls.quantizer_of(UNSEARCHED)
-    check(inputs, UNSEARCHED, nvfp4_forward.attend(call, quantizer, native=False), valid, options)
+    key_mask = keys_that_exist(kind, sizes)
+    call = calls.new_call(*inputs, UNSEARCHED, key_mask=key_mask, return_lse=True, **options)
+    quantizer = CudaNVFP4Quantizer() if key_mask is None else triton_calls.quantizer_of(UNSEARCHED)
+    check(inputs, UNSEARCHED, nvfp4_forward.attend(call, quantizer, native=False), key_mask, options)
 
 
 def assert_same(actual, expected):
@@ -130,15 +130,15 @@ def test_operands_in_cuda_match_triton(name, kind, sizes):
         pytest.skip("needs compute capability 9.0")
     recipe = replace(UNSEARCHED if name == "sage3" else RECIPES[name], rotate=False, equalize=False)
     inputs, options = draw(sizes)
-    valid = keys_that_exist(kind, sizes)
-    call = calls.new_call(*inputs, recipe, valid=valid, return_lse=True, **options)
-    expected = triton_calls.quantize(call, valid)
+    key_mask = keys_that_exist(kind, sizes)
+    call = calls.new_call(*inputs, recipe, key_mask=key_mask, return_lse=True, **options)
+    expected = triton_calls.quantize(call, key_mask)
     if name == "sage3":
-        actual = CudaNVFP4Quantizer().quantize(call, None if valid is None else valid.to(torch.uint8))
+        padding = None if key_mask is None else KeyPadding.of(key_mask, has_spans=False)
+        actual = CudaNVFP4Quantizer().quantize(call, padding)
         assert_same(actual.statistics, expected.statistics)
     else:
-        padding = () if valid is None else KeyPadding.empty(valid)
-        actual = HopperQuantizer().quantize(call, *(() if valid is None else (padding.valid, padding.spans)))
+        actual = HopperQuantizer().quantize(call, None if key_mask is None else KeyPadding.of(key_mask))
     assert_same(actual, expected)
     assert_same(actual.heavy, expected.heavy)
 

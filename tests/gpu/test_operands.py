@@ -82,10 +82,10 @@ def draw(case, device):
         if choose.random() < 0.3:
             x[-1, 0, tokens // 2, 7] = torch.nan
         inputs.append(lay_out(x.to(dtype), choose.choice(LAYOUTS)))
-    valid = None
+    key_mask = None
     if choose.random() < 0.5:
-        valid = torch.rand(choose.choice((1, batch)), kv_len, device=device, generator=generator) < 0.7
-    return inputs, valid
+        key_mask = torch.rand(choose.choice((1, batch)), kv_len, device=device, generator=generator) < 0.7
+    return inputs, key_mask
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -94,12 +94,14 @@ def draw(case, device):
     [pytest.param(name, *case.values, marks=case.marks) for name in LOW_BIT for case in CASES[RECIPES[name].qk]],
 )
 def test_operands_are_the_references_and_zero_behind_them(recipe, case, device):
-    (query, key, value), valid = draw(case, device)
+    (query, key, value), key_mask = draw(case, device)
     recipe = RECIPES[recipe]
     values = int8_values if recipe.qk == "int8" else nvfp4_values
-    operands = quantize(new_call(query, key, value, recipe), valid)
+    operands = quantize(new_call(query, key, value, recipe), key_mask)
     contiguous = (x.contiguous() for x in (query, key, value))
-    expected = reference.quantize_operands(*contiguous, recipe, None if valid is None else valid[:, None, :, None])
+    expected = reference.quantize_operands(
+        *contiguous, recipe, None if key_mask is None else key_mask[:, None, :, None]
+    )
     for name, actual in values(operands, recipe).items():
         wanted = getattr(expected, name)
         if wanted is None:

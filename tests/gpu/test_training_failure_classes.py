@@ -131,25 +131,25 @@ def test_no_key_gets_a_gradient_from_a_row_that_does_not_see_it(recipe, draw):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_without_a_key_and_keys_that_do_not_exist_have_no_gradient(recipe, is_causal, draw, device):
     query, key, value, output_gradient = draw_tensors(draw)
-    valid = draw.uniform(2, 400) < 0.5
-    valid[1] = False
-    valid[0, :100] = False
-    found = train(query, key, value, output_gradient, recipe, valid=valid, is_causal=is_causal)
+    key_mask = draw.uniform(2, 400) < 0.5
+    key_mask[1] = False
+    key_mask[0, :100] = False
+    found = train(query, key, value, output_gradient, recipe, key_mask=key_mask, is_causal=is_causal)
     assert all(x.isfinite().all() for x in found)
     assert not any(x[1].any() for x in found)
     if is_causal:
         assert not found.output[:, :, :100].any() and not found.query[:, :, :100].any()
-    pads = ~valid[:, None, :, None].expand_as(key)
+    pads = ~key_mask[:, None, :, None].expand_as(key)
     assert not found.key[pads].any() and not found.value[pads].any()
 
 
 def test_what_padding_holds_does_not_matter(recipe, draw):
     query, key, value, output_gradient = draw_tensors(draw)
-    valid = draw.uniform(2, 400) < 0.5
-    expected = train(query, key, value, output_gradient, recipe, valid=valid)
+    key_mask = draw.uniform(2, 400) < 0.5
+    expected = train(query, key, value, output_gradient, recipe, key_mask=key_mask)
     for x in (key, value):
-        x.masked_fill_(~valid[:, None, :, None], torch.nan)
-    assert_equal(train(query, key, value, output_gradient, recipe, valid=valid), expected)
+        x.masked_fill_(~key_mask[:, None, :, None], torch.nan)
+    assert_equal(train(query, key, value, output_gradient, recipe, key_mask=key_mask), expected)
 
 
 @pytest.mark.usefixtures("either_backward")
@@ -179,8 +179,8 @@ def _starts(lengths):
 def test_inputs_are_not_changed(recipe, draw):
     tensors = [*draw_tensors(draw), draw.uniform(2, 400) < 0.7]
     before = [x.clone() for x in tensors]
-    *inputs, valid = tensors
-    train(*inputs, recipe, valid=valid, is_causal=True, scale=-0.1)
+    *inputs, key_mask = tensors
+    train(*inputs, recipe, key_mask=key_mask, is_causal=True, scale=-0.1)
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
@@ -269,15 +269,17 @@ def test_four_streams_at_once_do_not_share_memory(recipe, draw, device):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_replayed_graph_computes_the_gradients_of_the_new_inputs(recipe, padded, draw, device):
     tensors, others = draw_tensors(draw), draw_tensors(draw)
-    valid, other_valid = (draw.uniform(2, 400) < 0.7 if padded else None for _ in range(2))
-    expected = train(*tensors, recipe, valid=valid, is_causal=True)
+    key_mask, other_key_mask = (draw.uniform(2, 400) < 0.7 if padded else None for _ in range(2))
+    expected = train(*tensors, recipe, key_mask=key_mask, is_causal=True)
     *static, output_gradient = (x.clone() for x in others)
-    static_valid = None if other_valid is None else other_valid.clone()
+    static_key_mask = None if other_key_mask is None else other_key_mask.clone()
     for x in static:
         x.requires_grad_()
 
     def step():
-        output, _ = training.attention(*static, valid=static_valid, is_causal=True, recipe=recipe, fallback="emulate")
+        output, _ = training.attention(
+            *static, key_mask=static_key_mask, is_causal=True, recipe=recipe, fallback="emulate"
+        )
         return output, *torch.autograd.grad(output, static, output_gradient)
 
     stream = torch.cuda.Stream(device)
@@ -291,8 +293,8 @@ def test_a_replayed_graph_computes_the_gradients_of_the_new_inputs(recipe, padde
     with torch.no_grad():
         for x, y in zip((*static, output_gradient), tensors, strict=True):
             x.copy_(y)
-        if static_valid is not None:
-            static_valid.copy_(valid)
+        if static_key_mask is not None:
+            static_key_mask.copy_(key_mask)
         for x in found:
             x.fill_(torch.nan)
     graph.replay()
@@ -341,7 +343,7 @@ def test_checkpointing_changes_no_bit(recipe, use_reentrant, draw):
 @pytest.mark.usefixtures("either_backward")
 def test_twenty_reruns_are_bitwise_equal(recipe, draw):
     tensors = draw_tensors(draw, 2, 8, 2, 1000, 1500)
-    for options in ({}, {"is_causal": True}, {"valid": draw.uniform(2, 1500) < 0.5}):
+    for options in ({}, {"is_causal": True}, {"key_mask": draw.uniform(2, 1500) < 0.5}):
         first = train(*tensors, recipe, **options)
         for _ in range(20):
             assert_equal(train(*tensors, recipe, **options), first)
@@ -433,8 +435,8 @@ def test_one_compiled_graph_serves_all_lengths(recipe, draw):
 
 def test_a_compiled_graph_honours_padding_and_causality(recipe, draw):
     tensors = draw_tensors(draw)
-    valid = draw.uniform(2, 400) < 0.5
-    assert_equal(compiled_step(recipe)(*tensors, valid[:, None, None]), train(*tensors, recipe, valid=valid))
+    key_mask = draw.uniform(2, 400) < 0.5
+    assert_equal(compiled_step(recipe)(*tensors, key_mask[:, None, None]), train(*tensors, recipe, key_mask=key_mask))
     assert_equal(compiled_step(recipe, is_causal=True)(*tensors), train(*tensors, recipe, is_causal=True))
 
 
@@ -462,7 +464,9 @@ def test_autocast_changes_the_inputs_dtype_and_nothing_else(recipe, device):
 
 
 def test_the_operators_gradients_are_the_kernels(recipe, draw):
-    call = draw.call(recipe, 2, 4, 2, 300, 400, 128, valid=draw.uniform(2, 400) < 0.7, is_causal=True, causal_offset=50)
+    call = draw.call(
+        recipe, 2, 4, 2, 300, 400, 128, key_mask=draw.uniform(2, 400) < 0.7, is_causal=True, causal_offset=50
+    )
     tensors = call.query, call.key, call.value, call.output_gradient
-    options = {"valid": call.valid, "is_causal": True, "causal_offset": 50}
+    options = {"key_mask": call.key_mask, "is_causal": True, "causal_offset": 50}
     assert_equal(train(*tensors, recipe, **options), of_kernel(call)[0])

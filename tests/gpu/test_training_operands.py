@@ -22,7 +22,7 @@ def draw_call(recipe: str, case: int, device: torch.device) -> TrainingCall:
     draw = Draw(device, case, choose.choice((torch.float16, torch.bfloat16)))
     batch, q_heads, kv_heads = choose.choice(((1, 1, 1), (2, 2, 2), (1, 6, 2), (3, 2, 1)))
     head_dim, v_head_dim = choose.choice(((16, 16), (40, 24), (64, 64), (80, 128), (128, 128)))
-    kind, lengths, valid = choose.choice(("plain", "valid", "packed")), None, None
+    kind, lengths, key_mask = choose.choice(("plain", "key_mask", "packed")), None, None
     if kind == "packed":
         batch, count = 1, choose.randint(1, 4)
         q_lengths, k_lengths = ([choose.choice((0, *LENGTHS)) for _ in range(count)] for _ in range(2))
@@ -31,8 +31,8 @@ def draw_call(recipe: str, case: int, device: torch.device) -> TrainingCall:
         lengths = draw.lengths(q_lengths, k_lengths, used)
     else:
         q_len, kv_len = choose.choice(LENGTHS), choose.choice(LENGTHS)
-    if kind == "valid":
-        valid = draw.uniform(choose.choice((1, batch)), kv_len) < 0.7
+    if kind == "key_mask":
+        key_mask = draw.uniform(choose.choice((1, batch)), kv_len) < 0.7
     inputs = []
     for heads, tokens, channels in ((q_heads, q_len, head_dim), (kv_heads, kv_len, head_dim)):
         x = draw(batch, heads, tokens, channels) + draw(channels)
@@ -43,7 +43,7 @@ def draw_call(recipe: str, case: int, device: torch.device) -> TrainingCall:
         inputs.append(lay_out(x, choose.choice(LAYOUTS)))
     inputs += [draw(batch, kv_heads, kv_len, v_head_dim), draw(batch, q_heads, q_len, v_head_dim)]
     options = {"is_causal": choose.random() < 0.3, "scale": choose.choice((None, 0.3, -0.2))}
-    return TrainingCall(recipe, *inputs, lengths=lengths, valid=valid, **options)
+    return TrainingCall(recipe, *inputs, lengths=lengths, key_mask=key_mask, **options)
 
 
 def both_or_nothing(spans: tuple[slice, slice]) -> tuple[slice, ...]:

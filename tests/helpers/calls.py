@@ -41,13 +41,13 @@ def new_call(
     recipe: Recipe | str,
     *,
     mask: torch.Tensor | None = None,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
     blocks: BlockList | None = None,
     scale: float | None = None,
     **options: Any,
 ) -> Call:
-    """Return a call with a 4-D mask, or `valid`, bool (batch or 1, kv_len), and a list; `options` are its fields."""
-    keys = _keys(valid, blocks, key.shape[2]) if mask is None else Mask.of(mask, key.shape[2])
+    """Return a call with a 4-D mask, or `key_mask`, bool (batch or 1, kv_len), and a list; `options` are its fields."""
+    keys = _keys(key_mask, blocks, key.shape[2]) if mask is None else Mask.of(mask, key.shape[2])
     return Call(query, key, value, _recipe(recipe), keys, scale=softmax_scale(scale, query.shape[3]), **options)
 
 
@@ -59,13 +59,13 @@ def new_backward_call(
     recipe: Recipe | str,
     head_dim: int,
     *,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
     blocks: BlockList | None = None,
     scale: float | None = None,
     **options: Any,
 ) -> BackwardCall:
     """Return the backward pass of a call with these options."""
-    keys, scale = _keys(valid, blocks, value.shape[2]), softmax_scale(scale, head_dim)
+    keys, scale = _keys(key_mask, blocks, value.shape[2]), softmax_scale(scale, head_dim)
     return BackwardCall(output_gradient, value, output, saved, head_dim, _recipe(recipe), keys, scale=scale, **options)
 
 
@@ -74,10 +74,10 @@ def pack(lengths: Iterable[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def _keys(valid: torch.Tensor | None, blocks: BlockList | None, kv_len: int) -> Mask:
+def _keys(key_mask: torch.Tensor | None, blocks: BlockList | None, kv_len: int) -> Mask:
     if blocks is None:
-        return Mask.of_keys(valid)
-    return Mask.of_blocks(blocks, None if valid is None else valid[:, None, None], kv_len)
+        return Mask.of_keys(key_mask)
+    return Mask.of_blocks(blocks, None if key_mask is None else key_mask[:, None, None], kv_len)
 
 
 def _recipe(recipe: Recipe | str) -> Recipe:

@@ -7,8 +7,8 @@ import struct
 import torch
 
 from sage_kernels.cuda import block_lists, int8_backward, int8_forward, launch, nvfp4_forward, quantize_nvfp4
-from sage_kernels.language import triton_abi
 from sage_kernels.replay import driver, trace
+from sage_kernels.triton.common import triton_abi
 
 DEVICE = torch.device("cuda", 0)
 

@@ -36,19 +36,19 @@ def draw(batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, dtype=to
     return tuple(x.to(dtype) for x in (query, key, value, gradient))
 
 
-def gradients(query, key, value, gradient, recipe, lengths=None, valid=None, is_causal=False, **options):
+def gradients(query, key, value, gradient, recipe, lengths=None, key_mask=None, is_causal=False, **options):
     """dQ, dK, dV of the reference."""
     tiles = {name: options.pop(name) for name in ("block_m", "block_n") if name in options}
-    options |= {"lengths": lengths, "valid": valid, "is_causal": is_causal}
+    options |= {"lengths": lengths, "key_mask": key_mask, "is_causal": is_causal}
     output, saved = subject.forward(new_call(query, key, value, recipe, **options))
     call = new_backward_call(gradient, value, output, saved, recipe, query.shape[-1], **options)
     return subject.backward(call, **tiles)
 
 
-def autograd(query, key, value, gradient, valid=None, **options):
+def autograd(query, key, value, gradient, key_mask=None, **options):
     """dQ, dK, dV by PyTorch's autograd of exact attention in float64."""
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    output, _ = sdpa.attention(*leaves, mask=None if valid is None else valid[:, None, None], **options)
+    output, _ = sdpa.attention(*leaves, mask=None if key_mask is None else key_mask[:, None, None], **options)
     return torch.autograd.grad(output, leaves, gradient.double())
 
 

@@ -41,7 +41,7 @@ class TrainingCall:
     value: torch.Tensor
     output_gradient: torch.Tensor
     lengths: Lengths | None = None
-    valid: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
     blocks: BlockList | None = None
     is_causal: bool = False
     causal_offset: int = 0
@@ -51,7 +51,7 @@ class TrainingCall:
     def options(self):
         return {
             "lengths": self.lengths,
-            "valid": self.valid,
+            "key_mask": self.key_mask,
             "blocks": self.blocks,
             "is_causal": self.is_causal,
             "causal_offset": self.causal_offset,
@@ -118,7 +118,7 @@ def of_exact_attention(call: TrainingCall) -> Gradients:
     options = {"is_causal": call.is_causal, "causal_offset": call.causal_offset, "scale": call.scale}
     tensors = call.output_gradient, call.query, call.key, call.value
     if call.lengths is None:
-        mask = None if call.valid is None else call.valid[:, None, None]
+        mask = None if call.key_mask is None else call.key_mask[:, None, None]
         if call.blocks is not None:
             listed = call.blocks.mask(call.key.shape[2], 0, call.query.shape[2])
             mask = listed if mask is None else mask & listed

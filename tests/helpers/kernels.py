@@ -13,7 +13,7 @@ from sage_kernels.dispatch.kernels import Kernel, Quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.reference.registration import ReferenceBackward, ReferenceForward
 from sage_kernels.spec.call import BackwardCall, Call
-from sage_kernels.spec.operands import Saved
+from sage_kernels.spec.operands import KeyPadding, Saved
 from sage_kernels.spec.recipe import Recipe
 
 
@@ -40,7 +40,7 @@ class FakeQuantizer(FakeKernel):
 
     makes: type = object
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> object:
+    def quantize(self, call: Call, padding: KeyPadding | None = None) -> object:
         self.ran(self.name)
         return object()
 

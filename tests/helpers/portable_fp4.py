@@ -4,9 +4,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from sage_kernels.language import nvfp4
-from sage_kernels.language.formats import dequantize, encode_e2m1, round_to_e2m1
 from sage_kernels.triton import nvfp4_forward
+from sage_kernels.triton.common import nvfp4
+from sage_kernels.triton.common.formats import dequantize, encode_e2m1, round_to_e2m1
 
 
 @triton.jit

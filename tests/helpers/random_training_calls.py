@@ -1,7 +1,7 @@
 """Random calls with gradients, in groups that share what a kernel is compiled for.
 
-Those of a form share layouts and heads. What failed as "GROUPS[3], valid, 17, 2" is rerun by
-`run(GROUPS[3], "valid", 17, 2, device)`.
+Those of a form share layouts and heads. What failed as "GROUPS[3], key_mask, 17, 2" is rerun by
+`run(GROUPS[3], "key_mask", 17, 2, device)`.
 """
 
 import random
@@ -16,7 +16,7 @@ from tests.helpers.random_calls import HEADS, LENGTHS, Group, draw_layouts, spre
 
 Form = tuple[tuple[int, int, int], tuple[str, ...]]
 
-KINDS = ("plain", "causal", "valid", "valid, causal", "packed", "packed, causal")
+KINDS = ("plain", "causal", "key_mask", "key_mask, causal", "packed", "packed, causal")
 GROUPS = [
     Group("sage_bwd", 64, 64, torch.bfloat16),
     Group("sage_bwd", 128, 128, torch.float16),
@@ -47,8 +47,8 @@ def run(group: Group, kind: str, index: int, forms: int, device: torch.device, b
         "causal_offset": choose.choice((0, 0, kv_len - q_len, choose.randint(-600, 600))),
         "scale": choose.choice((None, None, 0.3, -0.2)),
     }
-    if kind.startswith("valid"):
-        options["valid"] = draw.uniform(choose.choice((1, batch)), kv_len) < choose.choice((0.02, 0.5, 0.95))
+    if kind.startswith("key_mask"):
+        options["key_mask"] = draw.uniform(choose.choice((1, batch)), kv_len) < choose.choice((0.02, 0.5, 0.95))
     if kind.startswith("packed"):
         count = choose.randint(1, 4)
         q_lengths, k_lengths = ([choose.choice((0, length(), length())) for _ in range(count)] for _ in range(2))

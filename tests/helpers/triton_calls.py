@@ -8,7 +8,7 @@ import torch
 
 from sage_kernels.dispatch.kernels import Quantizer
 from sage_kernels.spec.call import BackwardCall, Call
-from sage_kernels.spec.operands import Int8Operands, NVFP4Operands, Saved
+from sage_kernels.spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from sage_kernels.spec.recipe import Recipe
 from sage_kernels.triton import int8_backward, int8_forward, nvfp4_forward
 from sage_kernels.triton.registration import Int8Quantizer, TritonNVFP4Quantizer
@@ -22,9 +22,10 @@ def quantizer_of(recipe: Recipe) -> Quantizer:
     return TritonNVFP4Quantizer() if recipe.qk == "nvfp4" else Int8Quantizer()
 
 
-def quantize(call: Call, valid: torch.Tensor | None = None) -> Int8Operands | NVFP4Operands:
-    """Return the operands of a call; `valid`, of any dtype, is not 0 where a key counts."""
-    return quantizer_of(call.recipe).quantize(call, None if valid is None else valid.to(torch.uint8))
+def quantize(call: Call, key_mask: torch.Tensor | None = None) -> Int8Operands | NVFP4Operands:
+    """Return the operands of a call; `key_mask`, bool, says which keys count."""
+    padding = None if key_mask is None else KeyPadding.of(key_mask, has_spans=False)
+    return quantizer_of(call.recipe).quantize(call, padding)
 
 
 def attend(call: Call, capability: Capability, native: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

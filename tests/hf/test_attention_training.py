@@ -26,11 +26,11 @@ def draw(q_len=70, kv_len=90, dtype=torch.float32):
     return [torch.randn(2, *size, generator=generator).to(dtype).requires_grad_() for size in sizes]
 
 
-def valid_keys(batch=2, kv_len=90):
-    valid = torch.ones(batch, kv_len, dtype=torch.bool)
-    valid[0, kv_len - 20 :] = False
-    valid[-1, :13] = False
-    return valid
+def counted_keys(batch=2, kv_len=90):
+    key_mask = torch.ones(batch, kv_len, dtype=torch.bool)
+    key_mask[0, kv_len - 20 :] = False
+    key_mask[-1, :13] = False
+    return key_mask
 
 
 def gradients_of(output, inputs):
@@ -41,7 +41,7 @@ def equal(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-VALID = valid_keys()
+VALID = counted_keys()
 PADDING = {
     "none": (None, None),
     "one for each sample": (VALID[:, None, None], VALID),
@@ -53,11 +53,11 @@ PADDING = {
 
 
 @pytest.mark.parametrize("recipe", TRAINABLE)
-@pytest.mark.parametrize(("mask", "valid"), PADDING.values(), ids=PADDING)
-def test_without_a_mask_and_with_padding_gradients_are_the_recipes(recipe, mask, valid):
+@pytest.mark.parametrize(("mask", "key_mask"), PADDING.values(), ids=PADDING)
+def test_without_a_mask_and_with_padding_gradients_are_the_recipes(recipe, mask, key_mask):
     inputs = draw()
     output, lse = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe=recipe, return_lse=True)
-    expected, expected_lse = training.attention(*inputs, valid=valid, recipe=recipe, return_lse=True)
+    expected, expected_lse = training.attention(*inputs, key_mask=key_mask, recipe=recipe, return_lse=True)
     assert torch.equal(output, expected) and torch.equal(lse, expected_lse) and not lse.requires_grad
     alone = sage_attention(*inputs, attn_mask=mask, enable_gqa=True, recipe=recipe)
     assert torch.equal(alone, expected)
@@ -189,9 +189,9 @@ def test_checkpointing_recomputes_what_exact_attention_saved_in_each_call(recipe
     ],
 )
 def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
-    def layer(query, key, value, valid):
-        mask = valid[:, None, None] if "padding" in call else None
-        mask = torch.where(valid, 0.0, -3.0)[:, None, None] if call == "additive" else mask
+    def layer(query, key, value, key_mask):
+        mask = key_mask[:, None, None] if "padding" in call else None
+        mask = torch.where(key_mask, 0.0, -3.0)[:, None, None] if call == "additive" else mask
         output, lse = attend_observed(
             query, key, value, mask, Options("causal" in call, enable_gqa=True, recipe="sage_bwd", return_lse=True)
         )
@@ -200,10 +200,10 @@ def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
     counter, compilations = CompileCounterWithBackend("aot_eager"), set()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for q_len, kv_len in ((70, 90), (100, 64)):
-        inputs, valid = draw(q_len, kv_len), valid_keys(kv_len=kv_len)
+        inputs, key_mask = draw(q_len, kv_len), counted_keys(kv_len=kv_len)
         found = []
         for function in (compiled, layer):
-            output, lse = function(*inputs, valid)
+            output, lse = function(*inputs, key_mask)
             found.append([output, lse, *gradients_of(output, inputs)])
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b) if call != "additive" else torch.allclose(a, b, atol=1e-5)

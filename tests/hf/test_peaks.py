@@ -69,9 +69,9 @@ def test_a_loud_channel_shows_a_mean_does_not_and_padding_does_not():
     loudness = channel_loudness(key)
     assert loudness.argmax() == 5 and loudness[1, 2].item() == pytest.approx(10, rel=0.15)
     key[:, :, 390:] = 1e6
-    valid = (torch.arange(400) < 390)[None, None, :, None]
-    assert channel_loudness(key, valid)[1, 2].item() == pytest.approx(10, rel=0.15)
-    mask = valid.mT.expand(2, 1, 7, 400)
+    key_mask = (torch.arange(400) < 390)[None, None, :, None]
+    assert channel_loudness(key, key_mask)[1, 2].item() == pytest.approx(10, rel=0.15)
+    mask = key_mask.mT.expand(2, 1, 7, 400)
     peaks = find_peaks(torch.randn(2, 3, 7, 32), key, mask=mask)
     assert peaks.loudness == pytest.approx(10, rel=0.15)
 

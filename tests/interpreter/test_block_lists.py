@@ -14,7 +14,7 @@ from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
-from sage_kernels.triton.block_tiles import block_tiles
+from sage_kernels.triton.block_entries import block_entries
 from sage_kernels.triton.configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from sage_kernels.triton.tile_rows import tile_rows
 from tests.helpers.blocks import as_mask, draw_blocks
@@ -134,7 +134,7 @@ def test_tiles_are_sorted_into_whole_ones_and_partial_ones(block_m, block_n, ker
     if padded:
         keys[0, ..., 64:130], keys[1, ..., 300:] = False, False
     call = call_of(inputs, "sage2", blocks, keys if padded else None, causal_offset)
-    entries = block_tiles(call, kernel_n).tiles
+    entries = block_entries(call, kernel_n)
     allowed = as_mask(blocks, 150, 330).expand(2, -1, -1, -1) & keys
     if causal_offset is not None:
         allowed = allowed & torch.ones(150, 330, dtype=torch.bool).tril(causal_offset)
@@ -156,7 +156,7 @@ def test_a_list_of_many_tiles_is_sorted_in_parts():
     inputs = draw(q_heads=1, q_len=16, kv_len=64 * 1100)
     blocks = draw_blocks(1, 1, 16, 64 * 1100, 64, 64)
     call = call_of(inputs, "sage2", blocks, causal_offset=64 * 900)
-    count, number, *listed = block_tiles(call, 64).tiles[0, 0, 0].tolist()
+    count, number, *listed = block_entries(call, 64)[0, 0, 0].tolist()
     assert sorted(listed[:count]) == list(range(900))
     assert listed[count:number] == [900]
 
@@ -167,7 +167,7 @@ def test_tiles_that_do_not_exist_are_left_out():
     blocks = draw_blocks(1, 1, 16, 330)
     tiles = torch.tensor([[[[-1, 2, 99, 0]]]], dtype=torch.int32)
     call = call_of(inputs, "sage2", blocks._replace(counts=torch.full_like(blocks.counts, 7), tiles=tiles))
-    count, number, *listed = block_tiles(call, 128).tiles[0, 0, 0].tolist()
+    count, number, *listed = block_entries(call, 128)[0, 0, 0].tolist()
     assert (listed[:count], listed[count:number]) == ([0], [2])
 
 
@@ -182,8 +182,8 @@ def gradients(inputs, recipe, tiles, **options):
 LISTS = {
     "128": ((128, 128), {"is_causal": False}),
     "64, causal": ((64, 64), {"is_causal": True, "causal_offset": 120}),
-    "128 by 64, padded": ((128, 64), {"is_causal": False, "valid": True}),
-    "64 by 128, causal, padded": ((64, 128), {"is_causal": True, "causal_offset": 200, "valid": True}),
+    "128 by 64, padded": ((128, 64), {"is_causal": False, "key_mask": True}),
+    "64 by 128, causal, padded": ((64, 128), {"is_causal": True, "causal_offset": 200, "key_mask": True}),
     "128, causal, rows without a key": ((128, 128), {"is_causal": True, "causal_offset": -30}),
 }
 
@@ -200,9 +200,9 @@ def test_gradients_are_the_references(recipe, case, heads):
     generator = torch.Generator().manual_seed(2)
     inputs = [x.half() for x in draw(batch=2)]
     inputs.append(torch.randn(2, 2, 150, 64, generator=generator).half())
-    if options.pop("valid", False):
-        options["valid"] = torch.rand(2, 330, generator=generator) < 0.8
-        options["valid"][1, 128:256] = False
+    if options.pop("key_mask", False):
+        options["key_mask"] = torch.rand(2, 330, generator=generator) < 0.8
+        options["key_mask"][1, 128:256] = False
     blocks = draw_blocks(1 if heads == 1 else 2, heads, 150, 330, block_m, block_n)
     int8 = recipe == "sage_bwd_int8"
     tiles = {
@@ -213,8 +213,8 @@ def test_gradients_are_the_references(recipe, case, heads):
     assert not found[0][:, :, :block_m].any()
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     mask = as_mask(blocks, 150, 330)
-    if (valid := options.pop("valid", None)) is not None:
-        mask = mask & valid[:, None, None]
+    if (key_mask := options.pop("key_mask", None)) is not None:
+        mask = mask & key_mask[:, None, None]
     truths = torch.autograd.grad(sdpa.attention(*leaves, mask=mask, **options)[0], leaves, inputs[3].double())
     for actual, wanted, truth in zip(found, expected, truths, strict=True):
         # As for dense gradients: in INT8 an element that is almost a tie may become another integer.

@@ -208,13 +208,13 @@ def test_packed_sequences_may_be_shorter_than_the_heavy_keys(monkeypatch, recipe
 def test_the_operands_are_the_references_bit_for_bit(recipe):
     query, key, value = draw(dtype=torch.bfloat16, head_dim=48)
     recipe = RECIPES[recipe]
-    valid = torch.rand(1, 150, generator=torch.Generator().manual_seed(1)) < 0.7
-    heavy = quantize(new_call(query, key, value, recipe), valid).heavy
-    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).heavy
-    exists = valid[:, None, :KEYS, None]
+    key_mask = torch.rand(1, 150, generator=torch.Generator().manual_seed(1)) < 0.7
+    heavy = quantize(new_call(query, key, value, recipe), key_mask).heavy
+    expected = reference.quantize_operands(query, key, value, recipe, key_mask[:, None, :, None]).heavy
+    exists = key_mask[:, None, :KEYS, None]
     expected_key = expected.key
     if recipe.qk == "int8":  # the mean's scores are subtracted, not the mean
-        places = transforms.heavy_places(query.float(), key.float(), KEYS, 48**-0.5, valid[:, None, :, None])
+        places = transforms.heavy_places(query.float(), key.float(), KEYS, 48**-0.5, key_mask[:, None, :, None])
         expected_key = transforms.exchange(key, places)[:, :, :KEYS].float()
     found = torch.empty_like(heavy.key)
     found[..., heavy_order(found.shape[-1])] = heavy.key
@@ -252,18 +252,18 @@ def test_keys_with_much_larger_scores_take_the_first_places(recipe, kind):
     for place, size in ((70, 3.0), (130, 4.0), (202, 2.0)):
         key[:, :, place] = size
     mask = None if kind == "none" else (torch.arange(203) % 130 > 2).expand(2, 1, 1, 203)
-    valid = None if mask is None else mask.mT
+    key_mask = None if mask is None else mask.mT
     operands = quantize(new_call(query, key, value, RECIPES[recipe]), None if mask is None else mask[:, 0, 0])
-    chosen = transforms.heavy_places(query, key, KEYS, 48**-0.5, valid)
+    chosen = transforms.heavy_places(query, key, KEYS, 48**-0.5, key_mask)
     assert set(chosen.unique().tolist()) >= ({70, 130, 202} if mask is None else {70, 202})
     assert mask is None or not (chosen == 130).any()
     of_head = chosen[..., None]
     expected = key.gather(2, of_head.expand(-1, -1, -1, 48))
     if RECIPES[recipe].qk != "int8":
-        expected -= transforms.mean_of_tokens(key, valid)
+        expected -= transforms.mean_of_tokens(key, key_mask)
     found = torch.empty_like(operands.heavy.key)
     found[..., heavy_order(found.shape[-1])] = operands.heavy.key
-    exists = torch.tensor(True) if valid is None else valid[:, :, :KEYS]
+    exists = torch.tensor(True) if key_mask is None else key_mask[:, :, :KEYS]
     assert torch.equal(found[..., :48], torch.where(exists, expected, 0.0))
     values = value.gather(2, of_head.expand(-1, -1, -1, value.shape[3]))
     assert torch.equal(operands.heavy.value, torch.where(exists, values, 0.0))
@@ -283,8 +283,10 @@ def test_equal_keys_keep_their_places(recipe):
 def test_with_late_keys_each_row_attends_once_to_each_key_that_it_sees(late, padded):
     inputs, rows = uniform_but_where_sampled(256, 32, late)
     exists = torch.arange(256) % 50 != 7 if padded else torch.ones(256, dtype=torch.bool)
-    call = new_call(*inputs, RECIPES["sage1"], valid=exists[None] if padded else None, is_causal=True, return_lse=True)
-    assert set(late) <= set(quantize(call, call.mask.valid).heavy.late.flatten().tolist())
+    call = new_call(
+        *inputs, RECIPES["sage1"], key_mask=exists[None] if padded else None, is_causal=True, return_lse=True
+    )
+    assert set(late) <= set(quantize(call, call.mask.key_mask).heavy.late.flatten().tolist())
     output, lse = attend(call, CAPABILITY["int8"])
     seen = exists & torch.ones(256, 256, dtype=torch.bool).tril()
     count = seen.sum(1).float()
@@ -305,10 +307,10 @@ def test_sinks_behind_the_first_keys_are_late_keys_and_the_error_is_the_referenc
     for place, size in ((70, 3.0), (130, 4.0), (183, 2.0)):
         key[:, :, place] = size
     mask = None if kind == "none" else (torch.arange(203) % 130 > 2).expand(2, 1, 1, 203)
-    valid = None if mask is None else mask.mT
+    key_mask = None if mask is None else mask.mT
     call = new_call(query, key, value, RECIPES[recipe], mask=mask, is_causal=True, causal_offset=offset)
     heavy = quantize(call, None if mask is None else mask[:, 0, 0]).heavy
-    late = transforms.late_keys(query, key, KEYS - 16, 16, 48**-0.5, valid)
+    late = transforms.late_keys(query, key, KEYS - 16, 16, 48**-0.5, key_mask)
     assert torch.equal(heavy.late.long(), late)
     assert set(late.unique().tolist()) >= ({70, 130, 183} if mask is None else {70, 183})
     found = late.clamp(max=202)[..., None].expand(-1, -1, -1, value.shape[3])

@@ -44,8 +44,14 @@ def draw(
     return [x.to(dtype) for x in (query, key, value, normal(batch, q_heads, q_len, v_head_dim))]
 
 
-def options_of(*, lengths=None, valid=None, is_causal=False, causal_offset=0, scale=None):
-    return {"lengths": lengths, "valid": valid, "is_causal": is_causal, "causal_offset": causal_offset, "scale": scale}
+def options_of(*, lengths=None, key_mask=None, is_causal=False, causal_offset=0, scale=None):
+    return {
+        "lengths": lengths,
+        "key_mask": key_mask,
+        "is_causal": is_causal,
+        "causal_offset": causal_offset,
+        "scale": scale,
+    }
 
 
 def kernel_forward(query, key, value, recipe, options):
@@ -69,7 +75,7 @@ def gradients(inputs, recipe, options, capability=ADA):
 
 def exact_gradients(inputs, options):
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
-    mask = None if options["valid"] is None else options["valid"][:, None, None]
+    mask = None if options["key_mask"] is None else options["key_mask"][:, None, None]
     some = {name: options[name] for name in ("is_causal", "causal_offset", "scale")}
     output, _ = sdpa.attention(*leaves, mask=mask, **some)
     return torch.autograd.grad(output, leaves, inputs[3].double())
@@ -91,10 +97,10 @@ CASES = {
     "causal, rows without a key": ({"q_len": 130}, {"is_causal": True, "causal_offset": -5}),
     "causal, keys that no row sees": ({}, {"is_causal": True, "causal_offset": 5}),
     "causal, lower right": ({"dtype": torch.bfloat16}, {"is_causal": True, "causal_offset": 80}),
-    "padded right, one without a key": ({"batch": 2}, {"valid": exist(100, 0, tokens=150)}),
-    "padded left": ({"batch": 2, "q_len": 150}, {"valid": exist(64, 149, tokens=150, left=True), "is_causal": True}),
-    "gaps": ({"batch": 2}, {"valid": GAPS}),
-    "gaps, shared, causal": ({"batch": 2}, {"valid": GAPS[:1], "is_causal": True, "causal_offset": 30}),
+    "padded right, one without a key": ({"batch": 2}, {"key_mask": exist(100, 0, tokens=150)}),
+    "padded left": ({"batch": 2, "q_len": 150}, {"key_mask": exist(64, 149, tokens=150, left=True), "is_causal": True}),
+    "gaps": ({"batch": 2}, {"key_mask": GAPS}),
+    "gaps, shared, causal": ({"batch": 2}, {"key_mask": GAPS[:1], "is_causal": True, "causal_offset": 30}),
     "head_dim 32, 128": ({"head_dim": 32, "v_head_dim": 128, "q_len": 63}, {}),
     "head_dim 40, 80": ({"head_dim": 40, "v_head_dim": 80, "kv_len": 63}, {"is_causal": True}),
     "head_dim 128, one query head": ({"head_dim": 128, "v_head_dim": 20, "q_heads": 1, "kv_heads": 1}, {}),
@@ -134,7 +140,7 @@ def test_the_forward_keeps_what_the_references_keeps(case):
     assert torch.equal(saved.lse == -torch.inf, without_key)
     assert torch.allclose(saved.lse, expected_saved.lse, atol=1e-4)
     assert not output[without_key].any()
-    mask = None if options["valid"] is None else options["valid"][:, None, None]
+    mask = None if options["key_mask"] is None else options["key_mask"][:, None, None]
     some = {name: options[name] for name in ("is_causal", "causal_offset", "scale")}
     truth, _ = sdpa.attention(*(x.double() for x in tensors), mask=mask, **some)
     # Tiles of other sizes round P relative to other maxima; both round the output.
@@ -199,10 +205,10 @@ def test_packed_sequences_match_separate_sequences_to_the_bit(recipe, is_causal)
 
 @layout_recipes
 def test_what_does_not_exist_has_no_gradient(recipe):
-    valid = exist(100, 0, tokens=150)
+    key_mask = exist(100, 0, tokens=150)
     inputs = draw(batch=2)
     inputs[2][0, :, 110] = torch.nan  # of a key that does not exist
-    options = options_of(valid=valid, is_causal=True, causal_offset=-8)
+    options = options_of(key_mask=key_mask, is_causal=True, causal_offset=-8)
     (dq, dk, dv), _ = gradients(inputs, recipe, options)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     assert not dq[1].any()
@@ -230,8 +236,8 @@ def test_a_non_finite_value_spoils_its_row_and_the_keys_it_sees(recipe, poison):
     """No other batch element, group of heads or missing key is spoiled."""
     inputs = draw(batch=2, q_len=140)
     inputs[3][0, 1, 20, 3] = poison
-    valid = exist(100, 150, tokens=150)
-    options = options_of(valid=valid, is_causal=True)
+    key_mask = exist(100, 150, tokens=150)
+    options = options_of(key_mask=key_mask, is_causal=True)
     found, expected = gradients(inputs, recipe, options)
     (dq, dk, dv), (expected_dq, expected_dk, _) = ([~x.isfinite().all(-1) for x in each] for each in (found, expected))
     assert torch.equal(dq, expected_dq)
@@ -273,7 +279,7 @@ def test_strides_change_nothing(recipe):
 @layout_recipes
 def test_inputs_are_not_changed(recipe):
     *tensors, gradient = draw(batch=2, q_heads=2, kv_heads=1)
-    options = options_of(valid=exist(100, 0, tokens=150), scale=-0.2)
+    options = options_of(key_mask=exist(100, 0, tokens=150), scale=-0.2)
     before = [x.clone() for x in (*tensors, gradient)]
     output, saved = kernel_forward(*tensors, recipe, options)
     kept = [x.clone() for x in (output, *saved)]
@@ -299,7 +305,7 @@ def test_empty_tensors_have_empty_gradients(recipe, sizes):
 def test_padding_with_packed_sequences_is_refused():
     *tensors, gradient = draw()
     lengths = Lengths(*(torch.tensor([0, 9], dtype=torch.int32),) * 2, 9, 9)
-    both = options_of(lengths=lengths, valid=exist(9, tokens=150))
+    both = options_of(lengths=lengths, key_mask=exist(9, tokens=150))
     with pytest.raises(ValueError, match="packed sequences take no mask"):
         kernel_forward(*tensors, "sage_bwd", both)
     kept = kernel_forward(*tensors, "sage_bwd", options_of())

@@ -52,13 +52,13 @@ def test_operands_are_the_references(recipe, sizes, padding):
     query, key, value = draw(**sizes)
     key[0, 0, 0, 3], value[0, 1, 0, 5] = float("nan"), float("inf")
     value[..., 7] -= value[..., 7].mean()
-    valid = torch.rand(1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.7 if padding else None
+    key_mask = torch.rand(1, key.shape[2], generator=torch.Generator().manual_seed(1)) < 0.7 if padding else None
     query[..., 9] *= 30
     recipe = replace(RECIPES[recipe], rotate=True, equalize=True)
     expected = reference.quantize_operands(
-        query, key, value, recipe, None if valid is None else valid[:, None, :, None]
+        query, key, value, recipe, None if key_mask is None else key_mask[:, None, :, None]
     )
-    operands = quantize(new_call(query, key, value, recipe), valid)
+    operands = quantize(new_call(query, key, value, recipe), key_mask)
     if recipe.smooth_v:
         assert torch.equal(operands.value_mean[:, :, None, : value.shape[-1]], expected.value_mean)
     v_values = operands.value.float()
@@ -88,11 +88,11 @@ def test_operands_are_the_references(recipe, sizes, padding):
 @pytest.mark.parametrize(("tokens", "heavy_keys"), [(300, 0), (100, 64)])
 def test_queries_that_are_padding_do_not_decide_the_equalizer(tokens, heavy_keys):
     query, key, value = draw(batch=2, q_len=tokens, kv_len=tokens, q_heads=2, kv_heads=1)
-    valid = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.5
-    query = torch.where(valid[:, None, :, None], query, 1e6 * query[..., :1])
+    key_mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.5
+    query = torch.where(key_mask[:, None, :, None], query, 1e6 * query[..., :1])
     recipe = replace(RECIPES["sage1"], heavy_keys=heavy_keys)
-    equalizer = quantize(new_call(query, key, value, recipe), valid).equalizer
-    expected = reference.quantize_operands(query, key, value, recipe, valid[:, None, :, None]).equalizer
+    equalizer = quantize(new_call(query, key, value, recipe), key_mask).equalizer
+    expected = reference.quantize_operands(query, key, value, recipe, key_mask[:, None, :, None]).equalizer
     assert torch.equal(equalizer, expected.squeeze(2))
 
 

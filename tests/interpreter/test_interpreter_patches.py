@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sage_kernels.language.formats import max_or_nan
+from sage_kernels.triton.common.formats import max_or_nan
 
 
 @triton.jit

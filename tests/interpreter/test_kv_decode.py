@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from sage_kernels.language import launch, replayed_launches
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.triton import kv_append, kv_decode
+from sage_kernels.triton.common import launch, replayed_launches
 from tests.helpers.calls import draw_for_cache
 
 decode = partial(kv_decode.decode, capability=(9, 0))
@@ -36,11 +36,11 @@ def assert_same(one: KVCache, two: KVCache) -> None:
     assert torch.equal(*codes)
     for name in ("key_codes", "key_scales", "value_scales"):
         assert torch.equal(getattr(one, name)[:, :, : one.coded], getattr(two, name)[:, :, : one.coded]), name
-    for name in ("recent_key", "recent_value"):
+    for name in ("exact_key", "exact_value"):
         assert torch.equal(getattr(one, name), getattr(two, name)), name
 
 
-def bounds(cache: KVCache, query, valid, scale: float):
+def bounds(cache: KVCache, query, key_mask, scale: float):
     """Return float64 attention, and how far the kernel may be from it.
 
     Q's rows are rounded to float16 relative to their maximum, 2^-12 of which an element may be off at most (and 2^-20
@@ -50,7 +50,7 @@ def bounds(cache: KVCache, query, valid, scale: float):
     """
     group = query.shape[1] // cache.kv_heads
     key, value = (x.repeat_interleave(group, 1) for x in reference.read_all(cache, torch.float64))
-    expected = reference.attend_to_cache(cache, query.double(), valid, scale)
+    expected = reference.attend_to_cache(cache, query.double(), key_mask, scale)
     q = query.double() * cache.equalizer.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)
     # Norms are the rotated vectors' too; a maximum is at most the norm.
     centred = (key - cache.key_mean.double()[:, :, None, : cache.head_dim].repeat_interleave(group, 1)) / (
@@ -67,14 +67,14 @@ def bounds(cache: KVCache, query, valid, scale: float):
 @pytest.mark.parametrize(("format", "head_dim", "group", "prompt", "steps", "padded"), CASES)
 def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_dim, group, prompt, steps, padded):
     query, key, value = draw(head_dim, group, prompt + sum(steps))
-    valid = None
+    key_mask = None
     if padded:
-        valid = torch.ones(2, prompt + sum(steps), dtype=torch.bool)
-        valid[0, :19] = valid[1, prompt // 2 : prompt // 2 + 9] = False
+        key_mask = torch.ones(2, prompt + sum(steps), dtype=torch.bool)
+        key_mask[0, :19] = key_mask[1, prompt // 2 : prompt // 2 + 9] = False
     one, two = (KVCache(get_format(format), key) for _ in "ab")
     first = [x[:, :, :prompt] for x in (query, key, value)]
     for cache in (one, two):
-        reference.freeze(cache, *first, None if valid is None else valid[:, :prompt])
+        reference.freeze(cache, *first, None if key_mask is None else key_mask[:, :prompt])
     kv_append.append(one, *first[1:])
     reference.append(two, *first[1:])
     assert_same(one, two)
@@ -82,7 +82,7 @@ def test_the_kernels_store_the_references_bits_and_attend_to_them(format, head_d
     for step in steps:
         part = slice(length, length + step)
         length += step
-        seen = None if valid is None else valid[:, :length]
+        seen = None if key_mask is None else key_mask[:, :length]
         output = decode(one, *(x[:, :, part] for x in (query, key, value)), seen, head_dim**-0.5)
         reference.append(two, key[:, :, part], value[:, :, part])
         assert_same(one, two)
@@ -127,7 +127,7 @@ def test_a_value_that_is_not_finite_never_becomes_a_finite_number():
     value[0, :, 198, 5], value[1, :, 198, 5] = torch.inf, torch.nan
     for append, one in ((kv_append.append, cache), (reference.append, two)):
         append(one, key[:, :, :199], value[:, :, :199])
-    assert torch.equal(cache.recent_value.isfinite(), two.recent_value.isfinite())
+    assert torch.equal(cache.exact_value.isfinite(), two.exact_value.isfinite())
     output = decode(cache, *(x[:, :, 199:] for x in (query, key, value)), None, 0.125)
     assert not output.isfinite().any()
     assert not reference.attend_to_cache(two, query[:, :, 199:], None, 0.125).isfinite().any()
@@ -149,6 +149,7 @@ class WithoutDriver:
     error, runs = 0.0, 0
 
     def __init__(self, launches, changing):
+        assert changing.keys() <= {name for _, _, arguments in launches for name in arguments}
         self.launches = launches
 
     def run(self, index, changing):
@@ -209,10 +210,10 @@ def test_few_codes_are_not_divided():
     assert kv_decode._code_parts(8, 1, torch.device("cpu")) == 1
 
 
-def step(cache: KVCache, query, key, value, valid, scale: float) -> torch.Tensor:
+def step(cache: KVCache, query, key, value, key_mask, scale: float) -> torch.Tensor:
     """Decode from a cache of fixed capacity as the operator does, which knows its tensors alone."""
     tensors = [getattr(cache, name) for name in KVCache.FIXED]
-    return decode(KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, valid, scale)
+    return decode(KVCache.of(cache.format, cache.head_dim, cache.dtype, tensors), query, key, value, key_mask, scale)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +237,10 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
     """The parts are as many in both, so outputs are equal to the bit too."""
     monkeypatch.setattr(kv_decode, "_code_parts", lambda *sizes: 2)
     query, key, value = draw(head_dim, group, prompt + steps)
-    valid = torch.ones(2, 512, dtype=torch.bool)
-    valid[0, :19] = not padded
+    key_mask = torch.ones(2, 512, dtype=torch.bool)
+    key_mask[0, :19] = not padded
     one = KVCache(get_format(format), key)
-    reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), valid[:, :prompt])
+    reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), key_mask[:, :prompt])
     two = copy.deepcopy(one)
     two.fix(512)
     pointers = [getattr(two, name).data_ptr() for name in KVCache.FIXED]
@@ -247,9 +248,9 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
         kv_append.append(cache, key[:, :, :prompt], value[:, :, :prompt])
     for length in range(prompt, prompt + steps):
         new = [x[:, :, length : length + 1] for x in (query, key, value)]
-        seen = valid[:, : length + 1].contiguous() if padded else None
+        seen = key_mask[:, : length + 1].contiguous() if padded else None
         expected = decode(one, *new, seen, head_dim**-0.5)
-        assert torch.equal(step(two, *new, valid if padded else None, head_dim**-0.5), expected)
+        assert torch.equal(step(two, *new, key_mask if padded else None, head_dim**-0.5), expected)
         assert two.counts.tolist() == [one.length, one.coded]
     two.read_counts()
     assert_same(one, two)

@@ -26,13 +26,13 @@ QUICK = {(1, 1e-22), (129, 1e8), (200, 1e18), (200, 1e37)}
 )
 def test_the_statistics_are_the_references_bit_for_bit(recipe, place, padded, times):
     query, key, value = loud_key(1030, place, 32, times=times, heads=2)
-    valid = None
+    key_mask = None
     if padded:
-        valid = torch.rand(1, 1030, generator=torch.Generator().manual_seed(1)) < 0.8
-        valid[:, [place, place % 64]] = True  # a key that does not exist keeps its place
-    call = new_call(query, key, value, RECIPES[recipe], valid=valid)
-    found = token_statistics(call, None if valid is None else valid.to(torch.uint8))
-    exists = None if valid is None else valid[:, None, :, None]
+        key_mask = torch.rand(1, 1030, generator=torch.Generator().manual_seed(1)) < 0.8
+        key_mask[:, [place, place % 64]] = True  # a key that does not exist keeps its place
+    call = new_call(query, key, value, RECIPES[recipe], key_mask=key_mask)
+    found = token_statistics(call, None if key_mask is None else key_mask.to(torch.uint8))
+    exists = None if key_mask is None else key_mask[:, None, :, None]
     counted = transforms.quiet_keys(key, exists)
     assert not counted[..., place, 0].any()
     assert torch.equal(found.key_mean, transforms.mean_of_tokens(key, counted)[:, :, 0])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sage_kernels.exact import sdpa
-from sage_kernels.language.launch import recording
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton import nvfp4_forward
+from sage_kernels.triton.common.launch import recording
 from sage_kernels.triton.configs import TileConfig
 from sage_kernels.triton.smooth_q_scores import smooth_q_scores
 from tests.helpers.calls import new_call

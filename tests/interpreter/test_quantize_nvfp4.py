@@ -32,9 +32,9 @@ def random_inputs(
     return tensors
 
 
-def quantize(query, key, value, recipe=SAGE3, valid=None, return_lse=False) -> NVFP4Operands:
-    valid = None if valid is None else valid.reshape(-1, key.shape[2])
-    return quantize_call(new_call(query, key, value, recipe, return_lse=return_lse), valid)
+def quantize(query, key, value, recipe=SAGE3, key_mask=None, return_lse=False) -> NVFP4Operands:
+    key_mask = None if key_mask is None else key_mask.reshape(-1, key.shape[2])
+    return quantize_call(new_call(query, key, value, recipe, return_lse=return_lse), key_mask)
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -56,10 +56,10 @@ def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
-def check(query, key, value, recipe=SAGE3, valid=None) -> None:
+def check(query, key, value, recipe=SAGE3, key_mask=None) -> None:
     """Every value of the operands is the reference's, and what lies beyond the inputs is 0."""
-    operands = quantize(query, key, value, recipe, valid)
-    expected = reference.quantize_operands(query, key, value, recipe, valid)
+    operands = quantize(query, key, value, recipe, key_mask)
+    expected = reference.quantize_operands(query, key, value, recipe, key_mask)
     q = values(operands.query, operands.query_scale) * of_blocks(operands.query_tensor_scale)
     k = values(operands.key, operands.key_scale) * of_blocks(operands.key_tensor_scale)
     k = torch.empty_like(k).index_copy_(2, keys_of_rows(k.shape[2]), k)
@@ -113,16 +113,16 @@ def test_strides_do_not_matter():
 
 def test_keys_that_do_not_count_are_zero_and_influence_nothing():
     query, key, value = random_inputs(40, 100, 64, 64)
-    valid = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
-    key, value = torch.where(valid, key, 1e30), torch.where(valid, value, torch.nan)
-    check(query, key, value, PLAIN, valid)
-    check(query, key, value, PLAIN, torch.zeros_like(valid))
+    key_mask = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
+    key, value = torch.where(key_mask, key, 1e30), torch.where(key_mask, value, torch.nan)
+    check(query, key, value, PLAIN, key_mask)
+    check(query, key, value, PLAIN, torch.zeros_like(key_mask))
 
 
 def test_padding_tokens_decide_nothing_as_queries_either():
     query, key, value = random_inputs(100, 100, 64, 64)
-    valid = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
-    check(torch.where(valid, query, 100 * query[..., :1]), key, value, PLAIN, valid)
+    key_mask = torch.rand(1, 1, 100, 1, generator=torch.Generator().manual_seed(1)) > 0.3
+    check(torch.where(key_mask, query, 100 * query[..., :1]), key, value, PLAIN, key_mask)
 
 
 def test_zeros_stay_zeros():

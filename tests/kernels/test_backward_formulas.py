@@ -80,8 +80,8 @@ class Unrounded(torch.autograd.Function):
     """Exact attention in float64, whose gradient is the reference's."""
 
     @staticmethod
-    def forward(ctx, query, key, value, recipe, scale, lengths, valid, options, tiles):
-        mask = None if valid is None else valid[:, None, None]
+    def forward(ctx, query, key, value, recipe, scale, lengths, key_mask, options, tiles):
+        mask = None if key_mask is None else key_mask[:, None, None]
         causality = {name: x for name, x in options.items() if name != "blocks"}
         if options.get("blocks") is not None:
             listed = as_mask(options["blocks"], query.shape[2], key.shape[2])
@@ -97,14 +97,14 @@ class Unrounded(torch.autograd.Function):
                 parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
                 output[:, :, queries], lse[:, :, queries] = sdpa.attention(*parts, scale=scale, **causality)
         ctx.save_for_backward(value, output, *unrounded(query, key, lse, scale, lengths, recipe))
-        ctx.rest = (recipe, scale, lengths, valid, options, tiles)
+        ctx.rest = (recipe, scale, lengths, key_mask, options, tiles)
         return output
 
     @staticmethod
     def backward(ctx, gradient):
         value, output, *saved = ctx.saved_tensors
-        recipe, scale, lengths, valid, options, tiles = ctx.rest
-        shared = {"lengths": lengths, "valid": valid, "scale": scale, **options}
+        recipe, scale, lengths, key_mask, options, tiles = ctx.rest
+        shared = {"lengths": lengths, "key_mask": key_mask, "scale": scale, **options}
         call = new_backward_call(gradient, value, output, Saved(*saved), recipe, 6, **shared)
         return *subject.backward(call, **tiles), *(None,) * 6
 
@@ -117,8 +117,8 @@ CASES = {
     "causal": {"is_causal": True},
     "causal, later queries": {"is_causal": True, "causal_offset": 13},
     "causal, rows without a key": {"is_causal": True, "causal_offset": -7},
-    "padding": {"is_causal": False, "valid": True},
-    "causal, padding": {"is_causal": True, "valid": True},
+    "padding": {"is_causal": False, "key_mask": True},
+    "causal, padding": {"is_causal": True, "key_mask": True},
     "packed": {"is_causal": False, "lengths": PACKED},
     "packed, causal, rows without a key": {"is_causal": True, "causal_offset": -2, "lengths": PACKED},
 }
@@ -129,17 +129,17 @@ CASES = {
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_formulas_are_the_gradient_of_attention(case, recipe, kv_heads):
     options = dict(CASES[case])
-    lengths, valid = options.pop("lengths", None), None
+    lengths, key_mask = options.pop("lengths", None), None
     batch = 2 if lengths is None else 1
     query, key, value, _ = (
         x.double().requires_grad_() for x in draw(batch, 4, kv_heads, 20, 33, 6, 5, dtype=torch.float64)
     )
-    if options.pop("valid", False):
-        valid = torch.rand(2, 33, generator=torch.Generator().manual_seed(1)) < 0.6
-        valid[1, :4] = False  # with causality, rows without a key
-        valid[0, 0] = True
+    if options.pop("key_mask", False):
+        key_mask = torch.rand(2, 33, generator=torch.Generator().manual_seed(1)) < 0.6
+        key_mask[1, :4] = False  # with causality, rows without a key
+        key_mask[0, 0] = True
     tiles = {"block_m": 16, "block_n": 16}
-    rest = (recipe, 0.3, lengths, valid, options, tiles)
+    rest = (recipe, 0.3, lengths, key_mask, options, tiles)
     assert torch.autograd.gradcheck(lambda *x: Unrounded.apply(*x, *rest), (query, key, value), fast_mode=True)
 
 
@@ -157,24 +157,24 @@ def test_the_formulas_hold_across_tiles_and_chunks(is_causal, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (64, 128), (128, 64)])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -20}, {"valid": True}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "causal_offset": -20}, {"key_mask": True}])
 def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, options, monkeypatch):
     """Rows without a tile, tails, keys that no block lists, lists in another order than the tiles'."""
     query, key, value, gradient = draw(2, 4, 2, 270, 300, 6, 5, dtype=torch.float64)
     options = {"is_causal": False, "blocks": draw_blocks(2, 4, 270, 300, *sizes, share=0.4), **options}
-    valid = None
-    if options.pop("valid", False):
-        valid = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.6
+    key_mask = None
+    if options.pop("key_mask", False):
+        key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.6
     mask = as_mask(options["blocks"], 270, 300)
     truths = [x.clone().requires_grad_() for x in (query, key, value)]
     causality = {name: x for name, x in options.items() if name != "blocks"}
-    allowed = mask if valid is None else mask & valid[:, None, None]
+    allowed = mask if key_mask is None else mask & key_mask[:, None, None]
     truth, _ = sdpa.attention(*truths, mask=allowed, scale=0.3, **causality)
     expected = torch.autograd.grad(truth, truths, gradient)
     monkeypatch.setattr(sdpa, "ELEMENTS_PER_CHUNK", 2 * 4 * 128 * 64)
     for tiles in ((64, 64), (128, 128), (16, 32)):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        rest = (PLAIN, 0.3, None, valid, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))
+        rest = (PLAIN, 0.3, None, key_mask, options, dict(zip(("block_m", "block_n"), tiles, strict=True)))
         actual = torch.autograd.grad(Unrounded.apply(*leaves, *rest), leaves, gradient)
         assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-12) for x, y in zip(actual, expected, strict=True))
 
@@ -188,13 +188,13 @@ def test_the_formulas_are_the_gradient_of_attention_over_a_block_list(sizes, opt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_forward_is_the_recipes_and_keeps_its_operands(recipe, dtype):
     query, key, value, _ = draw(2, 4, 2, 130, 200, 40, 24, dtype=dtype)
-    valid = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.7
+    key_mask = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.7
     options = {"is_causal": True, "causal_offset": 9, "scale": 0.2}
-    output, saved = subject.forward(new_call(query, key, value, recipe, valid=valid, **options))
-    expected, lse = reference.attention(query, key, value, recipe, mask=valid[:, None, None], **options)
+    output, saved = subject.forward(new_call(query, key, value, recipe, key_mask=key_mask, **options))
+    expected, lse = reference.attention(query, key, value, recipe, mask=key_mask[:, None, None], **options)
     assert torch.equal(output, expected)
     assert output.stride() == expected.stride()
-    counts = valid[:, None, :, None]
+    counts = key_mask[:, None, :, None]
     inputs = query.float(), torch.where(counts, key.float(), 0.0)
     key, mean = transforms.smooth(inputs[1], counts)
     mean_scores = 0.2 * (query.float() @ mean.repeat_interleave(2, 1).mT).squeeze(-1)

@@ -158,9 +158,9 @@ def test_kernels_compile_beforehand_and_calls_only_allocate_and_launch(
     tensors = [x, x, x, *empty_saved(Call(x, x, x, recipe), torch.empty(1, 2, 192))]
     for compiles_only in (True, False):
         with trace.tracing(compiles_only=compiles_only) as traced:
-            valid = traced.placeholder(torch.arange(192)[None] < 150) if padded else None
+            key_mask = traced.placeholder(torch.arange(192)[None] < 150) if padded else None
             gradient, value, output, *saved = map(traced.placeholder, tensors)
-            mask = Mask.of_keys(valid)
+            mask = Mask.of_keys(key_mask)
             call = BackwardCall(gradient, value, output, Saved(*saved), head_dim, recipe, mask, is_causal)
             int8_backward.backward(call)
         launched = traced.compilations if compiles_only else traced.steps

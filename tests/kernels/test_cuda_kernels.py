@@ -202,7 +202,7 @@ class OtherQuantizer(HopperQuantizer):
 
     name = "int8_quantize"
 
-    def quantize(self, call, valid=None, spans=None):
+    def quantize(self, call, padding=None):
         return quantize.quantize_operands(call)
 
 
@@ -222,8 +222,8 @@ def sources_of(request, monkeypatch):
     query = new(request.q_heads, request.q_len, request.head_dim)
     key = new(request.kv_heads, request.kv_len, request.head_dim)
     value = new(request.kv_heads, request.kv_len, request.v_head_dim)
-    valid = torch.empty(request.batch, request.kv_len, dtype=torch.bool, device="meta")
-    mask = Mask.of_keys(valid if request.mask in ("keys", "block_keys") else None)
+    key_mask = torch.empty(request.batch, request.kv_len, dtype=torch.bool, device="meta")
+    mask = Mask.of_keys(key_mask if request.mask in ("keys", "block_keys") else None)
     if request.mask in ("blocks", "block_keys"):
         tiles = torch.empty(1, 1, -(-request.q_len // 128), 9, dtype=torch.int32, device="meta")
         mask = replace(mask, kind=request.mask, blocks=BlockList(tiles[..., 0], tiles))

@@ -4,11 +4,11 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.language.launch import recording
 from sage_kernels.spec.call import Call, Mask
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import masked_forward, nonprefix_forward, splitkv_forward
+from sage_kernels.triton.common.launch import recording
 
 pytestmark = [
     pytest.mark.audit,

@@ -8,27 +8,27 @@ import torch
 
 from sage_kernels import kv_cache
 from sage_kernels.reference import kv_cache as reference
-from sage_kernels.spec.kv_cache import FORMATS, SINKS, WINDOW, KVCache, get_format
+from sage_kernels.spec.kv_cache import FIRST_TOKENS, FORMATS, WINDOW, KVCache, get_format
 from tests.helpers.calls import draw_for_cache
 
 
-def fill(format: str, query, key, value, valid=None, step: int | None = None) -> KVCache:
+def fill(format: str, query, key, value, key_mask=None, step: int | None = None) -> KVCache:
     cache = KVCache(get_format(format), key)
     step = key.shape[2] if step is None else step
     for start in range(0, key.shape[2], step):
         part = slice(start, start + step)
-        kv_cache.store(cache, query[:, :, part], key[:, :, part], value[:, :, part], valid)
-        valid = None
+        kv_cache.store(cache, query[:, :, part], key[:, :, part], value[:, :, part], key_mask)
+        key_mask = None
     return cache
 
 
-def exact(query, key, value, valid=None):
+def exact(query, key, value, key_mask=None):
     """Attention of the last queries, causal, in float64."""
     key, value = (x.double().repeat_interleave(2, 1) for x in (key, value))
     column = torch.arange(key.shape[2])
     allowed = column <= column[-query.shape[2] :, None]
-    if valid is not None:
-        allowed = allowed & valid[:, None, None]
+    if key_mask is not None:
+        allowed = allowed & key_mask[:, None, None]
     scores = (query.double() @ key.mT * query.shape[3] ** -0.5).masked_fill(~allowed, -torch.inf)
     return scores.softmax(-1) @ value
 
@@ -43,8 +43,8 @@ def test_first_and_newest_tokens_are_in_16_bits_and_the_others_within_half_a_ste
         error = (found - x.double()).norm(dim=-1)
         factor = cache.equalizer.amax(-1) if which == "key" else cache.value_unit
         largest = rows.abs().amax(-1).double() * factor[:, :, None]
-        in_16_bits = [*range(SINKS), *range(300 - WINDOW, 300)]
-        few = [*range(SINKS, 300 - WINDOW)]
+        in_16_bits = [*range(FIRST_TOKENS), *range(300 - WINDOW, 300)]
+        few = [*range(FIRST_TOKENS, 300 - WINDOW)]
         # A rotation keeps norms: each of the channels is off by half a unit in the last of 11 bits of the largest, ...
         assert (error[..., in_16_bits] <= largest[..., in_16_bits] * 2**-11 * cache.channels**0.5).all()
         # ... or by half a step: of 2^bits - 1 from -largest to largest; e2m1's largest step is a third of its range.
@@ -70,14 +70,14 @@ def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_attention_from_the_cache_is_attention_to_its_k_and_v(format):
     query, key, value = draw_for_cache()
-    valid = torch.ones(2, 300, dtype=torch.bool)
-    valid[0, :17] = valid[1, 120:130] = False
-    cache = fill(format, query[:, :, :290], key[:, :, :290], value[:, :, :290], valid[:, :290])
+    key_mask = torch.ones(2, 300, dtype=torch.bool)
+    key_mask[0, :17] = key_mask[1, 120:130] = False
+    cache = fill(format, query[:, :, :290], key[:, :, :290], value[:, :, :290], key_mask[:, :290])
     last = [x[:, :, 290:] for x in (query, key, value)]
-    output, kernel, _ = kv_cache.decode(cache, *last, valid, 64**-0.5)
+    output, kernel, _ = kv_cache.decode(cache, *last, key_mask, 64**-0.5)
     assert kernel == "reference (emulated)"
     assert cache.start.tolist() == [17, 0]
-    expected = exact(last[0], *reference.read_all(cache, torch.float64), valid)
+    expected = exact(last[0], *reference.read_all(cache, torch.float64), key_mask)
     assert torch.allclose(output.double(), expected, rtol=1e-4, atol=1e-4 * value.abs().max().item())
 
 
@@ -157,7 +157,7 @@ def test_a_copy_holds_the_same_and_goes_on_by_itself(format, copied):
 
 
 def misfits():
-    """Return, by name of a fault: query, key, value and valid of one token behind a cache of 100, and the message."""
+    """Return, by name of a fault: query, key, value and key mask of one token after a cache of 100, and the message."""
     good = {name: x[:, :, :1] for name, x in zip(("query", "key", "value"), draw_for_cache(100), strict=True)}
     meta = good["key"].to("meta")
     return {
@@ -172,7 +172,10 @@ def misfits():
         "dtype": (good | {"key": good["key"].int()}, "float16, bfloat16 or float32 on cpu; got torch.int32"),
         "double": (good | {"query": good["query"].double()}, "got torch.float64"),
         "device": (good | {"value": meta}, "on cpu; got torch.float32 on meta"),
-        "valid": (good | {"valid": torch.ones(2, 7, dtype=torch.bool)}, r"valid must be \(2 or 1, .*\); got \(2, 7\)"),
+        "key_mask": (
+            good | {"key_mask": torch.ones(2, 7, dtype=torch.bool)},
+            r"key_mask must be \(2 or 1, .*\); got \(2, 7\)",
+        ),
     }
 
 
@@ -180,7 +183,7 @@ def misfits():
 def test_tensors_of_another_size_dtype_or_device_are_refused_and_leave_the_cache(wrong):
     cache = fill("int4", *draw_for_cache(100))
     tensors, message = misfits()[wrong]
-    tensors = {"valid": None} | tensors
+    tensors = {"key_mask": None} | tensors
     with pytest.raises(ValueError, match=message):
         kv_cache.store(cache, **tensors)
     with pytest.raises(ValueError, match=message):
@@ -199,7 +202,7 @@ def test_decoding_needs_a_past_few_tokens_a_scale_and_a_mask_of_bools():
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"a scale above 0; got .* {scale}"):
             kv_cache.decode(cache, *last, None, scale)
-    with pytest.raises(ValueError, match=r"valid must be bool on cpu; got torch\.int64"):
+    with pytest.raises(ValueError, match=r"key_mask must be bool on cpu; got torch\.int64"):
         kv_cache.decode(cache, *last, torch.ones(2, 101, dtype=torch.long), 0.125)
 
 

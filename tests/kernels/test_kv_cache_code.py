@@ -5,10 +5,11 @@ import torch
 import triton
 
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import recording
 from sage_kernels.spec.kv_cache import KVCache, get_format
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import kv_append, kv_decode
+from sage_kernels.triton.common.launch import recording
+from sage_kernels.triton.kv_decode_kernels import attend_to_part
 
 pytestmark = [
     pytest.mark.audit,
@@ -40,5 +41,5 @@ def test_no_kernel_spills_and_all_fit(counted, format, head_dim, q_len, capabili
         assert kernel.metadata.shared <= SHARED_BYTES.get(capability, SMALLEST_SHARED), launch.kernel.__name__
         code = machine_code(kernel.asm["cubin"])
         assert code.instructions.spills == 0, launch.kernel.__name__
-        if launch.kernel is kv_decode.attend_to_part:
+        if launch.kernel is attend_to_part:
             assert code.instructions.matrix_products > 0

@@ -6,9 +6,10 @@ import pytest
 import torch
 import triton
 
-from sage_kernels.language.launch import RecordedLaunch, recording
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
+from sage_kernels.triton.common.launch import RecordedLaunch, recording
+from sage_kernels.triton.common.repeated import RepeatedLaunches
 from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.triton_calls import attend, attend_and_save, backward
 
@@ -25,7 +26,7 @@ def kinds():
     return {
         "none": {},
         "causal": {"is_causal": True, "causal_offset": 5},
-        "keys": {"valid": meta(2, 300, dtype=torch.bool)},
+        "keys": {"key_mask": meta(2, 300, dtype=torch.bool)},
         "bool": {"mask": meta(2, 1, 300, 300, dtype=torch.bool)},
         "additive": {"mask": meta(1, 4, 300, 300)},
         "packed": {"lengths": Lengths(starts, starts, 200, 200, meta(2, dtype=torch.int32))},
@@ -66,6 +67,11 @@ def test_both_passes_of_a_recipe_with_gradients_name_every_parameter(recipe, kin
     assert_named(launches)
 
 
+def test_repeated_launches_refuse_values_that_no_kernel_takes():
+    with pytest.raises(ValueError, match="adress"):
+        RepeatedLaunches([], {"adress": 1})
+
+
 @pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage_bwd"])
 def test_a_kernel_is_compiled_for_aligned_arguments_or_for_any(recipe):
     """However few of the strides and sizes are multiples of 16, and whichever."""
@@ -87,7 +93,7 @@ def test_a_kernel_has_one_place_in_the_cache_whatever_was_compiled_before(forks)
     """Kernels that share functions are digested in both orders, each in a fresh process."""
     code = """
 from sage_kernels.replay import trace
-from sage_kernels.language import backward_operands, launch
+from sage_kernels.triton.common import backward_operands, launch
 from sage_kernels.triton import bwd_dkdv, bwd_dq
 
 kernels = [backward_operands.prepare_queries, backward_operands.prepare_keys]

@@ -47,10 +47,10 @@ def test_keys_count_in_the_mean_and_the_equalizer_but_for_the_group_of_a_loud_on
 
 def test_tokens_that_do_not_count_and_short_groups_make_no_group_loud():
     key = loud_key(1030, 0, 32, times=1.0)[1]
-    valid = torch.ones(1, 1, 1030, 1, dtype=torch.bool)
-    valid[:, :, 3:130] = False
-    assert torch.equal(transforms.quiet_keys(key, valid), valid.expand(1, 4, -1, 1))
-    assert torch.equal(transforms.quiet_keys(torch.where(valid, key, 1e6), valid), valid.expand(1, 4, -1, 1))
+    key_mask = torch.ones(1, 1, 1030, 1, dtype=torch.bool)
+    key_mask[:, :, 3:130] = False
+    assert torch.equal(transforms.quiet_keys(key, key_mask), key_mask.expand(1, 4, -1, 1))
+    assert torch.equal(transforms.quiet_keys(torch.where(key_mask, key, 1e6), key_mask), key_mask.expand(1, 4, -1, 1))
     assert transforms.quiet_keys(torch.zeros_like(key)).all()
     assert transforms.quiet_keys(key[:, :, :1]).all()
 

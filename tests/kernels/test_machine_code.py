@@ -18,13 +18,13 @@ import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.dispatch.registry import get_backward, get_forward
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import RecordedLaunch, recording
 from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.call import NO_MASK, Mask
 from sage_kernels.spec.layout import Lengths, padded_channels, padded_rows
 from sage_kernels.spec.operands import Saved
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.testing.aot import Instructions, MachineCode, compile_launch, machine_code
+from sage_kernels.triton.common.launch import RecordedLaunch, recording
 from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.triton_calls import attend, attend_and_save, backward
 
@@ -141,8 +141,8 @@ def record_backward(
         meta(batch, q_heads, tokens, dtype=torch.float32),
     )
     output, value = (meta(batch, tokens, heads, head_dim).transpose(1, 2) for heads in (q_heads, kv_heads))
-    valid = meta(batch, tokens, dtype=torch.bool) if mask == "padded" else None
-    options = {"valid": valid, "is_causal": mask != "none"}
+    key_mask = meta(batch, tokens, dtype=torch.bool) if mask == "padded" else None
+    options = {"key_mask": key_mask, "is_causal": mask != "none"}
     call = new_backward_call(output, value, output, saved, recipe, head_dim, **options)
     with recording() as launches:
         backward(call, capability)
@@ -289,20 +289,20 @@ def test_other_lengths_and_heads_compile_nothing_anew(case):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_padding_costs_the_forwards_main_loop_nothing(capability):
     loops = []
-    for valid in (None, meta(2, 1000, dtype=torch.bool)):
+    for key_mask in (None, meta(2, 1000, dtype=torch.bool)):
         inputs = (meta(2, heads, 1000, 128) for heads in (8, 4, 4))
         with recording() as launches:
-            attend_and_save(new_call(*inputs, "sage_bwd", valid=valid, is_causal=True), capability)
+            attend_and_save(new_call(*inputs, "sage_bwd", key_mask=key_mask, is_causal=True), capability)
         loops.append(machine_code(compile_launch(launches[-1], capability).asm["cubin"]).lean_loop)
     assert loops[1].total <= SLACK * loops[0].total + 8
 
 
-@pytest.mark.parametrize(("packed", "valid"), [(False, False), (False, True), (True, False)])
-def test_lists_are_sorted_by_a_kernel_that_compiles(packed, valid):
+@pytest.mark.parametrize(("packed", "key_mask"), [(False, False), (False, True), (True, False)])
+def test_lists_are_sorted_by_a_kernel_that_compiles(packed, key_mask):
     lists = BlockList(meta(3, 8, 8, dtype=torch.int32), meta(3, 8, 8, 8, dtype=torch.int32))
     inputs = [meta(1 if packed else 3, heads, 1000, 64) for heads in (8, 4, 4)]
-    keys = meta(3, 1000, dtype=torch.bool) if valid else None
-    call = new_call(*inputs, RECIPES["sage2"], valid=keys, blocks=lists, is_causal=True)
+    keys = meta(3, 1000, dtype=torch.bool) if key_mask else None
+    call = new_call(*inputs, RECIPES["sage2"], key_mask=keys, blocks=lists, is_causal=True)
     if packed:
         starts = meta(4, dtype=torch.int32)
         call = replace(call, lengths=Lengths(starts, starts, 1000, 1000, meta(3, dtype=torch.int32)))

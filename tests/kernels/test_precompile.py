@@ -24,7 +24,7 @@ from tests.helpers import fake_gpu
 @pytest.fixture
 def compiled(monkeypatch):
     """The names of the kernels that are compiled, with the thread of each."""
-    from sage_kernels.language import backward_operands, rotation
+    from sage_kernels.triton.common import backward_operands, rotation
 
     class Kernel:
         def __init__(self, kernel):
@@ -42,8 +42,8 @@ def compiled(monkeypatch):
     def launch(kernel, grid, **arguments):
         real(Kernel(kernel), grid, **arguments)
 
-    from sage_kernels.language import padding
     from sage_kernels.triton import int8_backward as triton
+    from sage_kernels.triton.common import padding
 
     for module in (backward_operands, padding, triton):
         monkeypatch.setattr(module, "launch", launch)
@@ -53,10 +53,10 @@ def compiled(monkeypatch):
     return found
 
 
-def draw(traced, valid=None, **options):
+def draw(traced, key_mask=None, **options):
     query = torch.empty(1, 192, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     tensors = [traced.placeholder(query) for _ in range(3)]
-    mask = Mask.of_keys(None if valid is None else traced.placeholder(valid))
+    mask = Mask.of_keys(None if key_mask is None else traced.placeholder(key_mask))
     return Call(*tensors, get_recipe("sage_bwd"), mask, **{"scale": 0.125, **options})
 
 
@@ -83,7 +83,7 @@ def test_what_a_backward_pass_launches_is_compiled_in_a_thread_each(compiled, pa
 
 def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypatch):
     """Its driver is built, and its files are digested, at the same time: neither ends before the other has begun."""
-    from sage_kernels.language import launch, triton_abi
+    from sage_kernels.triton.common import launch, triton_abi
 
     both, seen = threading.Barrier(2, timeout=10), []
 
@@ -104,7 +104,7 @@ def test_what_triton_does_first_is_done_at_once_and_together(compiled, monkeypat
 @pytest.mark.parametrize(("causal", "padded"), [(False, False), (True, False), (False, True)])
 def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, causal, padded):
     """The output's gradient comes from a linear layer, so it is laid out as the output."""
-    from sage_kernels.language import backward_operands, rotation, triton_abi
+    from sage_kernels.triton.common import backward_operands, rotation, triton_abi
 
     def described(value):
         if hasattr(value, "block_shape"):
@@ -123,11 +123,14 @@ def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, caus
     monkeypatch.setattr(
         backward_operands, "rotation_matrix", lambda *given: rotation.rotation_matrix(*given[:2], torch.device("cpu"))
     )
-    valid, x = torch.arange(192)[None] < 150 if padded else None, torch.empty(1, 192, 2, 64).bfloat16().transpose(1, 2)
+    key_mask, x = (
+        torch.arange(192)[None] < 150 if padded else None,
+        torch.empty(1, 192, 2, 64).bfloat16().transpose(1, 2),
+    )
     plain = Call(x, x, x, get_recipe("sage_bwd"))
     saved = empty_saved(plain, torch.empty(1, 2, 192))
     with trace.tracing() as traced:
-        call = draw(traced, valid, is_causal=causal)
+        call = draw(traced, key_mask, is_causal=causal)
         precompile.compile_backward(call, plan_of(call, "int8_backward"))
         precompile.finish()
         gradient, output, *kept = map(traced.placeholder, (x, x, *saved))
@@ -140,7 +143,7 @@ def test_compiled_kernels_are_the_kernels_of_the_backward_pass(monkeypatch, caus
 
 @pytest.mark.parametrize("kind", ["none", "keys", "bool"])
 def test_kernels_of_a_first_call_compile_in_parallel(monkeypatch, kind):
-    from sage_kernels.language import launch, rotation
+    from sage_kernels.triton.common import launch, rotation
     from sage_kernels.triton.int8_forward import attend_and_save
     from sage_kernels.triton.quantize import int8
     from sage_kernels.triton.registration import Int8Quantizer
@@ -180,7 +183,7 @@ def test_kernels_of_a_first_call_compile_in_parallel(monkeypatch, kind):
 
 def test_a_parser_that_another_thread_disturbed_is_asked_again(monkeypatch):
     """Python's own may say so of parsing in two threads, before 3.12.2: "AST constructor recursion depth mismatch"."""
-    from sage_kernels.language import launch
+    from sage_kernels.triton.common import launch
 
     class Kernel:
         def run(self, **options):

@@ -5,9 +5,9 @@ import torch
 import triton
 
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.language.launch import recording
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import qk_norm_rope
+from sage_kernels.triton.common.launch import recording
 from tests.helpers.qk_norm_rope import QKNormRopeCase
 
 pytestmark = [

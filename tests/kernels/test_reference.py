@@ -53,7 +53,7 @@ def untiled(query, key, value, recipe, mask=None, is_causal=False, scale=None):
     kv_len, group = key.shape[2], q_heads // key.shape[1]
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-    operands = reference.quantize_operands(query, key, value, recipe, reference.valid_keys(mask))
+    operands = reference.quantize_operands(query, key, value, recipe, reference.counted_keys(mask))
 
     def heads(x):
         return x[:, :, :kv_len].double().repeat_interleave(group, 1)
@@ -390,7 +390,7 @@ def test_the_magnitude_of_values_does_not_matter(recipe, magnitude):
 
 def test_an_expanded_mask_costs_what_it_stores():
     mask = torch.zeros(1, 1, 1, 2**20).expand(1, 8, 2**20, 2**20)  # 8 TiB if it were materialised
-    assert reference.valid_keys(mask).shape == (1, 1, 2**20, 1)
+    assert reference.counted_keys(mask).shape == (1, 1, 2**20, 1)
     assert attended_rows(mask).shape == (1, 1, 1, 1)
 
 

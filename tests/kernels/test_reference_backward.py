@@ -61,10 +61,10 @@ def test_equalizer_corrects_channels_that_are_loud_in_k_alone(recipe):
     """Take 2 of 64 channels, 40 times as loud in K and as quiet in Q; with grouped heads, and padded channels."""
     query, key, value, gradient = draw(2, 4, 2, 300, 300, 60, 32, dtype=torch.bfloat16)
     query[..., [3, 20]], key[..., [3, 20]] = query[..., [3, 20]] / 40, key[..., [3, 20]] * 40
-    valid = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.8
-    truths = autograd(query, key, value, gradient, valid=valid)
-    rotated = gradients(query, key, value, gradient, replace(recipe, equalize=False), valid=valid)
-    equalized = gradients(query, key, value, gradient, recipe, valid=valid)
+    key_mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.8
+    truths = autograd(query, key, value, gradient, key_mask=key_mask)
+    rotated = gradients(query, key, value, gradient, replace(recipe, equalize=False), key_mask=key_mask)
+    equalized = gradients(query, key, value, gradient, recipe, key_mask=key_mask)
     for actual, other, truth in zip(equalized, rotated, truths, strict=True):
         assert relative_l1(actual, truth) < 0.04
         assert relative_l1(actual, truth) < relative_l1(other, truth) / 2
@@ -144,31 +144,31 @@ def test_grouped_heads_add_up(recipe):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_keys_that_do_not_exist_have_no_gradient_and_no_influence(recipe, is_causal):
     query, key, value, gradient = draw(2, 4, 2, 140, 200, 32, 32)
-    valid = torch.ones(2, 200, dtype=torch.bool)
-    valid[0, 60:90] = valid[1, :80] = False
-    clean = gradients(query, key, value, gradient, recipe, valid=valid, is_causal=is_causal)
-    missing = ~valid[:, None].expand(2, 2, 200)
+    key_mask = torch.ones(2, 200, dtype=torch.bool)
+    key_mask[0, 60:90] = key_mask[1, :80] = False
+    clean = gradients(query, key, value, gradient, recipe, key_mask=key_mask, is_causal=is_causal)
+    missing = ~key_mask[:, None].expand(2, 2, 200)
     key[missing], value[missing] = 1e4, torch.nan
-    poisoned = gradients(query, key, value, gradient, recipe, valid=valid, is_causal=is_causal)
+    poisoned = gradients(query, key, value, gradient, recipe, key_mask=key_mask, is_causal=is_causal)
     assert all(torch.equal(x, y) for x, y in zip(clean, poisoned, strict=True))
     gradient[:, :, -1] = torch.nan
-    for spoiled in gradients(query, key, value, gradient, recipe, valid=valid, is_causal=is_causal)[1:]:
+    for spoiled in gradients(query, key, value, gradient, recipe, key_mask=key_mask, is_causal=is_causal)[1:]:
         assert not spoiled[missing].any()
 
 
 @names
 def test_a_padding_of_one_sequence_serves_the_whole_batch(recipe):
     inputs = draw(2, 4, 2, 140, 200, 32, 32)
-    valid = (torch.arange(200) < 131).view(1, 200)
-    shared = gradients(*inputs, recipe, valid=valid)
-    apart = gradients(*inputs, recipe, valid=valid.repeat(2, 1))
+    key_mask = (torch.arange(200) < 131).view(1, 200)
+    shared = gradients(*inputs, recipe, key_mask=key_mask)
+    apart = gradients(*inputs, recipe, key_mask=key_mask.repeat(2, 1))
     assert all(torch.equal(x, y) for x, y in zip(shared, apart, strict=True))
 
 
 @names
 def test_padded_keys_equal_a_shorter_sequence(recipe):
     query, key, value, gradient = draw(1, 2, 2, 50, 200, 32, 32)
-    padded = gradients(query, key, value, gradient, recipe, valid=(torch.arange(200) < 131).view(1, 200))
+    padded = gradients(query, key, value, gradient, recipe, key_mask=(torch.arange(200) < 131).view(1, 200))
     short = gradients(query, key[:, :, :131], value[:, :, :131], gradient, recipe)
     for x, y in zip(padded, short, strict=True):
         assert torch.equal(x[:, :, : y.shape[2]], y)

@@ -281,8 +281,8 @@ class WrongCache(ReferenceKVKernel):
     def append(self, cache, key, value):
         super().append(cache, key, key if self.wrong == "stored" else value)
 
-    def decode(self, cache, query, key, value, valid, scale):
-        return super().decode(cache, query, key, value, valid, 2 * scale if self.wrong == "output" else scale)
+    def decode(self, cache, query, key, value, key_mask, scale):
+        return super().decode(cache, query, key, value, key_mask, 2 * scale if self.wrong == "output" else scale)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

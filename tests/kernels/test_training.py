@@ -39,23 +39,23 @@ def output_gradient(output):
 
 
 def padding(batch=2, kv_len=90):
-    valid = torch.ones(batch, kv_len, dtype=torch.bool)
-    valid[0, 71:] = False
-    valid[-1, :13] = False
-    return valid
+    key_mask = torch.ones(batch, kv_len, dtype=torch.bool)
+    key_mask[0, 71:] = False
+    key_mask[-1, :13] = False
+    return key_mask
 
 
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True},
     "offset": {"is_causal": True, "causal_offset": -5, "scale": 0.2},
-    "padding": {"valid": padding()},
-    "causal padding": {"valid": padding(), "is_causal": True},
-    "one padding for all": {"valid": padding(1)},
+    "padding": {"key_mask": padding()},
+    "causal padding": {"key_mask": padding(), "is_causal": True},
+    "one padding for all": {"key_mask": padding(1)},
     "blocks": {"blocks": draw_blocks(2, 4, 70, 90, 64, 64)},
     "one list for all, causal padding": {
         "blocks": draw_blocks(1, 1, 70, 90, 64, 64, seed=3),
-        "valid": padding(),
+        "key_mask": padding(),
         "is_causal": True,
     },
 }
@@ -84,9 +84,9 @@ def test_output_and_gradients_equal_the_references(recipe, dtype, call):
 def test_the_lse_matches_inference_and_has_no_gradient(call):
     inputs = draw()
     _, lse = training.attention(*inputs, **call, return_lse=True)
-    valid = call.get("valid")
-    mask = None if valid is None else valid[:, None, None]
-    options = {name: value for name, value in call.items() if name != "valid"}
+    key_mask = call.get("key_mask")
+    mask = None if key_mask is None else key_mask[:, None, None]
+    options = {name: value for name, value in call.items() if name != "key_mask"}
     with torch.no_grad():
         _, expected = ops.attention(*inputs, mask=mask, **options, recipe="sage_bwd", return_lse=True)
     assert torch.equal(lse, expected)
@@ -134,8 +134,8 @@ def test_an_output_that_is_not_used_gives_no_gradient():
 
 def test_inputs_and_the_outputs_gradient_are_unchanged():
     inputs = draw()
-    output, _ = training.attention(*inputs, valid=(valid := padding()))
-    tensors = [*inputs, output, valid, gradient := output_gradient(output)]
+    output, _ = training.attention(*inputs, key_mask=(key_mask := padding()))
+    tensors = [*inputs, output, key_mask, gradient := output_gradient(output)]
     before = [x.detach().clone() for x in tensors]
     output.backward(gradient)
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
@@ -242,19 +242,19 @@ def test_packed_sequences_have_gradients_over_lists_of_their_own(recipe, list_ba
 def test_opcheck_passes(call):
     operators = torch.ops.sage_kernels
     options = (True, 0, None, "sage_bwd", "native")
-    inputs, valid, blocks, lengths = draw(), None, NO_BLOCKS, NOTHING_PACKED
+    inputs, key_mask, blocks, lengths = draw(), None, NO_BLOCKS, NOTHING_PACKED
     if call == "padding":
-        valid = padding()
+        key_mask = padding()
     elif call == "blocks":
-        valid, blocks = padding(), tuple(draw_blocks(2, 4, 70, 90, 64, 64))
+        key_mask, blocks = padding(), tuple(draw_blocks(2, 4, 70, 90, 64, 64))
     elif call.startswith("packed"):
         packed, sequences, used = packed_call()
         inputs, lengths = [x.detach().transpose(0, 1)[None].requires_grad_() for x in packed], (*sequences, used)
         blocks = tuple(draw_blocks(4, 1, 70, 128)) if call == "packed blocks" else blocks
-    torch.library.opcheck(operators.training_attention.default, (*inputs, valid, *blocks, *lengths, *options))
+    torch.library.opcheck(operators.training_attention.default, (*inputs, key_mask, *blocks, *lengths, *options))
     with torch.no_grad():
-        output, *saved = operators.training_attention(*inputs, valid, *blocks, *lengths, *options)
-    forward, given = (inputs[2].detach(), output, *saved), (valid, *blocks, *lengths, *options)
+        output, *saved = operators.training_attention(*inputs, key_mask, *blocks, *lengths, *options)
+    forward, given = (inputs[2].detach(), output, *saved), (key_mask, *blocks, *lengths, *options)
     for kernel in ("reference_backward", ""):
         arguments = (torch.ones_like(output), *forward, 64, kernel, *given)
         torch.library.opcheck(operators.training_attention_backward.default, arguments)
@@ -269,11 +269,11 @@ def test_the_compiler_knows_the_sizes_of_every_head_dim(head_dim):
 
 
 def test_one_compiled_graph_serves_lists_of_all_lengths():
-    def attend(query, key, value, valid, blocks):
-        mask = Mask.of_blocks(blocks, valid[:, None, None], key.shape[2])
+    def attend(query, key, value, key_mask, blocks):
+        mask = Mask.of_blocks(blocks, key_mask[:, None, None], key.shape[2])
         options = Options(recipe="sage_bwd", dropout_p=0.0)  # a global float would become an input of the graph
         assert not decide(query, key, value, mask, options, wants_gradient=True).runs_exactly
-        return training.attention(query, key, value, valid=valid, blocks=blocks, return_lse=True)
+        return training.attention(query, key, value, key_mask=key_mask, blocks=blocks, return_lse=True)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
@@ -377,7 +377,7 @@ def test_the_backward_pass_keeps_the_forward_passes_plan(ran, kind):
     elif kind == "attend":
         output, _ = dense_attend(*draw(), None, None, OPTIONS)
     else:
-        output, _ = training.attention(*draw(), valid=padding() if kind == "padding" else None)
+        output, _ = training.attention(*draw(), key_mask=padding() if kind == "padding" else None)
     with another_choice(ran):
         output.sum().backward()
     assert ran == ["fast", "fast_backward"]
@@ -439,9 +439,9 @@ BAD_CALLS = {
     "recipe": (draw, {"recipe": "sage2"}, KernelUnavailableError, "sage2 is forward only"),
     "native": (draw, {"fallback": "error"}, KernelUnavailableError, "no native kernel"),
     "heads": (lambda: draw(kv_heads=3), {}, ValueError, "not a multiple of 3 key heads"),
-    "valid dtype": (draw, {"valid": padding().float()}, ValueError, "valid must be bool"),
-    "valid batch": (draw, {"valid": padding(3)}, ValueError, "valid must be bool .batch or 1, kv_len."),
-    "valid length": (draw, {"valid": padding(kv_len=91)}, ValueError, "one element per key"),
+    "key_mask dtype": (draw, {"key_mask": padding().float()}, ValueError, "key_mask must be bool"),
+    "key_mask batch": (draw, {"key_mask": padding(3)}, ValueError, "key_mask must be bool .batch or 1, kv_len."),
+    "key_mask length": (draw, {"key_mask": padding(kv_len=91)}, ValueError, "one element per key"),
 }
 
 

@@ -80,39 +80,39 @@ def test_channels_of_zeros_and_constant_keys_are_equalized_by_finite_factors():
 
 def test_the_equalizer_uses_valid_keys_and_sampled_queries_of_its_group():
     query, key = random(1, 4, 300, 8), random(1, 2, 40, 8, seed=1)
-    valid = torch.arange(40)[:, None] < 25
-    expected = transforms.equalize(query, key, valid)
-    assert torch.equal(transforms.equalize(query, torch.where(valid, key, 1e6), valid), expected)
+    key_mask = torch.arange(40)[:, None] < 25
+    expected = transforms.equalize(query, key, key_mask)
+    assert torch.equal(transforms.equalize(query, torch.where(key_mask, key, 1e6), key_mask), expected)
     for head in range(2):
-        alone = transforms.equalize(query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], valid)
+        alone = transforms.equalize(query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], key_mask)
         assert torch.equal(alone, expected[:, head : head + 1])
     left_out = torch.arange(300) % 3 > 0  # 300 rows are sampled at distances of 3
     query[:, :, left_out] = 1e6
-    assert torch.equal(transforms.equalize(query, key, valid), expected)
+    assert torch.equal(transforms.equalize(query, key, key_mask), expected)
 
 
 @pytest.mark.parametrize("q_len", [40, 300])
 def test_the_equalizer_ignores_invalid_queries(q_len):
     query, key = random(2, 4, q_len, 8), random(2, 2, 40, 8, seed=1)
-    valid = torch.rand(2, 1, q_len, 1, generator=torch.Generator().manual_seed(2)) < 0.3
-    of_zeros = transforms.equalize(torch.where(valid, query, 0.0), key, None, valid)
-    assert torch.equal(transforms.equalize(torch.where(valid, query, 1e6), key, None, valid), of_zeros)
+    key_mask = torch.rand(2, 1, q_len, 1, generator=torch.Generator().manual_seed(2)) < 0.3
+    of_zeros = transforms.equalize(torch.where(key_mask, query, 0.0), key, None, key_mask)
+    assert torch.equal(transforms.equalize(torch.where(key_mask, query, 1e6), key, None, key_mask), of_zeros)
     sampled = torch.arange(q_len) % -(-q_len // 128) == 0
     for element in range(2):
-        kept = query[element, None, :, valid[element, 0, :, 0] & sampled]
+        kept = query[element, None, :, key_mask[element, 0, :, 0] & sampled]
         assert torch.equal(transforms.equalize(kept, key[element, None]), of_zeros[element, None])
     assert torch.equal(
         transforms.equalize(query, key, None, torch.tensor(True).view(1, 1, 1, 1)), transforms.equalize(query, key)
     )
-    assert torch.equal(transforms.equalize(query, key, None, torch.zeros_like(valid)), torch.ones(2, 2, 1, 8))
+    assert torch.equal(transforms.equalize(query, key, None, torch.zeros_like(key_mask)), torch.ones(2, 2, 1, 8))
 
 
 def test_the_mean_ignores_tokens_that_are_not_valid():
     x = random(2, 3, 10, 4)
-    valid = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)
+    key_mask = torch.tensor([True] * 6 + [False] * 4).view(1, 1, 10, 1)
     poisoned = x.clone()
     poisoned[:, :, 6:] = 1e9
-    assert torch.allclose(transforms.mean_of_tokens(poisoned, valid), x[:, :, :6].mean(-2, keepdim=True), atol=1e-6)
+    assert torch.allclose(transforms.mean_of_tokens(poisoned, key_mask), x[:, :, :6].mean(-2, keepdim=True), atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 128, 129, 20000])
@@ -162,9 +162,9 @@ def test_only_means_that_stand_out_are_taken_from_v():
 
 
 def test_invalid_tokens_do_not_say_which_means_stand_out():
-    x, valid = random(1, 1, 40, 4), torch.arange(40)[:, None] < 20
+    x, key_mask = random(1, 1, 40, 4), torch.arange(40)[:, None] < 20
     x[:, :, :20] += 1
-    _, mean = transforms.smooth_value(torch.where(valid, x, 1e6), valid)
+    _, mean = transforms.smooth_value(torch.where(key_mask, x, 1e6), key_mask)
     assert torch.equal(mean, transforms.smooth_value(x[:, :, :20])[1])
 
 
@@ -186,26 +186,26 @@ def test_inputs_are_not_changed():
     assert torch.equal(x, before)
 
 
-def scores_one_by_one(query, key, scale, valid):
-    """Scores of one head of K, in loops; `query` is (rows, head_dim), `valid` has a bool for each key."""
+def scores_one_by_one(query, key, scale, key_mask):
+    """Scores of one head of K, in loops; `query` is (rows, head_dim), `key_mask` has a bool for each key."""
     step = -(-len(query) // transforms.HEAVY_QUERIES)
     mean = query[::step].double().mean(0)
     scores = [float(scale * mean @ x.double()) for x in key]
     for number in range(len(key)):
         share_its_scale = [x for x in range(len(key)) if x // 64 == number // 64 and x % 8 // 2 == number % 8 // 2]
-        others = sum(abs(scores[x]) for x in share_its_scale if valid[x] and x != number)
+        others = sum(abs(scores[x]) for x in share_its_scale if key_mask[x] and x != number)
         if abs(scores[number]) > others:
             scores[number] = abs(scores[number])
     return scores
 
 
-def places_one_by_one(scores, places, valid):
+def places_one_by_one(scores, places, key_mask):
     """`heavy_places` of keys with these scores, in a loop."""
     chosen = []
     for place in range(places):
         best, largest = place, scores[place] + transforms.HEAVY_MARGIN
         for number in range(place + places, len(scores), places):
-            if valid[place] and valid[number] and scores[number] > largest:
+            if key_mask[place] and key_mask[number] and scores[number] > largest:
                 best, largest = number, scores[number]
         chosen.append(best)
     return chosen
@@ -216,12 +216,12 @@ def test_heavy_places_are_taken_by_the_keys_with_the_largest_scores(q_len, kv_le
     generator = torch.Generator().manual_seed(q_len)
     query = torch.randn(2, 4, q_len, 32, generator=generator) + 1
     key = torch.randn(2, 2, kv_len, 32, generator=generator) * 2
-    valid = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
-    chosen = transforms.heavy_places(query, key, 64, 0.5, valid)
+    key_mask = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
+    chosen = transforms.heavy_places(query, key, 64, 0.5, key_mask)
     for batch in range(2):
         for head in range(2):
             rows = query[batch, 2 * head : 2 * head + 2].flatten(0, 1)
-            exists = valid[batch, 0, :, 0]
+            exists = key_mask[batch, 0, :, 0]
             expected = places_one_by_one(scores_one_by_one(rows, key[batch, head], 0.5, exists), 64, exists)
             assert chosen[batch, head].tolist() == expected
     assert (chosen % 64 == torch.arange(64)).all()
@@ -264,13 +264,13 @@ def test_late_keys_have_the_largest_scores_with_queries_of_the_later_half(q_len,
     query = torch.randn(2, 4, q_len, 32, generator=generator) + 1
     query[:, :, : q_len // 2] = torch.nan
     key = torch.randn(2, 2, kv_len, 32, generator=generator) * 2
-    valid = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
-    late = transforms.late_keys(query, key, 48, 16, 0.5, valid)
+    key_mask = torch.rand(2, 1, kv_len, 1, generator=generator) < 0.8
+    late = transforms.late_keys(query, key, 48, 16, 0.5, key_mask)
     assert late.shape == (2, 2, 16)
     for batch in range(2):
         for head in range(2):
             rows = query[batch, 2 * head : 2 * head + 2, q_len // 2 :].flatten(0, 1)
-            exists = valid[batch, 0, :, 0]
+            exists = key_mask[batch, 0, :, 0]
             scores = scores_one_by_one(rows, key[batch, head], 0.5, exists)
             expected = places_one_by_one(scores[32:], 16, exists[32:])
             numbers = [transforms.NO_KEY if number < 16 else number + 32 for number in expected]

@@ -42,7 +42,7 @@ class SortedLists:
         assert blocks is not None
         batches, heads, row_blocks, places = blocks.tiles.shape
         if padding is not None:
-            batches = max(batches, padding.spans.shape[0])
+            batches = max(batches, padding.key_mask_u8.shape[0])
         list_stride = ceil_div(LIST_HEAD + places + 2, 4) * 4
         return cls(
             call.query.new_empty((batches, heads, row_blocks, list_stride), dtype=torch.int32),

@@ -119,7 +119,7 @@ class KeyArguments:
     Attributes:
         codes, key_scale: K in `operands.Saved`.
         value: V.
-        valid: as in `operands.KeyPadding`, or None.
+        key_mask: as in `operands.KeyPadding`, or None.
         key: K in 16 bits (operand batch, kv_heads, rows, channels), written.
         value_copy: V in the same form, written; None: the caller's V is read.
         bounds: (batch, kv_heads, tiles of keys, 2), the largest magnitude of K and of V among keys that exist, written;
@@ -131,13 +131,13 @@ class KeyArguments:
     keys: Axis
     codes: ConstBytes
     key_scale: ConstHalfWords
-    valid: ConstBytes
+    key_mask: ConstBytes
     key: HalfWords
     value_copy: HalfWords
     bounds: Floats
     kv_heads: Int
     v_head_dim: Int
-    valid_stride: Int
+    key_mask_stride: Int
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ class BackwardArguments:
         key_gradient, value_gradient: dK and dV.
         key_scale: K's scale in `operands.Saved`.
         statistics, sums: as in `prepare_queries`; sums are added to.
-        valid, spans: as in `operands.KeyPadding`, with their batch strides; or None.
+        key_mask, spans: as in `operands.KeyPadding`, with their batch strides; or None.
         partials: (blocks of keys that are split, parts, 2, BLOCK, channels), partial sums of dK and of dV, written; or
             None.
         parts: number of parts of a split block of keys; each part has some of the block's steps.
@@ -258,9 +258,9 @@ class BackwardArguments:
     statistics: ConstFloats
     sums: Bytes
     partials: Floats
-    valid: ConstBytes
+    key_mask: ConstBytes
     spans: ConstInts
-    valid_stride: Int
+    key_mask_stride: Int
     spans_stride: Int
     parts: Int
     group: Int
@@ -396,7 +396,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     summed_in = sums_dtype(channels, call.value.dtype, keys.tokens)
     fused = kernels(channels, call.value.dtype, summed_in)
     compile_together((fused.finish, fused.backward), device)
-    padding = None if call.mask.valid is None else key_padding(call.mask.valid)
+    padding = None if call.mask.key_mask is None else key_padding(call.mask.key_mask)
 
     key = torch.empty_like(saved.key, dtype=call.value.dtype)
     query = torch.empty_like(saved.query, dtype=call.value.dtype)
@@ -421,7 +421,7 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
     order = Order(call.batch * kv_heads, kv_heads, heads_at_once, blocks - split_blocks)
 
     restoring = _restoring(call.recipe, saved)
-    valid, spans, valid_stride, spans_stride = _padding(padding)
+    key_mask_u8, spans, key_mask_stride, spans_stride = _padding(padding)
     launch(
         fused.prepare_keys,
         key_tiles * call.batch * kv_heads,
@@ -432,13 +432,13 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
                 keys=Axis.of(keys),
                 codes=saved.key,
                 key_scale=saved.key_scale,
-                valid=valid,
+                key_mask=key_mask_u8,
                 key=key,
                 value_copy=value_copy,
                 bounds=bounds,
                 kv_heads=kv_heads,
                 v_head_dim=call.value.shape[3],
-                valid_stride=valid_stride,
+                key_mask_stride=key_mask_stride,
             )
         ),
         device,
@@ -495,9 +495,9 @@ def _run(call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.
         statistics=of_queries,
         sums=sums,
         partials=partials,
-        valid=valid,
+        key_mask=key_mask_u8,
         spans=spans,
-        valid_stride=valid_stride,
+        key_mask_stride=key_mask_stride,
         spans_stride=spans_stride,
         parts=parts,
         group=q_heads // kv_heads,
@@ -548,7 +548,7 @@ def _strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, int, int]:
 
 
 def _padding(padding: KeyPadding | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
-    return (None, None, 0, 0) if padding is None else (padding.valid, padding.spans, *padding.strides)
+    return (None, None, 0, 0) if padding is None else (padding.key_mask_u8, padding.spans, *padding.strides)
 
 
 def _restoring(recipe: Recipe, saved: Saved) -> Restoring:

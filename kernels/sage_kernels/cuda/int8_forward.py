@@ -144,13 +144,13 @@ class Int8ForwardArguments:
             keys' scores unless Q comes in 16 bits; or None.
         lse: (batch, q_heads, q_len), or None.
         late: (batch, kv_heads, LATE_KEYS), as in `operands.HeavyKeys`, or None.
-        valid: (batch or 1, keys): keys that exist; tiles that lack keys need a mask. None without padding. `valid` and
-            `spans` count all keys; kv_len and causal_offset count from the key after the first keys.
+        key_mask: (batch or 1, keys): keys that exist; tiles that lack keys need a mask. None without padding.
+            `key_mask` and `spans` count all keys; kv_len and causal_offset count from the key after the first keys.
         spans: (batch or 1, 3): the first key that exists, the next key that does not exist, the end of all keys that
             exist.
         heads_at_once: number of heads whose causal items are taken together; a group of fewer heads comes first.
         parts: number of parts of each item of the last round, unless the call is causal.
-        valid_stride, spans_stride: strides from batch element to batch element.
+        key_mask_stride, spans_stride: strides from batch element to batch element.
         query_factors_stride: stride from one (batch, kv head) to the next.
         head_dim: head_dim of Q.
         lists, queue: fields of `block_lists.SortedLists`, the queue's first number written; or None and the queue of
@@ -167,7 +167,7 @@ class Int8ForwardArguments:
     mean_score: ConstFloats
     lse: Floats
     late: ConstInts
-    valid: ConstBytes
+    key_mask: ConstBytes
     spans: ConstInts
     batch: Int
     q_heads: Int
@@ -179,7 +179,7 @@ class Int8ForwardArguments:
     causal_offset: Int
     heads_at_once: Int
     parts: Int
-    valid_stride: Int
+    key_mask_stride: Int
     spans_stride: Int
     query_factors_stride: Int
     head_dim: Int
@@ -302,7 +302,7 @@ def attend_and_save(call: Call, quantizer: Quantizer, may_leave_query: bool) -> 
 def _quantize_and_attend(
     call: Call, quantizer: Quantizer, may_leave_query: bool, output: torch.Tensor, lse: torch.Tensor | None
 ) -> Int8Operands:
-    padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
+    padding = None if call.mask.key_mask is None else KeyPadding.of(call.mask.key_mask)
     config = Int8ForwardConfig.of_call(call, may_leave_query and lse is None)
     # Allocate before the quantiser takes memory that it frees: lists are sorted while its last kernel runs.
     lists = None if call.mask.blocks is None else SortedLists.empty(call, padding)
@@ -312,7 +312,7 @@ def _quantize_and_attend(
         compile_together((attend, *sorts, *quantize.kernels_of(call, config.padded)), output.device)
         operands = quantize.quantize_operands(call, padding, leaves_query=config.quantizes_query)
     else:
-        operands = quantizer.quantize(call, *(() if padding is None else (padding.valid, padding.spans)))
+        operands = quantizer.quantize(call, padding)
     if lists is not None:
         block_lists.sort_lists(call, padding, lists, heads_in_cache(call))
     forward(operands, output, lse, call, config, padding, lists)
@@ -361,7 +361,7 @@ def forward(
         query = tensor_map(operands.query, box, LINE_BYTES)
     else:
         query = tensor_map(operands.query.view(-1, channels), (WARPGROUP_ROWS, channels), channels)
-    valid_stride, spans_stride = (0, 0) if padding is None else padding.strides
+    key_mask_stride, spans_stride = (0, 0) if padding is None else padding.strides
     heavy_key = heavy_value = NO_TENSOR_MAP
     if heavy is not None:
         heavy_key, heavy_value = (
@@ -376,7 +376,7 @@ def forward(
         mean_score=operands.mean_score,
         lse=lse,
         late=None if heavy is None else heavy.late,
-        valid=None if padding is None else padding.valid,
+        key_mask=None if padding is None else padding.key_mask_u8,
         spans=None if padding is None else padding.spans,
         batch=batch,
         q_heads=q_heads,
@@ -388,7 +388,7 @@ def forward(
         causal_offset=tail.causal_offset,
         heads_at_once=heads_at_once(call),
         parts=parts,
-        valid_stride=valid_stride,
+        key_mask_stride=key_mask_stride,
         spans_stride=spans_stride,
         query_factors_stride=operands.query_factors.stride(1) if operands.query_factors is not None else 0,
         head_dim=call.query.shape[3],

@@ -76,8 +76,8 @@ class NVFP4ForwardArguments:
         output: (batch, q_heads, q_len, v_head_dim), channels contiguous.
         lse: (batch, q_heads, q_len), contiguous, or None.
         late: as in `operands.HeavyKeys`, or None.
-        valid, spans: as in `operands.KeyPadding`, or None. They count all keys.
-        valid_stride, spans_stride: strides from batch element to batch element.
+        key_mask, spans: as in `operands.KeyPadding`, or None. They count all keys.
+        key_mask_stride, spans_stride: strides from batch element to batch element.
         first_sequence, sequences: sequences of this launch.
         kv_len, causal_offset, recent_start: counted from the key after the first keys (`Call.recent_start`).
         first_block, blocks: blocks of BLOCK rows of each sequence in this launch.
@@ -97,7 +97,7 @@ class NVFP4ForwardArguments:
     output: HalfWords
     lse: Floats
     late: ConstInts
-    valid: ConstBytes
+    key_mask: ConstBytes
     spans: ConstInts
     output_stride_batch: Int64
     output_stride_head: Int64
@@ -118,7 +118,7 @@ class NVFP4ForwardArguments:
     head_dim: Int
     v_head_dim: Int
     mean_channels: Int
-    valid_stride: Int
+    key_mask_stride: Int
     spans_stride: Int
     softmax_scale: Float
 
@@ -212,8 +212,8 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     output, lse = call.new_outputs()
     if not call.is_empty:
         call = call.for_kernel()
-        key_padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
-        operands = quantizer.quantize(call, *(() if key_padding is None else (key_padding.valid, key_padding.spans)))
+        key_padding = None if call.mask.key_mask is None else KeyPadding.of(call.mask.key_mask)
+        operands = quantizer.quantize(call, key_padding)
         forward(operands, output, lse, call, native, key_padding)
     return output, lse
 
@@ -270,7 +270,7 @@ def forward(
     if heavy is not None:
         box = (HEAVY_KEYS, LINE_CHANNELS)
         heavy_key, heavy_value = (tensor_map(x.view(-1, channels), box, LINE_BYTES) for x in (heavy.key, heavy.value))
-    valid_stride, spans_stride = (0, 0) if key_padding is None else key_padding.strides
+    key_mask_stride, spans_stride = (0, 0) if key_padding is None else key_padding.strides
     blocks_at_once = multiprocessors(output.get_device())
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_blocks, blocks)):
         present = min(sequences, batch - first_sequence)
@@ -290,7 +290,7 @@ def forward(
             output=output,
             lse=lse,
             late=None if heavy is None else heavy.late,
-            valid=None if key_padding is None else key_padding.valid,
+            key_mask=None if key_padding is None else key_padding.key_mask_u8,
             spans=None if key_padding is None else key_padding.spans,
             output_stride_batch=output.stride(0),
             output_stride_head=output.stride(1),
@@ -311,7 +311,7 @@ def forward(
             head_dim=call.query.shape[3],
             v_head_dim=v_head_dim,
             mean_channels=operands.value_mean.shape[-1],
-            valid_stride=valid_stride,
+            key_mask_stride=key_mask_stride,
             spans_stride=spans_stride,
             softmax_scale=float(call.scale),
         )

@@ -18,7 +18,7 @@ THREADS = 1024
 class SpansArguments:
     """Which keys exist, (batch, kv_len), and the spans to write, (batch, 3)."""
 
-    valid: ConstBytes
+    key_mask: ConstBytes
     spans: Ints
     kv_len: Int
 
@@ -38,22 +38,24 @@ def kernel() -> ConfiguredKernel:
     )
 
 
-def key_padding(valid: torch.Tensor) -> KeyPadding:
-    """Find the spans of existing keys; bool `valid`, (batch or 1, kv_len), is False where a key does not exist.
+def key_padding(key_mask: torch.Tensor) -> KeyPadding:
+    """Find the spans of existing keys; bool `key_mask`, (batch or 1, kv_len), is False where a key does not exist.
 
     Raises:
         CompileError: see `launch.launch`.
     """
-    padding = KeyPadding.empty(valid)
-    write_spans(padding.valid, padding.spans)
+    padding = KeyPadding.of(key_mask)
+    write_spans(padding)
     return padding
 
 
-def write_spans(valid: torch.Tensor, spans: torch.Tensor) -> None:
-    """Write the spans of keys that exist; the arguments are the fields of a `KeyPadding`.
+def write_spans(padding: KeyPadding) -> None:
+    """Write the spans of a padding, from the keys that exist.
 
     Raises:
         CompileError: see `launch.launch`.
     """
-    batch, kv_len = valid.shape
-    launch(kernel(), batch, SpansParameters(SpansArguments(valid=valid, spans=spans, kv_len=kv_len)), valid.device)
+    key_mask_u8 = padding.key_mask_u8
+    batch, kv_len = key_mask_u8.shape
+    arguments = SpansArguments(key_mask=key_mask_u8, spans=padding.spans, kv_len=kv_len)
+    launch(kernel(), batch, SpansParameters(arguments), key_mask_u8.device)

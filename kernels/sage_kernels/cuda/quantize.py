@@ -51,8 +51,8 @@ class Statistics:
         blocks: blocks of BLOCK tokens of K and V after the first keys.
         sum_blocks: blocks of BLOCK tokens of all of K and V.
         kv_len: number of keys after the first keys.
-        valid: (batch or 1, keys), including heavy keys, 0 where a key does not exist; None without padding.
-        valid_stride: stride from batch element to batch element.
+        key_mask: (batch or 1, keys), including heavy keys, 0 where a key does not exist; None without padding.
+        key_mask_stride: stride from batch element to batch element.
     """
 
     lines: Floats
@@ -65,8 +65,8 @@ class Statistics:
     head_dim: Int
     v_head_dim: Int
     kv_len: Int
-    valid: ConstBytes
-    valid_stride: Int
+    key_mask: ConstBytes
+    key_mask_stride: Int
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Operands:
         heavy_key_with_mean: whether MEAN_PARTS rows follow heavy_key's rows; then its channels are in their original
             order, not in `layout.heavy_order`.
         spans: (paddings, 3), as in `operands.KeyPadding`; None without padding.
-        paddings: batch elements of `Statistics.valid`.
+        paddings: batch elements of `Statistics.key_mask`.
         queue: the queue of `operands.Int8Operands`, or None.
     """
 
@@ -183,7 +183,7 @@ class Features:
         return self.choice and self.causal
 
     @property
-    def choice_places(self) -> int:
+    def replaceable_keys(self) -> int:
         """Return the number of first keys that chosen keys may replace, if keys are chosen."""
         return HALF_BLOCK // LATE_SHARE if self.late else HALF_BLOCK
 
@@ -219,8 +219,8 @@ def kernels(
         "CHOICE": features.choice,
         "LATE": features.late,
         "QUEUE": features.causal,
-        "PLACES": features.choice_places,
-        "FIRST_KEYS": features.heavy_keys - features.late * features.choice_places,
+        "PLACES": features.replaceable_keys,
+        "FIRST_KEYS": features.heavy_keys - features.late * features.replaceable_keys,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
@@ -306,7 +306,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     lines = new(batch, kv_heads, features.statistic_rows(channels) + 2 * sum_blocks, channels)
     value_shape = (blocks * BLOCK, channels) if pv == "fp16" else (channels, blocks * BLOCK)
     heavy_shape = (batch, kv_heads, features.heavy_keys, channels)
-    chosen = new(batch, kv_heads, features.choice_places, dtype=torch.int32) if features.choice else None
+    chosen = new(batch, kv_heads, features.replaceable_keys, dtype=torch.int32) if features.choice else None
     heavy = None
     if features.heavy_keys:
         key_rows = features.heavy_keys + leaves_query * MEAN_PARTS
@@ -347,10 +347,10 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         kv_len=kv_len,
-        valid=None if padding is None else padding.valid,
-        valid_stride=0 if padding is None else padding.strides[0],
+        key_mask=None if padding is None else padding.key_mask_u8,
+        key_mask_stride=0 if padding is None else padding.strides[0],
     )
-    paddings = 0 if padding is None else padding.spans.shape[0]
+    paddings = 0 if padding is None else padding.key_mask_u8.shape[0]
     written = Operands(
         query=operands.query,
         query_scale=operands.query_scale,

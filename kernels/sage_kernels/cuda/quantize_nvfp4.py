@@ -62,8 +62,8 @@ class KVStatistics:
         q_len: queries of the longest sequence.
         kv_len: keys of the longest sequence after the first keys.
         keys: all keys of the longest sequence.
-        valid: (batch or 1, keys), 0 for keys that do not count; None: all count.
-        valid_stride: stride from batch element to batch element.
+        key_mask: (batch or 1, keys), 0 for keys that do not count; None: all count.
+        key_mask_stride: stride from batch element to batch element.
         softmax_scale: factor of the scores, for the choice of heavy keys.
     """
 
@@ -94,8 +94,8 @@ class KVStatistics:
     kv_len: Int
     keys: Int
     softmax_scale: Float
-    valid: ConstBytes
-    valid_stride: Int64
+    key_mask: ConstBytes
+    key_mask_stride: Int64
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ def kernels(
     dtype: torch.dtype,
     recipe: Recipe,
     heavy_keys: int,
-    choice_places: int,
+    replaceable_keys: int,
     late: bool,
     padded: bool,
     packed: bool,
@@ -181,7 +181,7 @@ def kernels(
         dtype: the dtype of Q, K and V.
         recipe: it decides the transforms and the search.
         heavy_keys: the call's number of heavy keys.
-        choice_places: as in `Call`.
+        replaceable_keys: as in `Call`.
         late: whether chosen keys are late keys.
         padded: whether keys may be left out.
         packed: whether sequences lie one after the other.
@@ -198,10 +198,10 @@ def kernels(
         "RESIDENT_THREADS": RESIDENT_THREADS,
         "ROTATION": rotation,
         "HEAVY_KEYS": heavy_keys,
-        "CHOICE": choice_places > 0,
+        "CHOICE": replaceable_keys > 0,
         "LATE": late,
-        "PLACES": choice_places or 1,
-        "FIRST_KEYS": heavy_keys - late * choice_places,
+        "PLACES": replaceable_keys or 1,
+        "FIRST_KEYS": heavy_keys - late * replaceable_keys,
         "PADDED": padded,
         "PACKED": packed,
         "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
@@ -257,28 +257,38 @@ def unsupported(request: Request) -> str:
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
-    choice_places = late_keys or heavy_keys * chooses_heavy_keys(
+    replaceable_keys = late_keys or heavy_keys * chooses_heavy_keys(
         recipe, request.kv_len, request.mask, request.is_causal
     )
     rotation = _rotation(recipe, request.head_dim)
     padded = request.mask not in ("none", "blocks")
     mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
     reduce, _, _ = kernels(
-        *(channels, rotation, request.dtype, recipe, heavy_keys, choice_places, late_keys > 0, padded, request.packed),
+        *(
+            channels,
+            rotation,
+            request.dtype,
+            recipe,
+            heavy_keys,
+            replaceable_keys,
+            late_keys > 0,
+            padded,
+            request.packed,
+        ),
         mean_score,
     )
     assert request.capability is not None  # a GPU has one
     return reduce.source.unavailable(architecture(request.capability))
 
 
-def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K, V as `reference.forward.quantize_operands` does.
 
     Args:
         call: a call that `registration.CudaNVFP4Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
-        valid: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
 
     Raises:
         CompileError: see `launch.launch`.
@@ -298,7 +308,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
 
     heavy = chosen = None
     if call.chooses_heavy_keys:
-        chosen = new(batch, kv_heads, call.choice_places, dtype=torch.int32)
+        chosen = new(batch, kv_heads, call.replaceable_keys, dtype=torch.int32)
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
@@ -357,8 +367,8 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         kv_len=kv_sequences.tokens,
         keys=key_sequences.tokens,
         softmax_scale=call.scale,
-        valid=valid,
-        valid_stride=stride_of(valid),
+        key_mask=key_mask_u8,
+        key_mask_stride=stride_of(key_mask_u8),
     )
     written = Operands(
         query=operands.query,
@@ -388,9 +398,9 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         query.dtype,
         recipe,
         call.heavy_keys,
-        call.choice_places,
+        call.replaceable_keys,
         call.late_keys > 0,
-        valid is not None,
+        key_mask_u8 is not None,
         q_sequences.packed,
         call.wants_mean_score,
     )

@@ -29,8 +29,9 @@ from ..spec.call import BackwardCall, Call
 from ..spec.layout import BLOCK, ceil_div, power_of_two
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import Recipe, get_recipe
-from . import block_lists, int8_backward, int8_forward, nvfp4_forward, padding, quantize, quantize_nvfp4
+from . import block_lists, int8_backward, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
 from .layout import CHANNELS
+from .padding import write_spans
 
 HOPPER = (9, 0)
 CONSUMER_BLACKWELL = ((12, 0), (12, 1))
@@ -74,15 +75,11 @@ class HopperQuantizer(CudaKernel):
         """Name the first limit of the kernel that a request exceeds; or ""."""
         return super().unsupported(request) or quantize.unsupported(request)
 
-    def quantize(
-        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
-    ) -> Int8Operands:
-        """Quantise; see `quantize.quantize_operands`; raise ValueError for `valid` without spans."""
-        if valid is None:
-            return quantize.quantize_operands(call)
-        if spans is None:
-            raise ValueError(f"{self.name} reads `valid` only where it writes spans")
-        return quantize.quantize_operands(call, KeyPadding(valid, spans))
+    def quantize(self, call: Call, padding: KeyPadding | None = None) -> Int8Operands:
+        """Quantise; see `quantize.quantize_operands`; raise ValueError for a padding without spans."""
+        if padding is not None and padding.spans is None:
+            raise ValueError(f"{self.name} reads a padding only where it writes its spans")
+        return quantize.quantize_operands(call, padding)
 
 
 class CudaNVFP4Quantizer(CudaKernel):
@@ -103,13 +100,11 @@ class CudaNVFP4Quantizer(CudaKernel):
         """Name the first limit of the kernel that a request exceeds; or ""."""
         return super().unsupported(request) or _unreadable_values(request) or quantize_nvfp4.unsupported(request)
 
-    def quantize(
-        self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None
-    ) -> NVFP4Operands:
+    def quantize(self, call: Call, padding: KeyPadding | None = None) -> NVFP4Operands:
         """Quantise; see `quantize_nvfp4.quantize_operands`."""
-        if valid is not None and spans is not None:
-            padding.write_spans(valid, spans)
-        return quantize_nvfp4.quantize_operands(call, valid)
+        if padding is not None and padding.spans is not None:
+            write_spans(padding)
+        return quantize_nvfp4.quantize_operands(call, None if padding is None else padding.key_mask_u8)
 
 
 class HopperForward(CudaKernel):

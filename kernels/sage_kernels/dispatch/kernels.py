@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..spec.call import BackwardCall, Call
-from ..spec.operands import Saved
+from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe
 from .request import Request
 
@@ -45,14 +45,13 @@ class Quantizer(Kernel, Protocol):
     def makes(self) -> type:
         """Return the class of the operands it makes, a class of `operands`."""
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
+    def quantize(self, call: Call, padding: KeyPadding | None = None) -> Any:
         """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does.
 
         Args:
             call: a call that is not empty.
-            valid: uint8 (batch or 1, kv_len), 0 for keys that means and scales must ignore; None: ignore none.
-            spans: the spans of a `KeyPadding` with this `valid`, to be written; None: the forward kernel does not read
-                them.
+            padding: the keys that count in means and scales, with spans to be written, or None if the forward kernel
+                does not read them; None: all keys count.
         """
 
 

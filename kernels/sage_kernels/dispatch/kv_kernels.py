@@ -34,13 +34,13 @@ class KVKernel(NamedKernel, Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        valid: torch.Tensor | None,
+        key_mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
         """Append tokens and attend with them, causally; see `reference.kv_cache.attend_to_cache`.
 
         With a cache that `counts_on_device`, a native kernel does not wait for the device. If the cache is full, it
-        stores nothing and returns NaN. `valid` then has `capacity` columns.
+        stores nothing and returns NaN. `key_mask` then has `capacity` columns.
         """
 
 

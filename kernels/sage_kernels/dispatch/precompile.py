@@ -59,7 +59,7 @@ def compile_backward(call: Call, plan: Plan) -> None:
                     Saved(*map(placeholder, empty_saved(meta_call, lse))),
                     sizes[0],
                     meta_call.recipe,
-                    Mask.of_keys(None if meta_call.mask.valid is None else placeholder(meta_call.mask.valid)),
+                    Mask.of_keys(None if meta_call.mask.key_mask is None else placeholder(meta_call.mask.key_mask)),
                     is_causal=meta_call.is_causal,
                     causal_offset=meta_call.causal_offset,
                     scale=meta_call.scale,

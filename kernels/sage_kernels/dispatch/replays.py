@@ -20,7 +20,7 @@ from ..spec.arguments import OperatorArguments
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall, Call, Mask, softmax_scale
 from ..spec.layout import with_tokens_first
-from ..spec.masks import key_mask
+from ..spec.masks import as_key_mask
 from ..spec.operands import Saved
 from ..spec.options import Options
 from ..spec.recipe import get_recipe
@@ -150,9 +150,13 @@ class _Training:
         entry = cache.find("backward", tensors, facts) if self.is_replayed and not torch.is_grad_enabled() else None
         if entry is not None and entry.replay is not None:
             return cast(Sequence[torch.Tensor], entry.replay(*tensors))
-        *inputs, valid = tensors
+        *inputs, key_mask = tensors
         gradients: Sequence[torch.Tensor] = torch.ops.sage_kernels.training_attention_backward(
-            *inputs, self.head_dim, self.kernel, valid, *OperatorArguments.of(None, None, self.options).for_training()
+            *inputs,
+            self.head_dim,
+            self.kernel,
+            key_mask,
+            *OperatorArguments.of(None, None, self.options).for_training(),
         )
         if entry is not None:
             # A kernel may sum dQ in any order.
@@ -162,7 +166,7 @@ class _Training:
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Launch the kernels of the backward pass; arguments and results as in `backward`."""
-        gradient, value, output, *saved, valid = tensors
+        gradient, value, output, *saved, key_mask = tensors
         call = BackwardCall(
             gradient,
             value,
@@ -170,7 +174,7 @@ class _Training:
             Saved(*saved),
             self.head_dim,
             get_recipe(self.options.recipe),
-            Mask.of_keys(valid),
+            Mask.of_keys(key_mask),
             is_causal=bool(self.options.is_causal),
             causal_offset=self.options.causal_offset,
             scale=softmax_scale(self.options.scale, self.head_dim),
@@ -243,9 +247,9 @@ class _Attention(torch.autograd.Function):
         mask: torch.Tensor | None,
         training: _Training,
     ) -> torch.Tensor:
-        valid = None if mask is None else key_mask(mask, key.shape[2])
+        key_mask = None if mask is None else as_key_mask(mask, key.shape[2])
         output, *saved = training.forward(query, key, value, mask)
-        ctx.save_for_backward(value, output, *saved, valid)
+        ctx.save_for_backward(value, output, *saved, key_mask)
         ctx.set_materialize_grads(False)
         ctx.training = training
         return output

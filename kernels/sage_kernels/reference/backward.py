@@ -30,11 +30,11 @@ from .forward import (
     THREAD_TOKENS,
     ReferenceOperands,
     attend_to_operands,
+    counted_keys,
     nothing_attended,
     per_group,
     quantize_operands,
     tile_scores,
-    valid_keys,
 )
 
 GRADIENT_BLOCK = 64  # rows of dO that share a scale in INT8
@@ -211,7 +211,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, Saved]:
         return output, _empty(call, lse, padded_rows(query.shape[2]), padded_rows(key.shape[2]), query.shape[0])
     mask = call.mask.tensor
     operands = quantize_operands(
-        query.contiguous(), key.contiguous(), value.contiguous(), call.recipe, valid_keys(mask)
+        query.contiguous(), key.contiguous(), value.contiguous(), call.recipe, counted_keys(mask)
     )
     output, lse = attend_to_operands(
         operands,
@@ -238,7 +238,7 @@ def _backward(call: BackwardCall, block_m: int, block_n: int) -> tuple[torch.Ten
     output_gradient, value, output = (x.contiguous() for x in (call.output_gradient, call.value, call.output))
     query_pad, key_pad = saved.query.shape[2] - q_len, saved.key.shape[2] - kv_len
 
-    exists = value.new_ones(1, kv_len, dtype=torch.bool) if call.mask.valid is None else call.mask.valid
+    exists = value.new_ones(1, kv_len, dtype=torch.bool) if call.mask.key_mask is None else call.mask.key_mask
     exists = F.pad(exists, (0, key_pad))[:, None, None]
     # An infinite lse makes P 0 in rows that attend to nothing, and in the padding.
     lse = F.pad(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), (0, query_pad), value=torch.inf)

@@ -20,7 +20,7 @@ from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import PADDING_BIAS, clamped_offset, recent_start
 from ..spec.layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
-from ..spec.masks import key_mask, unexpanded
+from ..spec.masks import as_key_mask, unexpanded
 from ..spec.recipe import Recipe
 from .unquantized import Unquantized, attend_unquantized, per_group, take_late
 
@@ -61,7 +61,7 @@ class ReferenceOperands:
     recent: Unquantized | None = None
 
 
-def valid_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
+def counted_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return which keys count in means and scales: bool (batch or 1, 1, kv_len or 1, 1); None without a mask.
 
     A key counts if some query may attend to it. An additive mask of -10,000 and less, as padding often has, forbids a
@@ -89,7 +89,7 @@ def quantize_operands(
     key: torch.Tensor,
     value: torch.Tensor,
     recipe: Recipe,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
 ) -> ReferenceOperands:
@@ -102,27 +102,27 @@ def quantize_operands(
             in LATE_SHARE heavy keys may be a late key (`transforms.late_keys`) if there are MIN_LATE times as many
             keys. Means, the equalizer, and the scales of V are taken over all keys; but with an equalizer, K's mean and
             the equalizer are taken over `transforms.quiet_keys`. With `recent_keys` all keys are kept for
-            `ReferenceOperands.recent`.
-        valid: the result of `valid_keys`. Other keys become zeros, which change no mean and no scale. If there are as
-            many queries as keys, the query of a token whose key does not count is padding too, and is left out of the
-            equalizer.
+            `Operands.recent`.
+        key_mask: the result of `counted_keys`. Other keys become zeros, which change no mean and no scale. If there are
+            as many queries as keys, the query of a token whose key does not count is padding too, and is left out of
+            the equalizer.
         scale: factor of the scores, for the choice of heavy keys; default head_dim ** -0.5.
         is_causal: whether rows attend causally, and not to all keys.
     """
     dtype, heavy, recent = query.dtype, None, None
-    valid_queries = valid if query.shape[-2] == key.shape[-2] else None
+    query_mask = key_mask if query.shape[-2] == key.shape[-2] else None
     query, key, value = query.float(), key.float(), value.float()
-    if valid is not None:
-        key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
+    if key_mask is not None:
+        key, value = torch.where(key_mask, key, 0.0), torch.where(key_mask, value, 0.0)
     query_mean = smooth_key = key_mean = value_mean = equalizer = None
-    quiet = valid
+    quiet = key_mask
     if recipe.equalize:
-        quiet = transforms.quiet_keys(key, valid)
-        equalizer = transforms.equalize(query, key, quiet, valid_queries, recipe.smooth_q)
+        quiet = transforms.quiet_keys(key, key_mask)
+        equalizer = transforms.equalize(query, key, quiet, query_mask, recipe.smooth_q)
     if recipe.smooth_k:
         key_mean = transforms.mean_of_tokens(key, quiet)
     if recipe.smooth_v:
-        _, value_mean = transforms.smooth_value(value, valid)
+        _, value_mean = transforms.smooth_value(value, key_mask)
     first_keys, late = recipe.heavy_keys if recipe.heavy_keys < key.shape[-2] else 0, None
     heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
     if first_keys and recipe.heavy_choice == "heaviest":
@@ -130,10 +130,10 @@ def quantize_operands(
         if is_causal and key.shape[-2] >= transforms.MIN_LATE * first_keys:
             places = first_keys // transforms.LATE_SHARE
             first_keys -= places
-            late = transforms.late_keys(query, key, first_keys, places, scale, valid)
+            late = transforms.late_keys(query, key, first_keys, places, scale, key_mask)
             (heavy_key, key), (heavy_value, value) = (take_late(x, late, first_keys) for x in (key, value))
         elif not is_causal:
-            chosen = transforms.heavy_places(query, key, first_keys, scale, valid)
+            chosen = transforms.heavy_places(query, key, first_keys, scale, key_mask)
             key, value = transforms.exchange(key, chosen), transforms.exchange(value, chosen)
             heavy_key, heavy_value = (x[..., :first_keys, :] for x in (key, value))
     if recipe.recent_keys:
@@ -147,8 +147,8 @@ def quantize_operands(
         key = key - key_mean
     if value_mean is not None:
         value = value - value_mean
-    if valid is not None:
-        key, value = torch.where(valid, key, 0.0), torch.where(valid, value, 0.0)
+    if key_mask is not None:
+        key, value = torch.where(key_mask, key, 0.0), torch.where(key_mask, value, 0.0)
     (_, key), (smooth_heavy, value) = (x.tensor_split((first_keys,), -2) for x in (key, value))
     pad = -key.shape[-2] % BLOCK_N
     key, value = F.pad(key, (0, 0, 0, pad)), F.pad(value, (0, 0, 0, pad))
@@ -237,11 +237,11 @@ def attention(
         recipe = replace(recipe, heavy_keys=0, recent_keys=0)
     if not is_causal:
         recipe = replace(recipe, recent_keys=0)
-    if mask is not None and key_mask(mask, kv_len) is None:
+    if mask is not None and as_key_mask(mask, kv_len) is None:
         recipe = replace(recipe, heavy_choice="first")
     # Contiguous, so that sums are taken in the same order whatever the caller's strides.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    operands = quantize_operands(query, key, value, recipe, valid_keys(mask), scale, is_causal)
+    operands = quantize_operands(query, key, value, recipe, counted_keys(mask), scale, is_causal)
     output, lse = attend_to_operands(
         operands,
         recipe,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..formats import nvfp4
 from ..spec import transforms
-from ..spec.kv_cache import PAGE, RING, SINKS, KVCache, KVFormat
+from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache, KVFormat
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
@@ -35,7 +35,7 @@ def freeze(
     query: torch.Tensor | None,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
 ) -> None:
     """Decide the transforms from the first tokens, and where sequences start.
 
@@ -44,24 +44,24 @@ def freeze(
         query: (batch, q_heads, tokens, head_dim); None: unknown. The equalizer is 1 without queries, and for fewer than
             FEWEST_TOKENS tokens.
         key, value: (batch, kv_heads, tokens, head_dim).
-        valid: bool (batch or 1, tokens), False for padding; None: no padding.
+        key_mask: bool (batch or 1, tokens), False for padding; None: no padding.
     """
     tokens = key.shape[2]
-    if valid is not None:
-        cache.start.copy_(valid.int().argmax(1))
-        valid = valid[:, None, :, None]
+    if key_mask is not None:
+        cache.start.copy_(key_mask.int().argmax(1))
+        key_mask = key_mask[:, None, :, None]
     step = -(-tokens // FROZEN_TOKENS)
     some_key, some_value = _padded(cache, key[:, :, ::step]), _padded(cache, value[:, :, ::step])
-    some_valid = None if valid is None else valid[:, :, ::step]
-    quiet = transforms.quiet_keys(some_key, some_valid)
+    some_key_mask = None if key_mask is None else key_mask[:, :, ::step]
+    quiet = transforms.quiet_keys(some_key, some_key_mask)
     cache.key_mean.copy_(transforms.mean_of_tokens(some_key, quiet)[:, :, 0])
     if query is not None and tokens >= FEWEST_TOKENS:
         rows = -(-tokens // transforms.EQUALIZER_QUERIES)
-        valid_rows = None if valid is None else valid[:, :, ::rows]
+        valid_rows = None if key_mask is None else key_mask[:, :, ::rows]
         some_query = _padded(cache, query[:, :, ::rows])
         ratio = transforms.loudness_ratio(some_query, some_key, quiet, valid_rows)
         cache.equalizer.copy_(ratio[:, :, 0] ** EQUALIZING_POWER)
-    square = transforms.mean_of_tokens(some_value.square(), some_valid).mean((2, 3))
+    square = transforms.mean_of_tokens(some_value.square(), some_key_mask).mean((2, 3))
     _, exponent = torch.frexp(square)
     unit = torch.exp2((exponent >> 1).float()).clamp_min(LEAST_UNIT)
     cache.value_unit.copy_(torch.where(square > 0, unit, 1.0))
@@ -81,16 +81,16 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     cache.reserve(end)
     columns = torch.arange(first, end, device=cache.device)
     before = torch.arange(cache.coded, min(coded, first), device=cache.device)
-    places = cache.start.long()[:, None] + torch.arange(SINKS, device=cache.device)
+    places = cache.start.long()[:, None] + torch.arange(FIRST_TOKENS, device=cache.device)
     is_new = ((places >= first) & (places < end))[:, None, :, None]
     places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     for operand, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
-        recent = getattr(cache, f"recent_{operand}")
-        _store_codes(cache, operand, before, recent[:, :, SINKS + before % RING])
+        exact = getattr(cache, f"exact_{operand}")
+        _store_codes(cache, operand, before, exact[:, :, FIRST_TOKENS + before % RING])
         _store_codes(cache, operand, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
-        recent[:, :, :SINKS] = torch.where(is_new, x.gather(2, places), recent[:, :, :SINKS])
+        exact[:, :, :FIRST_TOKENS] = torch.where(is_new, x.gather(2, places), exact[:, :, :FIRST_TOKENS])
         newest = columns[-RING:]
-        recent[:, :, SINKS + newest % RING] = x[:, :, -RING:]
+        exact[:, :, FIRST_TOKENS + newest % RING] = x[:, :, -RING:]
     cache.advance(tokens)
 
 
@@ -115,29 +115,29 @@ def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Te
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     column = torch.arange(cache.length, device=cache.device)
-    slot = (SINKS + column % RING).expand(cache.batch, -1)
+    slot = (FIRST_TOKENS + column % RING).expand(cache.batch, -1)
     from_start = column - cache.start.long()[:, None]
-    is_first = (from_start >= 0) & (from_start < SINKS)
+    is_first = (from_start >= 0) & (from_start < FIRST_TOKENS)
     slot = torch.where(is_first, from_start, slot)
     in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
     index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     dequantized = []
     for operand in ("key", "value"):
-        recent = getattr(cache, f"recent_{operand}").gather(2, index).to(wide)
-        x = torch.where(in_16_bits, recent, _load_codes(cache, operand).to(wide))
+        exact = getattr(cache, f"exact_{operand}").gather(2, index).to(wide)
+        x = torch.where(in_16_bits, exact, _load_codes(cache, operand).to(wide))
         dequantized.append(transforms.unrotate(x)[..., : cache.head_dim])
     key = dequantized[0] * cache.equalizer[:, :, None, : cache.head_dim] + cache.key_mean[:, :, None, : cache.head_dim]
     value = dequantized[1] * cache.value_unit[:, :, None, None]
     return key.to(dtype or cache.dtype), value.to(dtype or cache.dtype)
 
 
-def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | None, scale: float) -> torch.Tensor:
+def attend_to_cache(cache: KVCache, query: torch.Tensor, key_mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Attend with the newest tokens to the cache, causally.
 
     Args:
         cache: a cache that already holds the queries' tokens.
         query: (batch, q_heads, q_len, head_dim).
-        valid: bool (batch or 1, length), True for columns that exist; None: all.
+        key_mask: bool (batch or 1, length), True for columns that exist; None: all.
         scale: factor of the scores.
 
     Returns:
@@ -148,8 +148,8 @@ def attend_to_cache(cache: KVCache, query: torch.Tensor, valid: torch.Tensor | N
     key, value = (x.repeat_interleave(group, 1) for x in read_all(cache, wide))
     column = torch.arange(cache.length, device=cache.device)
     allowed = (column <= column[cache.length - query.shape[2] :, None])[None, None]
-    if valid is not None:
-        allowed = allowed & valid[:, None, None]
+    if key_mask is not None:
+        allowed = allowed & key_mask[:, None, None]
     scores = (scale * query.to(wide) @ key.mT).masked_fill(~allowed, -torch.inf)
     weights = torch.where(allowed.any(-1, keepdim=True), scores.softmax(-1), 0.0)
     return (weights @ value).to(query.dtype)

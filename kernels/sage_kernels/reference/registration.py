@@ -108,15 +108,15 @@ class ReferenceKVKernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        valid: torch.Tensor | None,
+        key_mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
         """Append tokens and attend with them; see `kv_cache.attend_to_cache`. Raise ValueError if the cache is full."""
         if cache.counts_on_device:
             cache.read_counts()
-            valid = None if valid is None else valid[:, : cache.length + key.shape[2]]
+            key_mask = None if key_mask is None else key_mask[:, : cache.length + key.shape[2]]
         kv_cache.append(cache, key, value)
-        return kv_cache.attend_to_cache(cache, query, valid, scale)
+        return kv_cache.attend_to_cache(cache, query, key_mask, scale)
 
 
 def register_kernels() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from .block_list import BlockList
 from .layout import BLOCK, Lengths, Sequences, at_aligned_address, padded_channels, token_axes
-from .masks import key_mask
+from .masks import as_key_mask
 from .operands import Saved
 from .recipe import Recipe
 from .transforms import LATE_SHARE, MIN_LATE
@@ -30,14 +30,14 @@ class Mask:
             (a list of tiles); or "block_keys" (a list of tiles, and which keys exist).
         tensor: 4-D, bool (True: may attend) or additive, broadcastable to (batch, q_heads, q_len, kv_len); None for
             kinds "none" and "blocks".
-        valid: for kinds "keys" and "block_keys", bool (batch or 1, kv_len), False where a key does not exist; else
+        key_mask: for kinds "keys" and "block_keys", bool (batch or 1, kv_len), False where a key does not exist; else
             None.
         blocks: for kinds "blocks" and "block_keys", the tiles of keys that each block of rows attends to; else None.
     """
 
     kind: MaskKind = "none"
     tensor: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
+    key_mask: torch.Tensor | None = None
     blocks: BlockList | None = None
 
     @property
@@ -52,13 +52,13 @@ class Mask:
             return NO_MASK
         if mask.dtype != torch.bool:
             return cls("additive", mask)
-        valid = key_mask(mask, kv_len)
-        return cls("bool", mask) if valid is None else cls("keys", mask, valid)
+        key_mask = as_key_mask(mask, kv_len)
+        return cls("bool", mask) if key_mask is None else cls("keys", mask, key_mask)
 
     @classmethod
-    def of_keys(cls, valid: torch.Tensor | None) -> Mask:
-        """Return the `Mask` of existing keys; `valid` is bool (batch or 1, kv_len), or None if all keys exist."""
-        return NO_MASK if valid is None else cls("keys", valid[:, None, None], valid)
+    def of_keys(cls, key_mask: torch.Tensor | None) -> Mask:
+        """Return the `Mask` of existing keys; `key_mask` is bool (batch or 1, kv_len), or None if all keys exist."""
+        return NO_MASK if key_mask is None else cls("keys", key_mask[:, None, None], key_mask)
 
     @classmethod
     def of_blocks(cls, blocks: BlockList, mask: torch.Tensor | None, kv_len: int) -> Mask:
@@ -80,7 +80,7 @@ class Mask:
         if self.tensor is None:
             return self
         tensor = self.tensor if self.tensor.shape[-1] == 1 else self.tensor[..., count:]
-        return replace(self, tensor=tensor, valid=None if self.valid is None else self.valid[:, count:])
+        return replace(self, tensor=tensor, key_mask=None if self.key_mask is None else self.key_mask[:, count:])
 
 
 NO_MASK = Mask()
@@ -171,7 +171,7 @@ class Call:
         return self.heavy_keys - self.late_keys
 
     @property
-    def choice_places(self) -> int:
+    def replaceable_keys(self) -> int:
         """Return how many of the first keys, counted from their end, other keys may replace."""
         return self.late_keys or self.heavy_keys if self.chooses_heavy_keys else 0
 
@@ -197,7 +197,7 @@ class Call:
     def tail(self) -> Call:
         """Return the call without its first keys; positions are counted from the first key that is left.
 
-        Late keys are among the keys left: kernels skip them (`language.tokens.tail_source`).
+        Late keys are among the keys left: kernels skip them (`triton.common.tokens.tail_source`).
         """
         # A call that held itself would keep its tensors until the garbage collector runs.
         return self._without_first_keys if self.first_keys else self
@@ -238,7 +238,7 @@ class Call:
         def empty(x: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
 
-        mask = Mask.of_keys(None if self.mask.valid is None else empty(self.mask.valid))
+        mask = Mask.of_keys(None if self.mask.key_mask is None else empty(self.mask.key_mask))
         return replace(self, query=empty(self.query), key=empty(self.key), value=empty(self.value), mask=mask)
 
     def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -181,14 +181,14 @@ def check_values_of_lengths(query: torch.Tensor, key: torch.Tensor, lengths: Len
         raise ValueError(f"seqused_k must not be negative; got {seqused_k.tolist()}")
 
 
-def check_valid(valid: torch.Tensor | None, key: torch.Tensor) -> None:
-    """Raise ValueError unless `valid` is None or has an element for each key."""
-    if valid is None:
+def check_key_mask(key_mask: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Raise ValueError unless `key_mask` is None or has an element for each key."""
+    if key_mask is None:
         return
-    if valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] not in (1, key.shape[0]):
-        raise ValueError(f"valid must be bool (batch or 1, kv_len); got {valid.dtype} {tuple(valid.shape)}")
-    if valid.shape[1] != key.shape[2] or valid.device != key.device:
+    if key_mask.dtype != torch.bool or key_mask.dim() != 2 or key_mask.shape[0] not in (1, key.shape[0]):
+        raise ValueError(f"key_mask must be bool (batch or 1, kv_len); got {key_mask.dtype} {tuple(key_mask.shape)}")
+    if key_mask.shape[1] != key.shape[2] or key_mask.device != key.device:
         raise ValueError(
-            f"valid is {tuple(valid.shape)} on {valid.device}, key {tuple(key.shape)} on {key.device}: give one "
-            "element per key"
+            f"key_mask is {tuple(key_mask.shape)} on {key_mask.device}, key {tuple(key.shape)} on {key.device}: "
+            "give one element per key"
         )

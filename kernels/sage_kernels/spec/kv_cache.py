@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-SINKS = 64
+FIRST_TOKENS = 64
 """First tokens of a sequence, which stay in 16 bits."""
 WINDOW = 64
 """Newest tokens (the window), in 16 bits too; a token is quantised when it leaves the window."""
@@ -60,8 +60,8 @@ def get_format(name: str) -> KVFormat:
 class KVCache:
     """Keys and values of one attention layer, of sequences of equal length.
 
-    Columns are tokens, including padding. Column c of sequence b is in 16 bits if it is one of the sequence's SINKS
-    first tokens, `start[b]`…, or one of the newest tokens, from `coded` on. All other columns are in low bits.
+    Columns are tokens, including padding. Column c of sequence b is in 16 bits if it is one of the sequence's first
+    FIRST_TOKENS tokens, `start[b]`…, or one of the newest tokens, from `coded` on. All other columns are in low bits.
 
     Word w of a token's codes (int16, W words) holds channels w, w + W, w + 2 W …, the first in the lowest bits.
 
@@ -77,8 +77,8 @@ class KVCache:
         value_codes: int16 (batch, kv_heads, capacity / PAGE, W, PAGE).
         key_scales, value_scales: (batch, kv_heads, capacity, 2) float16, scale and lowest value; for NVFP4 (…, channels
             / 16) float8_e4m3fn.
-        recent_key, recent_value: float16 (batch, kv_heads, SINKS + RING, channels), transformed: the first tokens, then
-            column c in slot SINKS + (c modulo RING).
+        exact_key, exact_value: float16 (batch, kv_heads, FIRST_TOKENS + RING, channels), transformed: the first tokens,
+            then column c in slot FIRST_TOKENS + (c modulo RING).
         key_mean: float32 (batch, kv_heads, channels), subtracted from K.
         equalizer: float32, shaped as key_mean; K is divided by it.
         value_unit: float32 (batch, kv_heads), the powers of two by which V is divided.
@@ -88,7 +88,7 @@ class KVCache:
     """
 
     PER_TOKEN = ("key_codes", "value_codes", "key_scales", "value_scales")
-    PER_SEQUENCE = ("recent_key", "recent_value", "key_mean", "equalizer", "value_unit", "start")
+    PER_SEQUENCE = ("exact_key", "exact_value", "key_mean", "equalizer", "value_unit", "start")
     STORED = (*PER_TOKEN, *PER_SEQUENCE)
     FIXED = (*STORED, "counts")
 
@@ -117,8 +117,8 @@ class KVCache:
         else:
             scales = zeros(0, 2, dtype=torch.float16)
         self.key_scales, self.value_scales = scales, scales.clone()
-        self.recent_key = zeros(SINKS + RING, self.channels, dtype=torch.float16)
-        self.recent_value = zeros(SINKS + RING, self.channels, dtype=torch.float16)
+        self.exact_key = zeros(FIRST_TOKENS + RING, self.channels, dtype=torch.float16)
+        self.exact_value = zeros(FIRST_TOKENS + RING, self.channels, dtype=torch.float16)
         self.key_mean, self.equalizer = zeros(self.channels), zeros(self.channels) + 1
         self.value_unit = zeros() + 1
         self.start = torch.zeros(batch, dtype=torch.int32, device=key.device)
@@ -132,7 +132,7 @@ class KVCache:
         vars(cache).update(zip(cls.FIXED, tensors, strict=True))
         cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
         cache.is_frozen = cache.counts_on_device = True
-        cache.channels, cache.capacity = cache.recent_key.shape[3], cache.key_codes.shape[2]
+        cache.channels, cache.capacity = cache.exact_key.shape[3], cache.key_codes.shape[2]
         cache.length = cache.coded = cache.highest = 0
         return cache
 
@@ -149,7 +149,7 @@ class KVCache:
     @property
     def kv_heads(self) -> int:
         """Return the number of heads of K and V."""
-        return self.recent_key.shape[1]
+        return self.exact_key.shape[1]
 
     @property
     def bytes(self) -> int:

@@ -154,9 +154,14 @@ def sequence_slices(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(k_start, k_start + k_length)
 
 
-def stride_of(valid: torch.Tensor | None) -> int:
-    """Return the batch stride of `valid`, (batch or 1, tokens) or None: 0 where all batch elements share it."""
-    return 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
+def broadcast_strides(x: torch.Tensor, dims: int = 3) -> tuple[int, ...]:
+    """Return the strides of the first `dims` dimensions, 0 where the size is 1."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:dims], x.stride(), strict=False))
+
+
+def stride_of(x: torch.Tensor | None) -> int:
+    """Return the batch stride of a tensor of (batch or 1, …) or None: 0 where all batch elements share it."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from .options import Options
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies masks whose strides are no multiples of it
 
 
-def key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
+def as_key_mask(mask: torch.Tensor | None, kv_len: int) -> torch.Tensor | None:
     """Return which keys exist, bool (batch or 1, kv_len), if that is all the 4-D mask says; otherwise None."""
     if mask is None or mask.dtype != torch.bool:
         return None

@@ -16,33 +16,33 @@ PV_OF_DTYPE = {dtype: pv for pv, dtype in VALUE_DTYPES.items()}
 
 @dataclass(frozen=True)
 class KeyPadding:
-    """Keys that exist in a padded batch. Padding may be anywhere; on the left or right it costs least.
+    """Keys that count in a padded batch. Padding may be anywhere; on the left or right it costs least.
 
     Attributes:
-        valid: uint8 (batch or 1, kv_len), 0 where a key does not exist.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 where a key does not count.
         spans: int32 (batch or 1, 3): the first key that exists, the first key after it that does not exist, and the end
             of the last key that exists; (kv_len, kv_len, 0) if no key exists. All keys between the first two exist, so
-            tiles there need no mask.
+            tiles there need no mask. None: no kernel reads them.
     """
 
-    valid: torch.Tensor
-    spans: torch.Tensor
+    key_mask_u8: torch.Tensor
+    spans: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, valid: torch.Tensor) -> KeyPadding:
-        """Return the padding of bool `valid`, with spans still to be written."""
-        valid = valid.contiguous().view(torch.uint8)
-        return cls(valid, valid.new_empty((valid.shape[0], 3), dtype=torch.int32))
+    def of(cls, key_mask: torch.Tensor, has_spans: bool = True) -> KeyPadding:
+        """Return the padding of bool `key_mask`, with spans still to be written, or without spans."""
+        key_mask_u8 = key_mask.contiguous().view(torch.uint8)
+        return cls(key_mask_u8, key_mask.new_empty((key_mask.shape[0], 3), dtype=torch.int32) if has_spans else None)
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Return the batch strides of `valid` and `spans`, 0 where all batch elements share them."""
-        return stride_of(self.valid), stride_of(self.spans)
+        """Return the batch strides of `key_mask_u8` and `spans`, 0 where all batch elements share them."""
+        return stride_of(self.key_mask_u8), stride_of(self.spans)
 
 
 @dataclass(frozen=True)
 class KVStatistics:
-    """Statistics of K and V over valid tokens, in float32; head_dim and v_head_dim are padded to powers of two.
+    """Statistics of K and V over the tokens that count, in float32; channels are padded to a power of two.
 
     Attributes:
         key_mean: (batch, kv_heads, head_dim), the mean of K; 0 without smoothing of K.
@@ -51,7 +51,7 @@ class KVStatistics:
         value_tensor_amax: (batch, kv_heads), the largest finite |V - mean|.
         equalizer: (batch, kv_heads, head_dim), the factors that divide K and multiply Q (`transforms.equalize`), 1 in
             padding channels; None without equalizing.
-        chosen: int32 (batch, kv_heads, `Call.choice_places`), the places that `transforms.heavy_places` or
+        chosen: int32 (batch, kv_heads, `Call.replaceable_keys`), the places that `transforms.heavy_places` or
             `transforms.late_keys` chose; None if the heavy keys are the sequence's first keys.
         first_keys: see `Call.first_keys`.
     """

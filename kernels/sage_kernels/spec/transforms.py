@@ -73,27 +73,27 @@ def sum_of_tokens(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def mean_of_tokens(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean over valid tokens, counting non-finite elements as 0 so that one token does not spoil the others.
+def mean_of_tokens(x: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean over tokens that count; non-finite elements count as 0, so one token does not spoil the others.
 
     Args:
         x: float32 (..., tokens, channels), at least one token.
-        valid: bool broadcastable to (..., tokens, 1); None: every token is valid. The mean is 0 without a valid token,
-            and if the sum is not finite.
+        token_mask: bool broadcastable to (..., tokens, 1), which tokens count; None: all. The mean is 0 if no token
+            counts, and if the sum is not finite.
 
     Returns:
         float32 (..., 1, channels).
     """
     x = torch.where(x.isfinite(), x, 0.0)
-    if valid is None:
+    if token_mask is None:
         mean = sum_of_tokens(x) / x.new_full((1, 1), x.shape[-2])
     else:
-        valid = valid.expand(*valid.shape[:-2], x.shape[-2], 1)
-        mean = sum_of_tokens(torch.where(valid, x, 0.0)) / valid.sum(-2, keepdim=True).clamp_min(1).float()
+        token_mask = token_mask.expand(*token_mask.shape[:-2], x.shape[-2], 1)
+        mean = sum_of_tokens(torch.where(token_mask, x, 0.0)) / token_mask.sum(-2, keepdim=True).clamp_min(1).float()
     return torch.where(mean.isfinite(), mean, 0.0)
 
 
-def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+def quiet_keys(key: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return which keys enter K's mean and the equalizer: the keys of groups that are not loud.
 
     One key that is much louder than all others would move the mean away from the others, and decide the equalizer
@@ -102,14 +102,14 @@ def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Te
 
     Args:
         key: float32 (batch, kv_heads, tokens, channels).
-        valid: as in `mean_of_tokens`.
+        key_mask: bool broadcastable to (batch, kv_heads, tokens, 1), which keys count; None: all.
 
     Returns:
         bool (batch, kv_heads, tokens, 1).
     """
     tokens = key.shape[-2]
     counts = torch.ones_like(key[..., :1], dtype=torch.bool)
-    counts = counts if valid is None else counts & valid
+    counts = counts if key_mask is None else counts & key_mask
     square = key.square()
     square = torch.where(square.isfinite() & counts, square, 0.0).sum(-1, keepdim=True)
     group = torch.arange(tokens, device=key.device) // BLOCK % LOUD_GROUPS
@@ -120,20 +120,20 @@ def quiet_keys(key: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Te
     return counts & ~(mean > median * LOUD)[:, :, group]
 
 
-def smooth(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Subtract the mean over valid tokens and return (x - mean, mean); shapes as in `mean_of_tokens`."""
-    mean = mean_of_tokens(x, valid)
+def smooth(x: torch.Tensor, token_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Subtract the mean over tokens that count and return (x - mean, mean); shapes as in `mean_of_tokens`."""
+    mean = mean_of_tokens(x, token_mask)
     return x - mean, mean
 
 
-def smooth_value(x: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def smooth_value(x: torch.Tensor, token_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Smooth V in the channels whose mean exceeds MIN_MEAN times the largest finite |x - mean|; leave the others.
 
     V's elements lie on a 16-bit grid. A mean below the grid's step changes no rounded element, so adding it back shifts
     all of them: an error of one sign, which averaging over many keys does not reduce.
     """
-    mean = mean_of_tokens(x, valid)
-    counts = x.isfinite() if valid is None else x.isfinite() & valid
+    mean = mean_of_tokens(x, token_mask)
+    counts = x.isfinite() if token_mask is None else x.isfinite() & token_mask
     max_deviation = torch.where(counts, (x - mean).abs(), 0.0).amax(-2, keepdim=True)
     mean = torch.where(mean.abs() > max_deviation * MIN_MEAN, mean, 0.0)
     return x - mean, mean
@@ -156,8 +156,8 @@ def smooth_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
 def equalize(
     query: torch.Tensor,
     key: torch.Tensor,
-    valid: torch.Tensor | None = None,
-    valid_queries: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
     smooth_q: bool = False,
 ) -> torch.Tensor:
     """Return the power of two by which each channel of K is divided, and each channel of Q multiplied.
@@ -168,7 +168,7 @@ def equalize(
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
     """
-    ratio = loudness_ratio(query, key, valid, valid_queries, smooth_q)
+    ratio = loudness_ratio(query, key, key_mask, query_mask, smooth_q)
     # Use the exponent, an integer, so that kernels can compute the same: log2(ratio) is at least `exponent` - 1.
     _, exponent = torch.frexp(ratio)
     return torch.exp2(((exponent + 1) >> 2).float())
@@ -177,21 +177,21 @@ def equalize(
 def loudness_ratio(
     query: torch.Tensor,
     key: torch.Tensor,
-    valid: torch.Tensor | None = None,
-    valid_queries: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
     smooth_q: bool = False,
 ) -> torch.Tensor:
     """Return K's variance / Q's mean square in each channel, within 2^±(4 · MAX_EQUALIZER).
 
     It is 1 in channels where Q or K is 0 throughout, or so large that the sum of squares is not finite.
-    Q's mean square is taken over the valid rows among 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES).
+    Q's mean square is taken over the rows that count among 0, n, 2n …, with n = ceil(q_len / EQUALIZER_QUERIES).
     Where Q's means are subtracted before it is quantised, it is the variance of these rows.
 
     Args:
         query: float32 (batch, q_heads, q_len, head_dim).
         key: float32 (batch, kv_heads, kv_len, head_dim), with its mean.
-        valid: as in `mean_of_tokens`.
-        valid_queries: the same for Q's rows, (batch or 1, 1, q_len or 1, 1).
+        key_mask: bool broadcastable to (batch, kv_heads, tokens, 1), which keys count; None: all.
+        query_mask: the same for Q's rows, (batch or 1, 1, q_len or 1, 1).
         smooth_q: whether Q's means are subtracted before Q is quantised.
 
     Returns:
@@ -199,23 +199,23 @@ def loudness_ratio(
     """
     step = -(-query.shape[2] // EQUALIZER_QUERIES)
     sample = query[:, :, ::step]
-    if valid_queries is not None:
-        valid_queries = valid_queries.expand(-1, -1, query.shape[2], -1)[:, :, ::step]
-    query_square = _variance(sample, valid_queries) if smooth_q else mean_of_tokens(sample.square(), valid_queries)
+    if query_mask is not None:
+        query_mask = query_mask.expand(-1, -1, query.shape[2], -1)[:, :, ::step]
+    query_square = _variance(sample, query_mask) if smooth_q else mean_of_tokens(sample.square(), query_mask)
     query_square = query_square.unflatten(1, (key.shape[1], -1)).mean(2)
-    variance = _variance(key, valid)
+    variance = _variance(key, key_mask)
     ratio = torch.where((query_square > 0) & (variance > 0), variance / query_square, 1.0)
     return ratio.clamp(2.0 ** (-4 * MAX_EQUALIZER), 2.0 ** (4 * MAX_EQUALIZER))
 
 
-def _variance(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Return the variance over valid tokens, 0 where the sum of squares is not finite."""
-    mean, square = mean_of_tokens(x, valid).square(), mean_of_tokens(x.square(), valid)
+def _variance(x: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the variance over tokens that count, 0 where the sum of squares is not finite."""
+    mean, square = mean_of_tokens(x, token_mask).square(), mean_of_tokens(x.square(), token_mask)
     return torch.where(square > 0, torch.maximum(square - mean, mean * MIN_VARIANCE), 0.0)
 
 
 def heavy_places(
-    query: torch.Tensor, key: torch.Tensor, places: int, scale: float, valid: torch.Tensor | None = None
+    query: torch.Tensor, key: torch.Tensor, places: int, scale: float, key_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the key that takes each of the first places, which hold the heavy keys.
 
@@ -229,16 +229,16 @@ def heavy_places(
         key: float32 (batch, kv_heads, kv_len, head_dim), with at least `places` keys.
         places: the number of heavy keys.
         scale: factor of the scores.
-        valid: bool (batch or 1, 1, kv_len or 1, 1), which keys exist; None: all.
+        key_mask: bool (batch or 1, 1, kv_len or 1, 1), which keys exist; None: all.
 
     Returns:
         int64 (batch, kv_heads, places), numbers of keys.
     """
-    return _heaviest(_choice_scores(query, key, scale, valid), places)
+    return _heaviest(_choice_scores(query, key, scale, key_mask), places)
 
 
 def late_keys(
-    query: torch.Tensor, key: torch.Tensor, first_keys: int, places: int, scale: float, valid: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, first_keys: int, places: int, scale: float, key_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the late keys that are heavy for the causal rows that see them.
 
@@ -246,7 +246,7 @@ def late_keys(
     in its place among these keys, by the mean of the later half of the queries, which see most keys.
 
     Args:
-        query, key, scale, valid: as in `heavy_places`; key has at least `first_keys` keys.
+        query, key, scale, key_mask: as in `heavy_places`; key has at least `first_keys` keys.
         first_keys: number of keys that are heavy for rows that see no late key; a multiple of `places`.
         places: the number of late keys.
 
@@ -255,12 +255,12 @@ def late_keys(
     """
     before = first_keys - places
     later = query[:, :, query.shape[2] // 2 :]
-    chosen = _heaviest(_choice_scores(later, key, scale, valid)[..., before:], places)
+    chosen = _heaviest(_choice_scores(later, key, scale, key_mask)[..., before:], places)
     stays = chosen == torch.arange(places, device=key.device)
     return torch.where(stays, NO_KEY, chosen + before)
 
 
-def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, valid: torch.Tensor | None) -> torch.Tensor:
+def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, key_mask: torch.Tensor | None) -> torch.Tensor:
     """Return the scores by which heavy keys are chosen: (batch, kv_heads, kv_len), -inf for keys that cannot be.
 
     Scores are products with a mean query, times `scale`. The mean is over rows 0, n, 2n … of all heads of Q that share
@@ -273,8 +273,8 @@ def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, valid: 
     mean = torch.where(sample.isfinite(), sample, 0.0).mean(2, keepdim=True) * scale
     scores = (torch.where(key.isfinite(), key, 0.0) * mean).sum(-1)
     exists = scores.isfinite()
-    if valid is not None:
-        exists = exists & valid[..., 0]
+    if key_mask is not None:
+        exists = exists & key_mask[..., 0]
     magnitude = F.pad(torch.where(exists, scores.abs(), 0.0), (0, -scores.shape[-1] % KEY_BLOCK))
     groups = magnitude.unflatten(-1, (-1, 8, 4, 2))
     is_loud = (groups > groups.sum((-3, -1), keepdim=True) * 0.5).flatten(-4)[..., : scores.shape[-1]]

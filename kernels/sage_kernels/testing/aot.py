@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from ..language.launch import RecordedLaunch
+from ..triton.common.launch import RecordedLaunch
 
 MATRIX_INSTRUCTION = re.compile(r"(UTC)?[A-Z]G?MMA$")
 SPILLS = ("LDL", "STL")

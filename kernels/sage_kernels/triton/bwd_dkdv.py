@@ -8,12 +8,12 @@ the causal mask.
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED
-from ..language.padding import key_exists
-from ..language.scores import LOG2E
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, opaque
-from ..language.weights import weights_of_keys
+from .common.launch import UNSPECIALIZED
+from .common.padding import key_exists
+from .common.scores import LOG2E
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import load_key, load_key_scale, load_value, optimization_barrier
+from .common.weights import weights_of_keys
 from .int8_rows import CODE_MAX, max_magnitude, quantize_rows
 
 
@@ -25,18 +25,9 @@ def add_queries(
     dk,
     dv,
     first_key,
-    query,
-    query_scale,
-    query_operand,
-    gradient,
+    operands,
     gradient_codes,
     gradient_scale,
-    lse,
-    delta,
-    head_index,
-    q_first,
-    q_operand_start,
-    q_rows,
     tile,
     causal_offset,
     CHANNELS: tl.constexpr,
@@ -47,7 +38,18 @@ def add_queries(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return (dk, dv) after adding one tile of queries; its scores are (BLOCK_N keys, BLOCK_M queries)."""
+    """Return (dk, dv) after adding one tile of queries; its scores are (BLOCK_N keys, BLOCK_M queries).
+
+    Args:
+        k, k_scale, v, dk, dv: of the keys from `first_key` on.
+        operands: (query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start,
+            q_rows): those of the kernel, the index of the head, the sequence's first row and first token, and the
+            number of tokens.
+        gradient_codes, gradient_scale: dO in INT8; read with INT8.
+        tile: the tile's number.
+        causal_offset: as in the kernel; read with MASKED.
+    """
+    query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start, q_rows = operands
     first = q_first + tile * BLOCK_M
     q_row = first + tl.arange(0, BLOCK_M)
     s = tl.dot(k, load_key(query, first, BLOCK_M, CHANNELS, TMA).T)
@@ -86,10 +88,10 @@ def add_queries(
 
 
 @triton.jit
-def locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
+def locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N: tl.constexpr, PADDED: tl.constexpr):
     """Return (index, token in the caller's tensors, whether inside the sequence, whether it exists) of BLOCK_N keys."""
     column = first_key + tl.arange(0, BLOCK_N)
-    exists = key_exists(column, kv_len, valid, PADDED)
+    exists = key_exists(column, kv_len, key_mask, PADDED)
     return column, (kv_start + column).to(tl.int64), column < kv_len, exists
 
 
@@ -114,9 +116,9 @@ def int8_bwd_dkdv(
     rows_stride_head,
     row_spans_stride_batch,
     row_spans_stride_head,
-    valid,
+    key_mask,
     spans,
-    valid_stride,
+    key_mask_stride,
     spans_stride,
     q_ranges,
     kv_ranges,
@@ -170,8 +172,8 @@ def int8_bwd_dkdv(
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         k = tl.load(key + k_row[:, None] * CHANNELS + channel[None, :])
         if PADDED:
-            valid += batch * valid_stride
-        _column, token, _inside, exists = locate_keys(first_key, kv_start, kv_len, valid, BLOCK_N, PADDED)
+            key_mask += batch * key_mask_stride
+        _column, token, _inside, exists = locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N, PADDED)
         at = value + batch * v_stride_batch + kv_head * v_stride_head + token[:, None] * v_stride_token
         at += v_channel.to(tl.int64)[None, :] * v_stride_channel
         v = tl.load(at, mask=exists[:, None] & (v_channel < v_head_dim)[None, :], other=0.0)
@@ -192,9 +194,12 @@ def int8_bwd_dkdv(
             head = kv_head * group + member
             q_first = operand_row(batch, head, kv_heads * group, q_rows, q_operand_start, PACKED)
             head_index = operand_row(batch, head, kv_heads * group, 1, 0, PACKED)
+            operands = (
+                query, query_scale, query_operand, gradient, lse, delta, head_index, q_first, q_operand_start, q_rows
+            )  # fmt: skip
             if LIST_M > 0:
                 PARTS: tl.constexpr = LIST_M // BLOCK_M
-                own_rows = rows + batch * rows_stride_batch + head * rows_stride_head
+                rows_of_head = rows + batch * rows_stride_batch + head * rows_stride_head
                 span = row_spans + batch * row_spans_stride_batch + head * row_spans_stride_head
                 span += first_key // LIST_N * 3
                 list_begin, list_full, list_end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
@@ -203,37 +208,34 @@ def int8_bwd_dkdv(
                     list_full = tl.where(end > 0, list_full, list_end)
                 if CAUSAL:
                     for index in range(list_begin * PARTS, list_full * PARTS):
-                        tile = tl.load(own_rows + index // PARTS) * PARTS + index % PARTS
+                        tile = tl.load(rows_of_head + index // PARTS) * PARTS + index % PARTS
                         dk, dv = add_queries(
-                            k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
-                            gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
-                            tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
+                            k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile,
+                            causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                         )  # fmt: skip
-                block_of_rows = tl.load(own_rows + list_full)
+                block_of_rows = tl.load(rows_of_head + list_full)
                 for index in range(list_full * PARTS, list_end * PARTS):
                     tile = block_of_rows * PARTS + index % PARTS
-                    block_of_rows = tl.load(own_rows + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
+                    block_of_rows = tl.load(rows_of_head + (index + 1) // PARTS)  # a tile ahead: loads of Q and dO wait
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient,
-                        gradient_codes, gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows,
-                        tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
+                        CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
             elif CAUSAL:
                 for tile in range(begin, full_begin):
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, True, TMA,
                     )  # fmt: skip
             if LIST_M == 0:
                 for tile in range(full_begin, end):
                     dk, dv = add_queries(
-                        k, k_scale, v, dk, dv, first_key, query, query_scale, query_operand, gradient, gradient_codes,
-                        gradient_scale, lse, delta, head_index, q_first, q_operand_start, q_rows, tile, causal_offset,
+                        k, k_scale, v, dk, dv, first_key, operands, gradient_codes, gradient_scale, tile, causal_offset,
                         CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, False, TMA,
                     )  # fmt: skip
 
-        column, token, inside, attended = locate_keys(opaque(first_key), kv_start, kv_len, valid, BLOCK_N, PADDED)
+        first_key = optimization_barrier(first_key)
+        column, token, inside, attended = locate_keys(first_key, kv_start, kv_len, key_mask, BLOCK_N, PADDED)
         if CAUSAL:
             attended = attended & (column < q_len + causal_offset)
         into = key_gradient + batch * key_stride_batch + kv_head * key_stride_head + token[:, None] * key_stride_token

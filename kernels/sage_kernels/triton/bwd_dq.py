@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from ..language.int8 import round_to_byte
-from ..language.launch import UNSPECIALIZED
-from ..language.padding import key_exists, key_tiles
-from ..language.scores import LOG2E
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import as_operand, load_key, load_key_scale, load_value, opaque
-from ..language.weights import weights_of_queries
+from .common.int8 import round_to_byte
+from .common.launch import UNSPECIALIZED
+from .common.padding import key_exists, key_tiles
+from .common.scores import LOG2E
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import as_operand, load_key, load_key_scale, load_value, optimization_barrier
+from .common.weights import weights_of_queries
 from .int8_rows import CODE_MAX, codes_per_unit, max_magnitude
 
 
@@ -22,15 +22,8 @@ def add_keys(
     row_delta,
     dq,
     row,
-    key,
-    key_scale,
-    key_operand,
-    value,
-    valid,
-    head_index,
-    kv_first,
-    kv_operand_start,
-    kv_rows,
+    operands,
+    key_mask,
     kv_len,
     tile,
     causal_offset,
@@ -44,7 +37,16 @@ def add_keys(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return dq after adding one tile of keys; `row` are the queries' indices in their sequence."""
+    """Return dq after adding one tile of keys.
+
+    Args:
+        q, q_scale, do, row_lse, row_delta, dq: of the rows; `row` are their indices in their sequence.
+        operands: (key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows): those of the
+            kernel, the index of the KV head, the sequence's first row and first token, and the number of tokens.
+        key_mask, kv_len, causal_offset: which keys exist, and causality; read with MASKED.
+        tile: the tile's number.
+    """
+    key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows = operands
     KEY_BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     SHAPE: tl.constexpr = (BLOCK_M, KEY_BLOCKS, BLOCK_N // 8 // KEY_BLOCKS, 4, 2)
     first = kv_first + tile * BLOCK_N
@@ -54,7 +56,7 @@ def add_keys(
     ds = weights_of_queries(s, q_scale, k_scale, row_lse) * (dp - row_delta[:, None])
     if MASKED:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        allowed = key_exists(column, kv_len, valid, PADDED)[None, :]
+        allowed = key_exists(column, kv_len, key_mask, PADDED)[None, :]
         if CAUSAL:
             allowed = allowed & (column[None, :] <= row[:, None] + causal_offset)
         ds = tl.where(allowed, ds, 0.0)
@@ -86,13 +88,13 @@ def int8_bwd_dq(
     query_gradient,
     lse,
     delta,
-    tiles,
-    tiles_stride_batch,
-    tiles_stride_head,
-    tiles_stride_row,
-    valid,
+    entries,
+    entries_stride_batch,
+    entries_stride_head,
+    entries_stride_row,
+    key_mask,
     spans,
-    valid_stride,
+    key_mask_stride,
     spans_stride,
     q_ranges,
     kv_ranges,
@@ -149,27 +151,27 @@ def int8_bwd_dq(
         kv_first = operand_row(batch, head // group, kv_heads, kv_rows, kv_operand_start, PACKED)
         head_index = operand_row(batch, head // group, kv_heads, 1, 0, PACKED)
         if PADDED:
-            valid += batch * valid_stride
+            key_mask += batch * key_mask_stride
+        operands = (key, key_scale, key_operand, value, head_index, kv_first, kv_operand_start, kv_rows)
         dq = tl.zeros((BLOCK_M, CHANNELS), tl.float32)
 
         if LIST_M > 0:
-            tiles += batch * tiles_stride_batch + head * tiles_stride_head
-            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
-            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
-            tile = tl.load(tiles + 2)
+            entries += batch * entries_stride_batch + head * entries_stride_head
+            entries += (block // (LIST_M // BLOCK_M)) * entries_stride_row
+            unmasked, listed = tl.load(entries), tl.load(entries + 1)
+            tile = tl.load(entries + 2)
             for index in range(0, unmasked):
-                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tl.load(tiles + 2 + index), causal_offset, CHANNELS,
-                    V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len,
+                    tl.load(entries + 2 + index), causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
         else:
             begin, full_begin, full_end, columns = key_tiles(
@@ -178,19 +180,17 @@ def int8_bwd_dq(
             before = full_begin - begin
             for tile in range(full_begin, full_end):
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, False, TMA,
                 )  # fmt: skip
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 dq = add_keys(
-                    q, q_scale, do, row_lse, row_delta, dq, row, key, key_scale, key_operand, value, valid, head_index,
-                    kv_first, kv_operand_start, kv_rows, kv_len, tile, causal_offset, CHANNELS, V_CHANNELS, BLOCK_M,
-                    BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
+                    q, q_scale, do, row_lse, row_delta, dq, row, operands, key_mask, kv_len, tile, causal_offset,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, INT8, CAUSAL, PADDED, True, TMA,
                 )  # fmt: skip
 
-        row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+        row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         token = (q_start + row).to(tl.int64)
         into = query_gradient + batch * stride_batch + head * stride_head + token[:, None] * stride_token
         into += channel[None, :] * stride_channel

@@ -113,7 +113,7 @@ def nvfp4_forward_config(capability: tuple[int, int], head_dim: int, native: boo
 def recent_block_n(channels: int, v_channels: int, element_size: int, masked: bool) -> int:
     """Return how many recent keys `nvfp4_forward` attends to at once.
 
-    They are few whenever heavy keys are few (`language/heavy.py`), and with a mask: on compute capability 10.3 and 12.0
+    They are few whenever heavy keys are few (`common/heavy.py`), and with a mask: on compute capability 10.3 and 12.0
     the loop over recent keys would spill with 32 keys. At head_dim 128 it would spill with 64 keys even without a mask.
     """
     if masked or element_size > 2 or min(channels, v_channels) < 64 or max(channels, v_channels) > 128:

@@ -13,14 +13,15 @@ from dataclasses import replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.backward_launch import BackwardLaunch
-from ..language.backward_operands import key_operands, query_operands
-from ..language.launch import MASK_AXES, launch, strides
 from ..spec.call import BackwardCall
+from ..spec.layout import broadcast_strides
 from ..spec.operands import Saved
-from .block_tiles import block_tiles
+from .block_entries import block_entries
 from .bwd_dkdv import int8_bwd_dkdv
 from .bwd_dq import int8_bwd_dq
+from .common.backward_launch import BackwardLaunch
+from .common.backward_operands import key_operands, query_operands
+from .common.launch import MASK_AXES, launch, strides
 from .configs import int8_bwd_dkdv_config, int8_bwd_dq_config, limit_to_list
 from .restore_gradients import new_transformed, restore_gradient
 from .tile_rows import tile_rows
@@ -81,8 +82,8 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         delta=delta,
         rows=None if inverted is None else inverted.rows,
         row_spans=None if inverted is None else inverted.spans,
-        **strides("rows", (0, 0) if inverted is None else inverted.row_strides),
-        **strides("row_spans", (0, 0) if inverted is None else inverted.span_strides),
+        **strides("rows", (0, 0) if inverted is None else broadcast_strides(inverted.rows, 2)),
+        **strides("row_spans", (0, 0) if inverted is None else broadcast_strides(inverted.spans, 2)),
         **strides("v", run.key_strides(call.value)),
         **strides("key", run.key_strides(into)),
         **strides("value", run.key_strides(value_gradient)),
@@ -96,10 +97,10 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
     value, key = key_operands(call.value, saved, call.batch, kv_sequences, run.padding, call.recipe)
     into = new_transformed(call, query_gradient) if restores else query_gradient
     config = int8_bwd_dq_config(capability, channels, int8)
-    listed = None
+    entries = None
     if blocks is not None:
         config = limit_to_list(config, list_m, list_n)
-        listed = block_tiles(call, config.block_n)
+        entries = block_entries(call, config.block_n)
     launch(
         int8_bwd_dq,
         run.query_grid(config.block_m),
@@ -113,8 +114,8 @@ def _run(run: BackwardLaunch, capability: tuple[int, int]) -> None:
         query_gradient=into,
         lse=lse,
         delta=delta,
-        tiles=None if listed is None else listed.tiles,
-        **strides("tiles", (0, 0, 0) if listed is None else listed.tile_strides, MASK_AXES),
+        entries=entries,
+        **strides("entries", (0, 0, 0) if entries is None else broadcast_strides(entries), MASK_AXES),
         **strides("gradient", run.query_strides(call.output_gradient)),
         **strides("", run.query_strides(into)),
         **arguments,

@@ -17,20 +17,19 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch.kernels import Quantizer
-from ..language.heavy import attend_heavy_keys
-from ..language.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.padding import key_tiles
-from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import load_key, load_key_scale, load_value, opaque
-from ..spec.call import Call, MaskKind
+from ..spec.call import Call
 from ..spec.layout import batch_strides, ceil_div, padded_channels
-from ..spec.operands import PV_OF_DTYPE, Int8Operands, KeyPadding, Saved
+from ..spec.operands import PV_OF_DTYPE, Int8Operands, Saved
 from ..spec.saved import saving
-from .block_tiles import BlockTiles, block_tiles
+from .common.heavy import attend_heavy_keys
+from .common.int8_softmax import masked_softmax_tile, p_scale_log2, scale_scores, softmax_tile, weigh_values
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.padding import key_tiles
+from .common.scores import LN2, LOG2E, mask_scores, store_clamped
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import load_key, load_key_scale, load_value, optimization_barrier
 from .configs import TileConfig, int8_forward_config, limit_to_list
-from .mask_tiles import MaskTiles, mask_tiles
+from .forward_mask import ForwardMask, forward_mask
 
 
 def attend(call: Call, quantizer: Quantizer, capability: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -53,18 +52,10 @@ def _quantize_and_attend(
     lse: torch.Tensor | None,
     capability: tuple[int, int],
 ) -> Int8Operands:
-    tiles: MaskTiles | BlockTiles | None = None
-    padding = None if call.mask.valid is None else KeyPadding.empty(call.mask.valid)
-    valid = None if padding is None else padding.valid
     channels = padded_channels(max(call.query.shape[3], call.value.shape[3]))
-    config = choose_config(call, channels, call.recipe.pv, capability)
-    if call.mask.blocks is not None:
-        tiles = block_tiles(call, config.block_n)
-    elif call.mask.tensor is not None and padding is None:
-        tiles = mask_tiles(call, config.block_m, config.block_n)
-        valid = tiles.valid
-    operands = quantizer.quantize(call, valid, None if padding is None else padding.spans)
-    forward(operands, output, lse, call, capability, tiles=tiles, padding=padding)
+    mask = forward_mask(call, choose_config(call, channels, call.recipe.pv, capability), reads_spans=True)
+    operands = quantizer.quantize(call, mask.padding)
+    forward(operands, output, lse, call, capability, mask)
     return operands
 
 
@@ -74,9 +65,7 @@ def forward(
     lse: torch.Tensor | None,
     call: Call,
     capability: tuple[int, int],
-    *,
-    tiles: MaskTiles | BlockTiles | None = None,
-    padding: KeyPadding | None = None,
+    mask: ForwardMask,
 ) -> None:
     """Attend to quantised operands.
 
@@ -88,8 +77,7 @@ def forward(
             scores against K without its mean.
         call: a result of `Call.for_kernel`.
         capability: the GPU's.
-        tiles: the tiles that the mask leaves, or the block list's tiles; None without mask and list.
-        padding: the keys that exist; None: all exist, or there is a mask.
+        mask: the call's mask, for the tiles of `choose_config`.
     """
     (q_sequences, kv_sequences), heavy = call.token_axes, operands.heavy
     pv = PV_OF_DTYPE[operands.value.dtype]
@@ -103,21 +91,6 @@ def forward(
         key = TensorDescriptor.from_tensor(key.view(-1, channels), [config.block_n, channels])
         block = [v_channels, config.block_n] if pv != "fp16" else [config.block_n, v_channels]
         value = TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), block)
-    kind: MaskKind = "none"
-    mask = entries = None
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    entry_strides: tuple[int, ...] = (0, 0, 0)
-    list_m = config.block_m
-    if isinstance(tiles, BlockTiles):
-        kind, mask, entries, list_m = call.mask.kind, tiles.valid, tiles.tiles, tiles.block_m
-        mask_strides, entry_strides = (tiles.valid_stride, 0, 0, 1), tiles.tile_strides
-    elif padding is not None:
-        kind, mask, entries = "keys", padding.valid, padding.spans
-        valid_stride, spans_stride = padding.strides
-        mask_strides, entry_strides = (valid_stride, 0, 0, 1), (spans_stride, 0, 0)
-    elif tiles is not None:
-        kind, mask, entries = "bool" if tiles.mask.dtype == torch.uint8 else "additive", tiles.mask, tiles.tiles
-        mask_strides, entry_strides = tiles.mask.stride(), tiles.tile_strides
     launch(
         int8_forward,
         (ceil_div(q_sequences.tokens, config.block_m), q_heads, batch),
@@ -131,8 +104,6 @@ def forward(
         mean_score=operands.mean_score,
         output=output,
         lse=lse,
-        mask=mask,
-        tiles=entries,
         heavy_query=None if heavy is None else call.query,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
@@ -150,8 +121,7 @@ def forward(
         softmax_scale=call.scale,
         **strides("output", batch_strides(output, q_sequences)),
         **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
-        **strides("mask", mask_strides, MASK_AXES),
-        **strides("tiles", entry_strides, MASK_AXES),
+        **mask.arguments,
         **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
@@ -159,14 +129,12 @@ def forward(
         BLOCK_N=config.block_n,
         PV=pv,
         CAUSAL=call.is_causal,
-        MASK=kind,
         LSE=lse is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         TMA=tma,
         FIRST=call.first_keys,
         LATE=call.late_keys,
-        LIST_M=list_m,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,
@@ -187,20 +155,9 @@ def attend_tile(
     needs_mask,
     q,
     q_scale,
-    key,
-    key_scale,
-    value,
-    kv_first,
-    value_head,
-    kv_operand_start,
-    kv_rows,
+    operands,
     mask,
-    row,
-    q_len,
-    kv_len,
-    causal_offset,
-    mask_stride_row,
-    mask_stride_column,
+    bounds,
     row_max,
     row_sum,
     acc,
@@ -216,9 +173,16 @@ def attend_tile(
 ):
     """Attend to one more tile of keys; return the new (row_max, row_sum, acc).
 
-    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
-    arguments are as in `int8_forward`; `mask` is the mask of this (batch, head).
+    Args:
+        tile: the tile's number; q, q_scale: the rows' codes and scales.
+        needs_mask: with MASKED scores are masked if it is not 0; without MASKED every score of the tile counts.
+        operands: (key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows): those of the kernel, the
+            first row of K, and the head, the first token and the number of tokens of V.
+        mask, bounds: the mask, and (row, q_len, kv_len, causal_offset, stride_row, stride_column), as in `mask_scores`.
+        row_max, row_sum, acc: as in `softmax_tile` and `weigh_values`.
     """
+    key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows = operands
+    row, q_len, kv_len, causal_offset, stride_row, stride_column = bounds
     start = tile * BLOCK_N
     k_scale = load_key_scale(key_scale, kv_first + start, BLOCK_N)
     k = load_key(key, kv_first + start, BLOCK_N, CHANNELS, TMA)
@@ -228,9 +192,7 @@ def attend_tile(
         x = scale_scores(s, scale, BLOCK_M, BLOCK_N)
         if needs_mask != 0:
             column = start + tl.arange(0, BLOCK_N)
-            x = mask_scores(
-                x, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
-            )
+            x = mask_scores(x, mask, row, column, q_len, kv_len, causal_offset, stride_row, stride_column, CAUSAL, MASK)
         p, gain, decay, row_max, row_sum = masked_softmax_tile(x, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
     else:
         p, gain, decay, row_max, row_sum = softmax_tile(s, scale, row_max, row_sum, BLOCK_M, BLOCK_N, PV)
@@ -251,7 +213,7 @@ def int8_forward(
     output,
     lse,
     mask,
-    tiles,
+    entries,
     heavy_query,
     heavy_key,
     heavy_value,
@@ -278,9 +240,9 @@ def int8_forward(
     mask_stride_head,
     mask_stride_row,
     mask_stride_column,
-    tiles_stride_batch,
-    tiles_stride_head,
-    tiles_stride_row,
+    entries_stride_batch,
+    entries_stride_head,
+    entries_stride_row,
     heavy_stride_batch,
     heavy_stride_head,
     heavy_stride_token,
@@ -304,7 +266,7 @@ def int8_forward(
 
     With MASK "blocks" or "block_keys" (some keys are missing), LIST_M rows share a block list, and FIRST is 0.
 
-    `kv_len`, `causal_offset`, `mask` and `tiles` include the FIRST heavy keys; `key` and `value` do not. The place of
+    `kv_len`, `causal_offset`, `mask` and `entries` include the FIRST heavy keys; `key` and `value` do not. The place of
     each LATE key holds the first key that it displaced.
     """
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
@@ -325,6 +287,8 @@ def int8_forward(
         q_scale = tl.load(query_scale + q_row) * (softmax_scale * LOG2E)
         kv_first = operand_row(batch, kv_head, kv_heads, kv_rows, kv_operand_start, PACKED)
         value_head = operand_row(batch, kv_head, kv_heads, 1, 0, PACKED)
+        operands = (key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows)
+        bounds = (row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column)
 
         acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -336,68 +300,59 @@ def int8_forward(
             if MASK == "keys":
                 tail_mask += FIRST
             begin, full_begin, full_end, columns = key_tiles(
-                tiles, batch, tiles_stride_batch, tail_len, block, tail_offset,
+                entries, batch, entries_stride_batch, tail_len, block, tail_offset,
                 BLOCK_M, BLOCK_N, CAUSAL, MASK == "keys", FIRST,
             )  # fmt: skip
             for tile in range(full_begin, full_end):
                 row_max, row_sum, acc = attend_tile(
-                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 0, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, False, TMA,
                 )  # fmt: skip
             before = full_begin - begin
             for index in range(0, before + tl.cdiv(columns, BLOCK_N) - full_end):
                 tile = index + tl.where(index < before, begin, full_end - before)
                 row_max, row_sum, acc = attend_tile(
-                    tile, 1, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 1, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
         elif MASK == "blocks" or MASK == "block_keys":
             KEYS: tl.constexpr = "keys" if MASK == "block_keys" else "none"
-            tiles += batch * tiles_stride_batch + head * tiles_stride_head
-            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
+            entries += batch * entries_stride_batch + head * entries_stride_head
+            entries += (block // (LIST_M // BLOCK_M)) * entries_stride_row
             if MASK == "block_keys":
                 mask += batch * mask_stride_batch
-            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
-            tile = tl.load(tiles + 2)
+            unmasked, listed = tl.load(entries), tl.load(entries + 1)
+            tile = tl.load(entries + 2)
             for index in range(0, unmasked):
-                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
                 row_max, row_sum, acc = attend_tile(
-                    tile, 0, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc,
+                    tile, 0, q, q_scale, operands, mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, False, TMA,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
                 row_max, row_sum, acc = attend_tile(
-                    tl.load(tiles + 2 + index), 1, q, q_scale, key, key_scale, value, kv_first, value_head,
-                    kv_operand_start, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column, row_max, row_sum, acc,
+                    tl.load(entries + 2 + index), 1, q, q_scale, operands, mask, bounds, row_max, row_sum, acc,
                     CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, KEYS, True, TMA,
                 )  # fmt: skip
         else:
-            tiles += batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
+            entries += batch * entries_stride_batch + head * entries_stride_head + block * entries_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             tail_mask = mask + FIRST * mask_stride_column
-            for index in range(0, tl.load(tiles)):
-                entry = tl.load(tiles + 1 + index)
+            for index in range(0, tl.load(entries)):
+                entry = tl.load(entries + 1 + index)
                 row_max, row_sum, acc = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, key, key_scale, value, kv_first, value_head, kv_operand_start,
-                    kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, row_sum, acc, CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
+                    entry // 2, entry % 2, q, q_scale, operands, tail_mask, bounds, row_max, row_sum, acc,
+                    CHANNELS, V_CHANNELS, BLOCK_M, BLOCK_N, PV, CAUSAL, MASK, True, TMA,
                 )  # fmt: skip
 
-        total = tl.sum(row_sum, 1)
+        row_sum = tl.sum(row_sum, 1)
         channel = tl.arange(0, V_CHANNELS)
         v_channel = (batch * kv_heads + kv_head) * V_CHANNELS + channel
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None] * tl.load(value_scale + v_channel)[None, :]
-        acc = tl.where((total == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
+        acc = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None] * tl.load(value_scale + v_channel)[None, :]
+        acc = tl.where((row_sum == 0.0)[:, None], 0.0, acc + tl.load(value_mean + v_channel)[None, :])
         if FIRST > 0:
-            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+            row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
         inside = row < q_len
         token = (q_start + row).to(tl.int64)
         if FIRST > 0:
@@ -406,19 +361,19 @@ def int8_forward(
                 late += kv_pair * LATE
             heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
             scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
-            row_max, total, acc = attend_heavy_keys(
+            row_max, row_sum, acc = attend_heavy_keys(
                 heavy_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
-                mask_stride_column, scores_of_mean, row_max, total, total, acc, p_scale_log2(PV), CHANNELS,
+                mask_stride_column, scores_of_mean, row_max, row_sum, row_sum, acc, p_scale_log2(PV), CHANNELS,
                 V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
         store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
-            natural = (row_max + tl.log2(total) - p_scale_log2(PV)) * LN2
+            natural = (row_max + tl.log2(row_sum) - p_scale_log2(PV)) * LN2
             if mean_score is not None:
                 natural += softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token
-            tl.store(at, tl.where(total == 0.0, float("-inf"), natural), mask=inside)
+            tl.store(at, tl.where(row_sum == 0.0, float("-inf"), natural), mask=inside)

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from ..formats.int8 import INT8_MAX
-from ..language.formats import max_or_nan
-from ..language.int8 import magnitude, round_to_byte
-from ..language.launch import INTERPRETED
-from ..language.tiles import as_operand
+from .common.formats import max_or_nan
+from .common.int8 import magnitude, round_to_byte
+from .common.launch import INTERPRETED
+from .common.tiles import as_operand
 
 CODE_MAX = tl.constexpr(INT8_MAX)
 # Rows whose largest magnitude is below this become zeros: its reciprocal would not be finite.

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.replayed_launches import KernelLaunch
-from ..language.rotation import channel_factor, rotate, sign_bits
-from ..language.scores import round_finite
-from ..spec.kv_cache import PAGE, RING, SINKS, WINDOW, KVCache
+from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
 from ..spec.layout import power_of_two
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.replayed_launches import KernelLaunch
+from .common.rotation import channel_factor, rotate, sign_bits
+from .common.scores import round_finite
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BIAS = tl.constexpr(1024.0)
@@ -101,8 +101,8 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
     return dict(
         key=key,
         value=value,
-        recent_key=cache.recent_key,
-        recent_value=cache.recent_value,
+        exact_key=cache.exact_key,
+        exact_value=cache.exact_value,
         key_codes=cache.key_codes,
         value_codes=cache.value_codes,
         key_scales=cache.key_scales.view(torch.int32),
@@ -124,7 +124,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
         CHANNELS=cache.channels,
         BITS=cache.format.bits,
         SIGN_BITS=sign_bits(cache.channels),
-        FIRST=SINKS,
+        FIRST=FIRST_TOKENS,
         RING=RING,
         PAGE=PAGE,
         WINDOW=WINDOW,
@@ -142,8 +142,8 @@ def append_tokens(
     query,
     rows,
     constants,
-    recent_key,
-    recent_value,
+    exact_key,
+    exact_value,
     key_codes,
     value_codes,
     key_scales,
@@ -204,7 +204,7 @@ def append_tokens(
         factor = tl.div_rn(ones, tl.load(equalizer + pair * CHANNELS + channel))
         at = key + batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head
         append_block(
-            at, key_stride_token, mean, factor, recent_key, key_codes, key_scales, start, block, batch, pair, length,
+            at, key_stride_token, mean, factor, exact_key, key_codes, key_scales, start, block, batch, pair, length,
             coded, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE, False,
         )  # fmt: skip
     elif operand == 1:
@@ -212,7 +212,7 @@ def append_tokens(
         factor = mean + channel_factor(value_unit + pair, 0, 1, True)
         at = value + batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
         append_block(
-            at, value_stride_token, mean, factor, recent_value, value_codes, value_scales, start, block, batch, pair,
+            at, value_stride_token, mean, factor, exact_value, value_codes, value_scales, start, block, batch, pair,
             length, coded, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE,
             True,
         )  # fmt: skip
@@ -248,14 +248,14 @@ def counted_step(counts, tokens, capacity, WINDOW: tl.constexpr):
 
 @triton.jit
 def append_block(
-    at, stride, mean, factor, recent, codes, scales, start, block, batch, pair, length, coded, coded_after, tokens,
+    at, stride, mean, factor, exact, codes, scales, start, block, batch, pair, length, coded, coded_after, tokens,
     capacity, inside, CHANNELS: tl.constexpr, BITS: tl.constexpr, BLOCK_T: tl.constexpr, SIGN_BITS: tl.constexpr,
     FIRST: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Append a block of tokens of K or V at `at`, of one (batch, kv head)."""
     channel = tl.arange(0, CHANNELS)
     index = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = recent + pair * ((FIRST + RING) * CHANNELS) + channel[None, :]
+    slots = exact + pair * ((FIRST + RING) * CHANNELS) + channel[None, :]
     # Tokens that leave the window. `append` ensures that no new token needs their slots.
     column = coded + index
     leaves = column < tl.minimum(coded_after, length)

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.padding import key_tiles
-from ..language.scores import LOG2E, store_clamped
 from ..spec.call import Call
 from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
 from ..spec.masks import unexpanded
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from .common.padding import key_tiles
+from .common.scores import LOG2E, store_clamped
 from .configs import TileConfig, masked_forward_config
 
 LISTED = 256  # keys whose mask is read at once while tiles are listed
@@ -41,9 +41,9 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
     # Below 64 channels the assembler of CUDA 12.8 gives some products a wrong address in shared memory.
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
     config = config or masked_forward_config(max(channels, v_channels), kind)
-    bits = tiles = bias = None
+    bits = entries = bias = None
     mask_strides: tuple[int, ...] = (0, 0, 0)
-    tile_strides: tuple[int, ...] = (0, 0, 0)
+    entry_strides: tuple[int, ...] = (0, 0, 0)
     bias_rows = 1
     if kind == "additive":
         assert mask is not None
@@ -52,15 +52,15 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
         bias = TensorDescriptor.from_tensor(stored, [1, 1, bias_rows, config.block_n])
         mask_strides = tuple(int(size > 1) for size in stored.shape[:3])
     elif kind == "keys" and call.kv_len <= UNLISTED:
-        valid = call.mask.valid
-        assert valid is not None
-        bits, kind = valid.view(torch.uint8), "few keys"
-        mask_strides = stride_of(valid), 0, valid.stride(1)
+        key_mask = call.mask.key_mask
+        assert key_mask is not None
+        bits, kind = key_mask.view(torch.uint8), "few keys"
+        mask_strides = stride_of(key_mask), 0, key_mask.stride(1)
     elif mask is not None:
-        bits, tiles = list_tiles(mask, call, config)
-        mask_strides, tile_strides = (
+        bits, entries = list_tiles(mask, call, config)
+        mask_strides, entry_strides = (
             tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
-            for x in (bits, tiles)
+            for x in (bits, entries)
         )
     launch(
         masked_forward,
@@ -70,7 +70,7 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
         value=TensorDescriptor.from_tensor(value, [1, 1, config.block_n, v_channels]),
         output=output,
         bits=bits,
-        tiles=tiles,
+        entries=entries,
         bias=bias,
         q_len=q_len,
         kv_len=kv_len,
@@ -82,7 +82,7 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
         **strides("query", query.stride()[:3]),
         **strides("output", output.stride()[:3]),
         **strides("mask", mask_strides, MASK_AXES),
-        **strides("tiles", tile_strides, MASK_AXES),
+        **strides("entries", entry_strides, MASK_AXES),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         CAUSAL=call.is_causal,
@@ -133,33 +133,33 @@ def list_tiles(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torc
         mask: the call's mask, bool. If it has more than one row, causality is applied to it.
 
     Returns:
-        (bits, tiles): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i; tiles
-        int32 (mask batch, mask heads, row blocks, 2 + tiles): the number of tiles, then 2 · tile + (1 if some of its
-        scores are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask is
-        broadcast.
+        (bits, entries): bits int32 (mask batch, mask heads, mask rows, words), bit i of word j for key 32 j + i;
+        entries int32 (mask batch, mask heads, row blocks, 2 + tiles): the number of tiles, then 2 · tile + (1 if some
+        of its scores are masked) for each, in order, and one place more that may be read. Sizes are 1 where the mask
+        is broadcast.
     """
     kv_len = call.kv_len
     mask = mask.view(torch.uint8)
     batches, heads, rows, _ = unexpanded(mask).shape
     block_m, width = (config.block_m, LISTED) if rows > 1 else (1, LISTED_ALONE)
     mask = mask.expand(*mask.shape[:3], kv_len)
-    tiles = mask.new_empty(
+    entries = mask.new_empty(
         (batches, heads, ceil_div(rows, block_m), 2 + ceil_div(kv_len, config.block_n)), dtype=torch.int32
     )
     words = ceil_div(kv_len, width) * (width // WORD.value)
     bits = mask.new_empty((batches, heads, rows, words), dtype=torch.int32)
     launch(
         list_allowed,
-        (tiles.shape[2], heads, batches),
+        (entries.shape[2], heads, batches),
         mask=mask,
         bits=bits,
-        tiles=tiles,
+        entries=entries,
         rows=rows,
         keys=kv_len,
         causal_offset=call.causal_offset,
         **strides("mask", mask.stride(), MASK_AXES),
         words=words,
-        places=tiles.shape[3],
+        places=entries.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         WIDTH=width,
@@ -167,7 +167,7 @@ def list_tiles(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torc
         CAUSAL=call.is_causal and rows > 1,
         num_warps=8 if rows > 1 else 4,
     )
-    return bits, tiles
+    return bits, entries
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -199,7 +199,7 @@ def copy_rows(
 def list_allowed(
     mask,
     bits,
-    tiles,
+    entries,
     rows,
     keys,
     causal_offset,
@@ -218,12 +218,12 @@ def list_allowed(
     """Pack BLOCK_M rows of one (mask batch, mask head), and list their tiles."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     pair = batch * tl.num_programs(1) + head
-    tiles += (pair * tl.num_programs(0) + block) * places
+    entries += (pair * tl.num_programs(0) + block) * places
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     base = mask + batch * mask_stride_batch + head * mask_stride_head + row.to(tl.int64)[:, None] * mask_stride_row
     into = bits + (pair * rows + row)[:, None] * words
     pack_rows(
-        base, into, tiles, row, rows, keys, causal_offset, mask_stride_column, BLOCK_M, BLOCK_N, WIDTH, BITS, CAUSAL
+        base, into, entries, row, rows, keys, causal_offset, mask_stride_column, BLOCK_M, BLOCK_N, WIDTH, BITS, CAUSAL
     )
 
 
@@ -231,7 +231,7 @@ def list_allowed(
 def pack_rows(
     base,
     into,
-    tiles,
+    entries,
     row,
     rows,
     keys,
@@ -268,9 +268,9 @@ def pack_rows(
         seen = tl.max(tl.reshape(some, (WIDTH // BLOCK_N, BLOCK_N // BITS)), 1)
         whole = tl.min(tl.reshape(every, (WIDTH // BLOCK_N, BLOCK_N // BITS)), 1)
         entry = 2 * (start // BLOCK_N + tl.arange(0, WIDTH // BLOCK_N)) + 1 - whole
-        tl.store(tiles + listed + tl.cumsum(seen, 0), entry, mask=seen != 0)
+        tl.store(entries + listed + tl.cumsum(seen, 0), entry, mask=seen != 0)
         listed += tl.sum(seen, 0)
-    tl.store(tiles, listed)
+    tl.store(entries, listed)
 
 
 @triton.jit
@@ -357,7 +357,7 @@ def masked_forward(
     value,
     output,
     bits,
-    tiles,
+    entries,
     bias,
     q_len,
     kv_len,
@@ -375,9 +375,9 @@ def masked_forward(
     mask_stride_batch,
     mask_stride_head,
     mask_stride_row,
-    tiles_stride_batch,
-    tiles_stride_head,
-    tiles_stride_row,
+    entries_stride_batch,
+    entries_stride_head,
+    entries_stride_row,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -389,7 +389,7 @@ def masked_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits` and `tiles` the results of `list_tiles`. Strides of the
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `list_tiles`. Strides of the
     mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask itself,
     which WIDTH covers.
     """
@@ -411,7 +411,7 @@ def masked_forward(
         bias_batch, bias_head = batch * mask_stride_batch, head * mask_stride_head
         bias_row = block * BLOCK_M * mask_stride_row
         _, _, full_end, columns = key_tiles(
-            tiles, batch, 0, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
+            entries, batch, 0, kv_len, block, causal_offset, BLOCK_M, BLOCK_N, CAUSAL, False
         )
         for tile in range(0, full_end):
             row_max, row_sum, acc = attend_tile(
@@ -442,20 +442,20 @@ def masked_forward(
             )  # fmt: skip
     else:
         bits += batch.to(tl.int64) * mask_stride_batch + head.to(tl.int64) * mask_stride_head
-        tiles += batch.to(tl.int64) * tiles_stride_batch + head.to(tl.int64) * tiles_stride_head
-        tiles += block * tiles_stride_row
-        listed = tl.load(tiles)
+        entries += batch.to(tl.int64) * entries_stride_batch + head.to(tl.int64) * entries_stride_head
+        entries += block * entries_stride_row
+        listed = tl.load(entries)
         if CAUSAL and MASK == "keys":
             last = block * BLOCK_M + BLOCK_M - 1 + causal_offset
             all_listed, listed = listed, 0
             for first in range(0, all_listed, COUNTED):
                 index = first + tl.arange(0, COUNTED)
-                entry = tl.load(tiles + 1 + index, mask=index < all_listed, other=0)
+                entry = tl.load(entries + 1 + index, mask=index < all_listed, other=0)
                 seen = (index < all_listed) & (entry // 2 * BLOCK_N <= last)
                 listed += tl.sum(seen.to(tl.int32), 0)
-        entry = tl.load(tiles + 1)
+        entry = tl.load(entries + 1)
         for index in range(0, listed):
-            following = tl.load(tiles + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
+            following = tl.load(entries + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
             start = entry // 2 * BLOCK_N
             needs_mask = entry % 2
             if CAUSAL and MASK == "keys":

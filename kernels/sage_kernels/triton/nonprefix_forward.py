@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch.kernels import AttendToPrefix
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.scores import LOG2E, store_clamped
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.scores import LOG2E, store_clamped
 from .configs import nonprefix_forward_config
 from .masked_forward import LISTED_ALONE, WORD, attend_tile, pack_rows
 
@@ -42,9 +42,9 @@ def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: i
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
-    query, key, value, valid = call.query, call.key, call.value, call.mask.valid
-    assert valid is not None
-    valid = valid.view(torch.uint8)
+    query, key, value, key_mask = call.query, call.key, call.value, call.mask.key_mask
+    assert key_mask is not None
+    key_mask = key_mask.view(torch.uint8)
     (batch, q_heads, q_len, head_dim), kv_len, v_head_dim = query.shape, call.kv_len, value.shape[3]
     channels, v_channels = max(64, power_of_two(head_dim)), max(64, power_of_two(v_head_dim))
     config = nonprefix_forward_config(max(channels, v_channels))
@@ -56,7 +56,7 @@ def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: i
     words = ceil_div(kv_len, width) * (width // WORD.value)
     places = 2 + ceil_div(kv_len, config.block_n)
     bits = query.new_empty((batch, programs, words), dtype=torch.int32)
-    tiles = query.new_empty((batch, programs, places), dtype=torch.int32)
+    entries = query.new_empty((batch, programs, places), dtype=torch.int32)
     kv_lengths = query.new_empty((batch,), dtype=torch.int32)
     q_lengths = None if row_blocks else query.new_empty((batch,), dtype=torch.int32)
     schedule = query.new_empty((schedule_size(batch),), dtype=torch.int32) if row_blocks else None
@@ -67,9 +67,9 @@ def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: i
         key=TensorDescriptor.from_tensor(key, [1, 1, config.block_n, channels]),
         value=TensorDescriptor.from_tensor(value, [1, 1, config.block_n, v_channels]),
         output=output,
-        valid=valid,
+        key_mask=key_mask,
         bits=bits,
-        tiles=tiles,
+        entries=entries,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         schedule=schedule,
@@ -87,13 +87,13 @@ def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: i
         softmax_scale=call.scale,
         **strides("query", query.stride()[:3]),
         **strides("output", output.stride()[:3]),
-        valid_stride=stride_of(valid),
-        valid_stride_key=valid.stride(1),
+        key_mask_stride=stride_of(key_mask),
+        key_mask_stride_key=key_mask.stride(1),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         WIDTH=width,
         BITS=WORD.value,
-        COUNTED=counted if valid.stride(1) == 1 else 0,
+        COUNTED=counted if key_mask.stride(1) == 1 else 0,
         shared_percent=SHARED_PERCENT,
         **config.constants,
     )
@@ -112,9 +112,9 @@ def nonprefix_forward(
     key,
     value,
     output,
-    valid,
+    key_mask,
     bits,
-    tiles,
+    entries,
     q_lengths,
     kv_lengths,
     schedule,
@@ -136,8 +136,8 @@ def nonprefix_forward(
     output_stride_batch,
     output_stride_head,
     output_stride_token,
-    valid_stride,
-    valid_stride_key,
+    key_mask_stride,
+    key_mask_stride_key,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -148,15 +148,15 @@ def nonprefix_forward(
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the schedule, where they do.
 
-    Each program has its own `bits` and `tiles`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
+    Each program has its own `bits` and `entries`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
     the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
-    base = valid + batch.to(tl.int64) * valid_stride
+    base = key_mask + batch.to(tl.int64) * key_mask_stride
     if COUNTED != 0:
         count, end = count_adjacent(base, kv_len, COUNTED)
     else:
-        count, end = count_apart(base, kv_len, valid_stride_key, WIDTH)
+        count, end = count_apart(base, kv_len, key_mask_stride_key, WIDTH)
     come_first = (count == end) & (count != 0)
     if part == 0:
         tl.store(kv_lengths + batch, tl.where(come_first, count, 0))
@@ -172,14 +172,14 @@ def nonprefix_forward(
         return
     program = batch.to(tl.int64) * tl.num_programs(0) + part
     bits += program * words
-    tiles += program * places
+    entries += program * places
     first_row = tl.arange(0, 1)
     pack_rows(
-        base + first_row[:, None], bits + first_row[:, None], tiles, first_row, 1, kv_len, 0, valid_stride_key,
+        base + first_row[:, None], bits + first_row[:, None], entries, first_row, 1, kv_len, 0, key_mask_stride_key,
         1, BLOCK_N, WIDTH, BITS, False,
     )  # fmt: skip
     tl.debug_barrier()  # threads read what other threads listed
-    listed = tl.load(tiles)
+    listed = tl.load(entries)
     scale = softmax_scale * LOG2E
     for item in range(part, q_heads * blocks, tl.num_programs(0)):
         head, block = item // blocks, item % blocks
@@ -191,9 +191,9 @@ def nonprefix_forward(
         acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
-        entry = tl.load(tiles + 1)
+        entry = tl.load(entries + 1)
         for index in range(0, listed):
-            following = tl.load(tiles + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
+            following = tl.load(entries + 2 + index)  # loaded a tile ahead: loads of K and V wait for it
             row_max, row_sum, acc = attend_tile(
                 entry // 2 * BLOCK_N, entry % 2, q, key, value, bits, bits, batch, head // group, 0, 0, 0, scale,
                 row, q_len, kv_len, 0, 0, row_max, row_sum, acc,

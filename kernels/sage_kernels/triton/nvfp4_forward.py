@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 
 from ..dispatch.kernels import Quantizer
-from ..language.formats import GROUP, join_by_8, max_or_nan
-from ..language.heavy import attend_heavy_keys
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.nvfp4 import (
+from ..spec.call import Call
+from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
+from ..spec.operands import NVFP4Operands
+from .common.formats import GROUP, join_by_8, max_or_nan
+from .common.heavy import attend_heavy_keys
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.nvfp4 import (
     P_SCALE_LOG2,
     broadcast_delta,
     dot_nvfp4,
@@ -25,17 +28,13 @@ from ..language.nvfp4 import (
     softmax_tile,
     weigh_values,
 )
-from ..language.padding import key_tiles
-from ..language.recent import attend_recent_keys
-from ..language.scores import LN2, LOG2E, mask_scores, store_clamped
-from ..language.sequences import operand_row, sequence_range
-from ..language.tiles import opaque
-from ..spec.call import Call, MaskKind
-from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two
-from ..spec.operands import NVFP4Operands
-from .block_tiles import BlockTiles, block_tiles
+from .common.padding import key_tiles
+from .common.recent import attend_recent_keys
+from .common.scores import LN2, LOG2E, mask_scores, store_clamped
+from .common.sequences import operand_row, sequence_range
+from .common.tiles import optimization_barrier
 from .configs import TileConfig, limit_to_list, nvfp4_forward_config, recent_block_n
-from .mask_tiles import MaskTiles, mask_tiles
+from .forward_mask import ForwardMask, forward_mask
 from .smooth_q_scores import smooth_q_scores
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -58,14 +57,10 @@ def attend(
     if call.is_empty:
         return output, lse
     call = call.for_kernel()
-    tiles: MaskTiles | BlockTiles | None = None
     config = choose_config(call, power_of_two(max(call.query.shape[3], call.value.shape[3])), capability, native)
-    if call.mask.blocks is not None:
-        tiles = block_tiles(call, config.block_n)
-    elif call.mask.tensor is not None:
-        tiles = mask_tiles(call, config.block_m, config.block_n)
-    operands = quantizer.quantize(call, None if tiles is None else tiles.valid)
-    forward(operands, output, lse, call, capability, native, tiles)
+    mask = forward_mask(call, config, reads_spans=False)
+    operands = quantizer.quantize(call, mask.padding)
+    forward(operands, output, lse, call, capability, native, mask)
     return output, lse
 
 
@@ -76,7 +71,7 @@ def forward(
     call: Call,
     capability: tuple[int, int],
     native: bool,
-    tiles: MaskTiles | BlockTiles | None = None,
+    mask: ForwardMask,
 ) -> None:
     """Attend to quantised operands, some blocks of rows, or sequences, at a time where Q's means need a workspace.
 
@@ -87,7 +82,7 @@ def forward(
         lse: float32 (batch, q_heads, tokens), written; or None.
         call: a result of `Call.for_kernel`; its unquantised keys are multiplied by the means of Q.
         capability, native: see `attend`.
-        tiles: the tiles that the mask leaves, or the block list's tiles; None without mask and list.
+        mask: the call's mask, for the tiles of `choose_config`.
     """
     (q_sequences, kv_sequences), heavy, recent = call.token_axes, operands.heavy, call.has_recent_keys
     tail_sequences = call.tail.token_axes[1]
@@ -96,16 +91,8 @@ def forward(
     q_heads, v_head_dim = output.shape[1], output.shape[3]
     config = choose_config(call, max(channels, v_channels), capability, native)
     sequences, blocks, columns, delta = batch, q_sequences.blocks, tail_sequences.blocks * BLOCK, None
-    valid = None if tiles is None or tiles.valid is None else tiles.valid[:, call.first_keys :]
-    kind: MaskKind = "none"
-    mask, list_m = None, config.block_m
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    if isinstance(tiles, BlockTiles):
-        kind, mask, list_m = call.mask.kind, tiles.valid, tiles.block_m
-        mask_strides = (tiles.valid_stride, 0, 0, 1)
-    elif tiles is not None:
-        kind, mask = "bool" if tiles.mask.dtype == torch.uint8 else "additive", tiles.mask
-        mask_strides = mask.stride()
+    key_mask_u8 = None if mask.padding is None else mask.padding.key_mask_u8
+    tail_key_mask_u8 = None if key_mask_u8 is None else key_mask_u8[:, call.first_keys :]
     if operands.query_mean is not None:
         bytes_of_inputs = 4 * (operands.query.numel() + operands.key.numel() + operands.value.numel())
         most_blocks = max(1, int(DELTA_SHARE * bytes_of_inputs) // (4 * q_heads * columns))
@@ -114,7 +101,7 @@ def forward(
         delta = output.new_empty((sequences, q_heads, blocks, columns), dtype=torch.float32)
     for first_sequence, first_block in product(range(0, batch, sequences), range(0, q_sequences.blocks, blocks)):
         if delta is not None:
-            smooth_q_scores(operands, call.tail, valid, first_sequence, first_block, delta, capability)
+            smooth_q_scores(operands, call.tail, tail_key_mask_u8, first_sequence, first_block, delta, capability)
         rows = min(blocks * BLOCK, q_sequences.tokens - first_block * BLOCK)
         launch(
             nvfp4_forward,
@@ -133,9 +120,7 @@ def forward(
             delta=delta,
             output=output,
             lse=lse,
-            mask=mask,
-            tiles=None if tiles is None else tiles.tiles,
-            valid=None if tiles is None else tiles.valid,
+            key_mask=key_mask_u8,
             source_query=call.query if recent or heavy is not None else None,
             source_key=call.key if recent else None,
             source_value=call.value if recent else None,
@@ -158,12 +143,11 @@ def forward(
             v_head_dim=v_head_dim,
             causal_offset=call.causal_offset,
             recent_start=call.recent_start if recent else 0,
-            valid_stride=0 if tiles is None else tiles.valid_stride,
+            key_mask_stride=stride_of(key_mask_u8),
             softmax_scale=call.scale,
             **strides("output", batch_strides(output, q_sequences)),
             **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
-            **strides("mask", mask_strides, MASK_AXES),
-            **strides("tiles", (0, 0, 0) if tiles is None else tiles.tile_strides, MASK_AXES),
+            **mask.arguments,
             **strides("source_query", batch_strides(call.query, q_sequences)),
             **strides("source_key", batch_strides(call.key, kv_sequences)),
             **strides("source_value", batch_strides(call.value, kv_sequences)),
@@ -175,15 +159,13 @@ def forward(
             FRAGMENTS=native and capability[0] == 12,
             QUANTIZED_DENOMINATOR=call.recipe.denominator == "quantized_p",
             CAUSAL=call.is_causal,
-            MASK=kind,
             LSE=lse is not None,
             PACKED=q_sequences.packed,
             RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
             NATIVE=native,
             FIRST=call.first_keys,
             LATE=call.late_keys,
-            RECENT_N=recent_block_n(channels, v_channels, output.element_size(), kind != "none") if recent else 0,
-            LIST_M=list_m,
+            RECENT_N=recent_block_n(channels, v_channels, output.element_size(), mask.kind != "none") if recent else 0,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -203,42 +185,41 @@ def attend_tile(
     q,
     q_scale,
     q_factor,
-    key,
-    key_scale,
-    key_tensor_scale,
-    value,
-    value_scale,
+    operands,
     delta,
-    kv_rows,
     mask,
-    row,
-    q_len,
-    kv_len,
-    causal_offset,
-    mask_stride_row,
-    mask_stride_column,
+    bounds,
     row_max,
-    total,
+    row_sum,
     denominator,
-    accumulator,
+    acc,
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
     FRAGMENTS: tl.constexpr,
-    TOTAL: tl.constexpr,
+    HAS_ROW_SUM: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     MASKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Attend to one more tile of keys; return the new (row_max, total, denominator, accumulator).
+    """Attend to one more tile of keys; return the new (row_max, row_sum, denominator, acc).
 
-    Without MASKED every score of the tile counts. With MASKED scores are masked if `needs_mask` is not 0. Other
-    arguments are as in `nvfp4_forward`; pointers are to tile 0 of this (batch, head).
+    Args:
+        tile: the tile's number.
+        needs_mask: with MASKED scores are masked if it is not 0; without MASKED every score of the tile counts.
+        q, q_scale, q_factor: the rows' codes, their scales, and a factor of all scores.
+        operands: (key, key_scale, key_tensor_scale, value, value_scale, kv_rows): pointers to tile 0 of this (batch, kv
+            head), and the number of tokens of V.
+        delta: pointer to the scores of Q's mean; read with SMOOTH_Q.
+        mask, bounds: the mask, and (row, q_len, kv_len, causal_offset, stride_row, stride_column), as in `mask_scores`.
+        row_max, row_sum, denominator, acc: as in `softmax_tile` and `weigh_values`.
     """
+    key, key_scale, key_tensor_scale, value, value_scale, kv_rows = operands
+    row, q_len, kv_len, causal_offset, stride_row, stride_column = bounds
     start = tl.cast(tile, tl.int64) * BLOCK_N
-    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, accumulator.shape[1])[:, None]
+    token, channel = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, acc.shape[1])[:, None]
     k = tl.load(key + start * (CHANNELS // 2) + (token * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)[None, :]))
     k_scale = load_scales(
         key_scale + start * (CHANNELS // GROUP), token * (CHANNELS // GROUP), CHANNELS // GROUP, NATIVE
@@ -265,28 +246,26 @@ def attend_tile(
             if MASK == "bool":
                 bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)
                 if needs_mask != 0:
-                    bits = mask_bits(mask, row, column, q_len, limit, mask_stride_row, mask_stride_column)
+                    bits = mask_bits(mask, row, column, q_len, limit, stride_row, stride_column)
                 s = mask_by_bits(bits, s)
             else:
                 zero = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
                 b0, b1, b2, b3, b4, b5, b6, b7 = zero, zero, zero, zero, zero, zero, zero, zero
                 if needs_mask != 0:
                     b0, b1, b2, b3, b4, b5, b6, b7 = mask_biases(
-                        mask, row, column, q_len, limit, mask_stride_row, mask_stride_column
+                        mask, row, column, q_len, limit, stride_row, stride_column
                     )
                 s += join_by_8(b0, b1, b2, b3, b4, b5, b6, b7)
         elif needs_mask != 0:
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            s = mask_scores(
-                s, mask, row, column, q_len, kv_len, causal_offset, mask_stride_row, mask_stride_column, CAUSAL, MASK
-            )
+            s = mask_scores(s, mask, row, column, q_len, kv_len, causal_offset, stride_row, stride_column, CAUSAL, MASK)
     shift, scale, decay, row_max = softmax_tile(s, factor, row_max, MASKED, NATIVE)
     v = tl.load(value + start // 2 + (channel * (kv_rows // 2) + tl.arange(0, BLOCK_N // 2)[None, :]))
     v_scale = load_scales(value_scale + start // GROUP, channel * (kv_rows // GROUP), BLOCK_N // GROUP, NATIVE)
-    accumulator, denominator, total = weigh_values(
-        s, factor, shift, scale, decay, v, v_scale, accumulator, denominator, total, TOTAL, NATIVE
+    acc, denominator, row_sum = weigh_values(
+        s, factor, shift, scale, decay, v, v_scale, acc, denominator, row_sum, HAS_ROW_SUM, NATIVE
     )
-    return row_max, total, denominator, accumulator
+    return row_max, row_sum, denominator, acc
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -306,8 +285,8 @@ def nvfp4_forward(
     output,
     lse,
     mask,
-    tiles,
-    valid,
+    entries,
+    key_mask,
     source_query,
     source_key,
     source_value,
@@ -330,7 +309,7 @@ def nvfp4_forward(
     v_head_dim,
     causal_offset,
     recent_start,
-    valid_stride,
+    key_mask_stride,
     softmax_scale,
     output_stride_batch,
     output_stride_head,
@@ -343,9 +322,9 @@ def nvfp4_forward(
     mask_stride_head,
     mask_stride_row,
     mask_stride_column,
-    tiles_stride_batch,
-    tiles_stride_head,
-    tiles_stride_row,
+    entries_stride_batch,
+    entries_stride_head,
+    entries_stride_row,
     source_query_stride_batch,
     source_query_stride_head,
     source_query_stride_token,
@@ -422,81 +401,74 @@ def nvfp4_forward(
             pair = (batch - first_sequence) * q_heads + head
             delta += (pair * delta_blocks + delta_block) * delta_columns
 
+        operands = (key, key_scale, key_tensor_scale, value, value_scale, kv_rows)
+        bounds = (row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column)
         row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M, 4), tl.float32)
+        row_sum = tl.zeros((BLOCK_M, 4), tl.float32)
         denominator = tl.zeros((BLOCK_M, 4), tl.float32)
-        accumulator = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
-        TOTAL: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
+        acc = tl.zeros((BLOCK_M, V_CHANNELS), tl.float32)
+        HAS_ROW_SUM: tl.constexpr = LSE or not QUANTIZED_DENOMINATOR
         if MASK == "none":
             _begin, _full_begin, full, columns = key_tiles(
                 None, 0, 0, tail_len, block, tail_offset, BLOCK_M, BLOCK_N, TAIL_CAUSAL, False
             )
             for tile in tl.range(0, full, num_stages=STAGES):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, False, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 0, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, False, NATIVE,
                 )  # fmt: skip
             for tile in range(full, tl.cdiv(columns, BLOCK_N)):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 1, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
         elif MASK == "blocks" or MASK == "block_keys":
             KEYS: tl.constexpr = (
                 "bool" if MASK == "block_keys" else "none"
             )  # keys that exist: a mask, the same for all rows
-            tiles += batch * tiles_stride_batch + head * tiles_stride_head
-            tiles += (block // (LIST_M // BLOCK_M)) * tiles_stride_row
+            entries += batch * entries_stride_batch + head * entries_stride_head
+            entries += (block // (LIST_M // BLOCK_M)) * entries_stride_row
             if MASK == "block_keys":
                 mask += batch * mask_stride_batch
-            unmasked, listed = tl.load(tiles), tl.load(tiles + 1)
-            tile = tl.load(tiles + 2)
+            unmasked, listed = tl.load(entries), tl.load(entries + 1)
+            tile = tl.load(entries + 2)
             for index in tl.range(0, unmasked, num_stages=STAGES):
-                following = tl.load(tiles + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
-                row_max, total, denominator, accumulator = attend_tile(
-                    tile, 0, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value, value_scale, delta, kv_rows,
-                    mask, row, q_len, tail_len, tail_offset, mask_stride_row, mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, False, NATIVE,
+                following = tl.load(entries + 3 + index)  # loaded a tile ahead: loads of K and V wait for it
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tile, 0, q, q_scale, q_factor, operands, delta, mask, bounds, row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, KEYS, False, NATIVE,
                 )  # fmt: skip
                 tile = following
             for index in range(unmasked, listed):
-                row_max, total, denominator, accumulator = attend_tile(
-                    tl.load(tiles + 2 + index), 1, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
-                    value_scale, delta, kv_rows, mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column, row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, KEYS, True, NATIVE,
+                row_max, row_sum, denominator, acc = attend_tile(
+                    tl.load(entries + 2 + index), 1, q, q_scale, q_factor, operands, delta, mask, bounds,
+                    row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, KEYS, True, NATIVE,
                 )  # fmt: skip
         else:
-            tiles_of_row = tiles + batch * tiles_stride_batch + head * tiles_stride_head + block * tiles_stride_row
+            entries = entries + batch * entries_stride_batch + head * entries_stride_head + block * entries_stride_row
             mask += batch * mask_stride_batch + head * mask_stride_head
             tail_mask = mask + FIRST * mask_stride_column
             # Pipelined, the native kernel adds wrong biases: Triton 3.6 puts their loads, and their conversion to the
             # layout of the scores, before the wait for the copies of the tile.
             MASKED_STAGES: tl.constexpr = 1 if NATIVE and MASK == "additive" else STAGES
-            for index in tl.range(0, tl.load(tiles_of_row), num_stages=MASKED_STAGES):
-                entry = tl.load(tiles_of_row + 1 + index)
-                row_max, total, denominator, accumulator = attend_tile(
-                    entry // 2, entry % 2, q, q_scale, q_factor, key, key_scale, key_tensor_scale, value,
-                    value_scale, delta, kv_rows, tail_mask, row, q_len, tail_len, tail_offset, mask_stride_row,
-                    mask_stride_column,
-                    row_max, total, denominator, accumulator,
-                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, TOTAL, TAIL_CAUSAL, MASK, True, NATIVE,
+            for index in tl.range(0, tl.load(entries), num_stages=MASKED_STAGES):
+                entry = tl.load(entries + 1 + index)
+                row_max, row_sum, denominator, acc = attend_tile(
+                    entry // 2, entry % 2, q, q_scale, q_factor, operands, delta, tail_mask, bounds,
+                    row_max, row_sum, denominator, acc,
+                    CHANNELS, BLOCK_M, BLOCK_N, SMOOTH_Q, FRAGMENTS, HAS_ROW_SUM, TAIL_CAUSAL, MASK, True, NATIVE,
                 )  # fmt: skip
 
-        if TOTAL:
-            row_sum = tl.sum(total, 1)
-        divisor = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
+        if HAS_ROW_SUM:
+            row_sum = tl.sum(row_sum, 1)
+        denominator = tl.sum(denominator, 1) * 0.5 if QUANTIZED_DENOMINATOR else row_sum
         kv_pair = batch * kv_heads + kv_head
-        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(divisor == 0.0, 1.0, divisor)
+        factor = tl.load(value_tensor_scale + kv_pair) / tl.where(denominator == 0.0, 1.0, denominator)
         mean = tl.load(value_mean + kv_pair * mean_channels + channel, mask=channel < mean_channels, other=0.0)
-        accumulator = tl.where((divisor == 0.0)[:, None], 0.0, accumulator * factor[:, None] + mean[None, :])
+        acc = tl.where((denominator == 0.0)[:, None], 0.0, acc * factor[:, None] + mean[None, :])
         if FIRST + RECENT_N > 0:
-            row = opaque(block * BLOCK_M) + tl.arange(0, BLOCK_M)
+            row = optimization_barrier(block * BLOCK_M) + tl.arange(0, BLOCK_M)
             source_query += batch * source_query_stride_batch + head * source_query_stride_head
             if LATE > 0:
                 late += kv_pair * LATE
@@ -506,31 +478,31 @@ def nvfp4_forward(
             source_key += batch * source_key_stride_batch + kv_head * source_key_stride_head
             source_value += batch * source_value_stride_batch + kv_head * source_value_stride_head
             if MASK == "bool" or MASK == "additive":
-                valid += batch * valid_stride
-            row_max, recent_total, divisor, accumulator = attend_recent_keys(
-                source_query, source_key, source_value, valid, late, mask, row, token, FIRST + recent_first,
+                key_mask += batch * key_mask_stride
+            row_max, new_sum, denominator, acc = attend_recent_keys(
+                source_query, source_key, source_value, key_mask, late, mask, row, token, FIRST + recent_first,
                 tl.minimum(kv_len, (block + 1) * BLOCK_M + causal_offset), kv_start, q_len, kv_len, head_dim,
                 v_head_dim, causal_offset, softmax_scale, tl.load(mean_score + q_row),
                 source_query_stride_token, source_query_stride_channel, source_key_stride_token,
                 source_key_stride_channel, source_value_stride_token, source_value_stride_channel, mask_stride_row,
-                mask_stride_column, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
+                mask_stride_column, row_max, row_sum if HAS_ROW_SUM else denominator, denominator, acc, P_SCALE_LOG2,
                 CHANNELS, V_CHANNELS, RECENT_N, FIRST, LATE, MASK,
             )  # fmt: skip
-            if TOTAL:
-                row_sum = recent_total
+            if HAS_ROW_SUM:
+                row_sum = new_sum
         if FIRST > 0:
-            row_max, heavy_total, accumulator = attend_heavy_keys(
+            row_max, new_sum, acc = attend_heavy_keys(
                 source_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
                 causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
-                mask_stride_column, None, row_max, row_sum if TOTAL else divisor, divisor, accumulator, P_SCALE_LOG2,
-                CHANNELS, V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
+                mask_stride_column, None, row_max, row_sum if HAS_ROW_SUM else denominator, denominator, acc,
+                P_SCALE_LOG2, CHANNELS, V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip
-            if TOTAL:
-                row_sum = heavy_total
+            if HAS_ROW_SUM:
+                row_sum = new_sum
         into = output + batch * output_stride_batch + head * output_stride_head + token[:, None] * output_stride_token
         into += channel[None, :] * output_stride_channel
-        store_clamped(into, accumulator, inside[:, None] & (channel < v_head_dim)[None, :])
+        store_clamped(into, acc, inside[:, None] & (channel < v_head_dim)[None, :])
         if LSE:
             natural = (row_max + tl.log2(row_sum) - P_SCALE_LOG2) * LN2 + softmax_scale * tl.load(mean_score + q_row)
             at = lse + batch * lse_stride_batch + head * lse_stride_head + token * lse_stride_token

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
 from ..spec.layout import ceil_div
 from ..spec.qk_norm_rope import Norm, Rope
+from .common.launch import UNSPECIALIZED, launch, strides
 
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 2048  # of a block's heads, padding included (measured on an H200)
 WARPS = 4

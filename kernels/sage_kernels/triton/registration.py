@@ -30,7 +30,7 @@ from ..spec.call import BackwardCall, Call
 from ..spec.checks import SUPPORTED_DTYPES
 from ..spec.kv_cache import KVCache
 from ..spec.layout import MAX_GRID
-from ..spec.operands import Int8Operands, NVFP4Operands, Saved
+from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.qk_norm_rope import Norm, Rope
 from ..spec.recipe import get_recipe
 
@@ -81,11 +81,11 @@ class TritonQuantizer(TritonKernel):
 
     module: str
 
-    def quantize(self, call: Call, valid: torch.Tensor | None = None, spans: torch.Tensor | None = None) -> Any:
-        """Quantise; see `quantize_operands` of the module."""
-        if valid is not None and spans is not None:
-            import_module("..language.padding", __package__).write_spans(valid, spans)
-        return _load(self.module).quantize_operands(call, valid)
+    def quantize(self, call: Call, padding: KeyPadding | None = None) -> Any:
+        """Quantise, and write the spans of the padding; see `quantize_operands` of the module."""
+        if padding is not None and padding.spans is not None:
+            import_module(".common.padding", __package__).write_spans(padding)
+        return _load(self.module).quantize_operands(call, None if padding is None else padding.key_mask_u8)
 
 
 class Int8Quantizer(TritonQuantizer):
@@ -301,12 +301,12 @@ class TritonKVKernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        valid: torch.Tensor | None,
+        key_mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
         """Append tokens and attend with them; see `kv_decode.decode`."""
         query, key, value = map(_packed_channels, (query, key, value))
-        output: torch.Tensor = _load("kv_decode").decode(cache, query, key, value, valid, scale, _capability(query))
+        output: torch.Tensor = _load("kv_decode").decode(cache, query, key, value, key_mask, scale, _capability(query))
         return output
 
 

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.rotation import channel_factor, sign_bits, unrotate
-from ..language.sequences import sequence_range
-from ..language.tokens import load_tokens
 from ..spec.call import BackwardCall
 from ..spec.layout import Sequences, batch_strides, ceil_div
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.rotation import channel_factor, sign_bits, unrotate
+from .common.sequences import sequence_range
+from .common.tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(32)
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import MASK_AXES, TOKEN_AXES, launch, strides
 from ..spec.layout import ceil_div, power_of_two
+from .common.launch import MASK_AXES, TOKEN_AXES, launch, strides
 
 SIDES = (128, 64)  # means of queries and of keys that a program of `score_pairs` multiplies
 LARGEST = tl.constexpr(0xFFFFFFFF)

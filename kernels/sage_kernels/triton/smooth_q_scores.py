@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.sequences import operand_row, sequence_range
-from ..language.tokens import load_tokens, tail_source
 from ..spec.call import Call
 from ..spec.layout import BLOCK, batch_strides, ceil_div, power_of_two, stride_of
 from ..spec.operands import NVFP4Operands
-from .quantize.heavy import choice_places
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.sequences import operand_row, sequence_range
+from .common.tokens import load_tokens, tail_source
+from .quantize.heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 
@@ -26,7 +26,7 @@ BLOCK_ROWS = tl.constexpr(BLOCK)
 def smooth_q_scores(
     operands: NVFP4Operands,
     call: Call,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
     first_sequence: int,
     first_block: int,
     delta: torch.Tensor,
@@ -37,7 +37,7 @@ def smooth_q_scores(
     Args:
         operands: the call's operands, with a query_mean.
         call: the call without heavy keys (`Call.tail`).
-        valid: uint8 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys that do not count; None: all count.
         first_sequence, first_block: where the ranges begin.
         delta: float32 (sequences, q_heads, blocks, keys), written: (the block's mean) · (K - its mean), divided by the
             tensor scales of Q and K; the accumulators of a tile start from it. Keys are in the order of the operand.
@@ -63,7 +63,7 @@ def smooth_q_scores(
         key_tensor_scale=operands.key_tensor_scale,
         delta=delta,
         chosen=operands.statistics.chosen,
-        valid=valid,
+        key_mask=key_mask_u8,
         q_ranges=q_sequences.ranges,
         kv_ranges=kv_sequences.ranges,
         q_len=q_sequences.tokens,
@@ -79,15 +79,15 @@ def smooth_q_scores(
         key_mean_channels=key_mean.shape[2],
         channels=key.shape[3],
         **strides("", batch_strides(key, kv_sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         BLOCK_M=means,
         BLOCK_N=keys,
         TILES=tiles,
         SPLIT=split,
         FIRST=operands.statistics.first_keys,
-        PLACES=choice_places(operands.statistics),
-        HAS_VALID=valid is not None,
+        PLACES=replaceable_keys(operands.statistics),
+        HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=q_sequences.packed,
         RAGGED=q_sequences.ranges is not None or kv_sequences.ranges is not None,
         num_warps=4,
@@ -104,7 +104,7 @@ def smooth_q_scores_of_means(
     key_tensor_scale,
     delta,
     chosen,
-    valid,
+    key_mask,
     q_ranges,
     kv_ranges,
     q_len,
@@ -123,7 +123,7 @@ def smooth_q_scores_of_means(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -131,7 +131,7 @@ def smooth_q_scores_of_means(
     SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -159,8 +159,8 @@ def smooth_q_scores_of_means(
     # Tensor scales are powers of two: their reciprocals, and products with them, are exact.
     factor = 1.0 / tl.load(query_tensor_scale + row, mask=inside, other=1.0)
     key_tensor_scale += operand_row(batch, kv_head, kv_heads, kv_blocks, k_operand_start // BLOCK_ROWS, PACKED)
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     key += batch * stride_batch + kv_head * stride_head
     # The operand holds this token at this position.
     position = tl.arange(0, BLOCK_N)
@@ -169,7 +169,8 @@ def smooth_q_scores_of_means(
     for tile in tl.range(0, tiles):
         column = first_column + tile * BLOCK_N
         k, counts = load_tokens(
-            key, valid, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel, HAS_VALID,
+            key, key_mask, k_start, column + token, kv_len, channel, channels, stride_token, stride_channel,
+            HAS_KEY_MASK,
             source=tail_source(column + token, chosen, batch * kv_heads + kv_head, FIRST, PLACES),
         )  # fmt: skip
         if SPLIT:

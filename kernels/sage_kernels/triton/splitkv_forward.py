@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..language.launch import UNSPECIALIZED, launch, strides
-from ..language.scores import LOG2E, store_clamped
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
 from ..spec.layout import ceil_div, power_of_two, stride_of
+from .common.launch import UNSPECIALIZED, launch, strides
+from .common.scores import LOG2E, store_clamped
 from .configs import splitkv_forward_config
 
 MIN_ROWS = 16  # rows of a matrix instruction
@@ -34,7 +34,7 @@ def attend(call: Call) -> torch.Tensor:
     """
     output, _ = call.new_outputs()
     call = call.for_kernel()
-    query, key, value, valid = call.query, call.key, call.value, call.mask.valid
+    query, key, value, key_mask = call.query, call.key, call.value, call.mask.key_mask
     (batch, q_heads, q_len, head_dim), (kv_heads, kv_len), v_head_dim = query.shape, key.shape[1:3], value.shape[3]
     rows = q_heads // kv_heads * q_len
     channels, v_channels = max(16, power_of_two(head_dim)), max(16, power_of_two(v_head_dim))
@@ -58,7 +58,7 @@ def attend(call: Call) -> torch.Tensor:
         output=into,
         sums=sums,
         maxima=maxima,
-        valid=None if valid is None else valid.view(torch.uint8),
+        key_mask=None if key_mask is None else key_mask.view(torch.uint8),
         q_len=q_len,
         kv_len=kv_len,
         group_rows=rows,
@@ -69,12 +69,12 @@ def attend(call: Call) -> torch.Tensor:
         softmax_scale=call.scale,
         **strides("query", query.stride()[:3]),
         **strides("output", into_strides),
-        valid_stride=stride_of(valid),
-        valid_stride_key=1 if valid is None else valid.stride(1),
+        key_mask_stride=stride_of(key_mask),
+        key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         CAUSAL=call.is_causal,
-        PADDED=valid is not None,
+        PADDED=key_mask is not None,
         WHOLE=parts == 1,
         **config.constants,
     )
@@ -118,7 +118,7 @@ def attend_to_part(
     output,
     sums,
     maxima,
-    valid,
+    key_mask,
     q_len,
     kv_len,
     group_rows,
@@ -133,8 +133,8 @@ def attend_to_part(
     output_stride_batch,
     output_stride_head,
     output_stride_token,
-    valid_stride,
-    valid_stride_key,
+    key_mask_stride,
+    key_mask_stride_key,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -155,8 +155,8 @@ def attend_to_part(
     first = part * part_tiles
     end = tl.minimum(first + part_tiles, tl.cdiv(columns, BLOCK_N))
     if PADDED:
-        valid += batch.to(tl.int64) * valid_stride
-        first, end = existing_tiles(valid, valid_stride_key, first, end, kv_len, BLOCK_N)
+        key_mask += batch.to(tl.int64) * key_mask_stride
+        first, end = existing_tiles(key_mask, key_mask_stride_key, first, end, kv_len, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     inside = row < group_rows
     head = (kv_head * (group_rows // q_len) + row // q_len).to(tl.int64)
@@ -175,7 +175,7 @@ def attend_to_part(
         x = tl.dot(q, k.T) * scale
         exists = column < kv_len
         if PADDED:
-            exists = exists & (tl.load(valid + column * valid_stride_key, mask=exists, other=0) != 0)
+            exists = exists & (tl.load(key_mask + column * key_mask_stride_key, mask=exists, other=0) != 0)
         allowed = exists[None, :]
         if CAUSAL:
             allowed = allowed & (column[None, :] <= token[:, None] + causal_offset)
@@ -203,13 +203,13 @@ def attend_to_part(
 
 
 @triton.jit
-def existing_tiles(valid, stride_key, first, end, kv_len, BLOCK_N: tl.constexpr):
+def existing_tiles(key_mask, stride_key, first, end, kv_len, BLOCK_N: tl.constexpr):
     """Return the range of tiles, of tiles first…end - 1, from the first existing key to the last."""
     first_key, end_key = kv_len, 0
     for start in range(first * BLOCK_N, end * BLOCK_N, KEYS_AT_ONCE):
         column = start + tl.arange(0, KEYS_AT_ONCE)
         inside = column < tl.minimum(end * BLOCK_N, kv_len)
-        exists = tl.load(valid + column * stride_key, mask=inside, other=0) != 0
+        exists = tl.load(key_mask + column * stride_key, mask=inside, other=0) != 0
         first_key = tl.minimum(first_key, tl.min(tl.where(exists, column, kv_len), 0))
         end_key = tl.maximum(end_key, tl.max(tl.where(exists, column + 1, 0), 0))
     return first_key // BLOCK_N, tl.cdiv(end_key, BLOCK_N)

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
-from ..language.sequences import sequence_range
 from ..spec.block_list import BlockList
 from ..spec.call import BackwardCall
 from ..spec.layout import ceil_div
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
+from .common.sequences import sequence_range
 
 TILES, ROWS = tl.constexpr(32), tl.constexpr(32)  # tiles and blocks of rows that a program reads at once
 
@@ -35,16 +35,6 @@ class TileRows:
     rows: torch.Tensor
     spans: torch.Tensor
     blocks: BlockList
-
-    @property
-    def row_strides(self) -> tuple[int, int]:
-        """Return the strides of `rows` along batch and head, 0 where the list is broadcast."""
-        return _broadcast_strides(self.rows)
-
-    @property
-    def span_strides(self) -> tuple[int, int]:
-        """Return the strides of `spans` along batch and head, 0 where the list is broadcast."""
-        return _broadcast_strides(self.spans)
 
 
 def tile_rows(call: BackwardCall) -> TileRows:
@@ -98,11 +88,6 @@ def tile_rows(call: BackwardCall) -> TileRows:
         RAGGED=q_sequences.ranges is not None,
     )
     return TileRows(rows, spans, blocks)
-
-
-def _broadcast_strides(x: torch.Tensor) -> tuple[int, int]:
-    batch, head = (0 if x.shape[dim] == 1 else x.stride(dim) for dim in range(2))
-    return batch, head
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tile_count", "places"])

@@ -206,9 +206,9 @@ def test_the_mask_of_a_window_is_known_to_be_causal(recipe: str, said: bool) -> 
 def test_a_hidden_key_or_a_changed_mask_behind_a_cache_is_honoured() -> None:
     tiny = MODELS["llama"]
     model, tokens = tiny.build("sage2_emulate"), tiny.inputs()["input_ids"]
-    valid = torch.ones_like(tokens)
-    valid[:, 7] = 0
-    hidden = prefill_in_two(model, tokens, DynamicCache(), attention_mask=valid)
+    key_mask = torch.ones_like(tokens)
+    key_mask[:, 7] = 0
+    hidden = prefill_in_two(model, tokens, DynamicCache(), attention_mask=key_mask)
     for layer in attention_layers(model).values():
         request = record.last_plans(layer)[-1].request
         assert (request.mask, request.is_causal) == ("keys", True)

@@ -35,12 +35,12 @@ static_assert(!LISTS || WARPGROUPS == 2 && BLOCK_N == 128 && !HEAVY,
 
 constexpr int BLOCK_M = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int SCORES = BLOCK_N / 2;             // of a tile in a thread's registers
-constexpr int OUTPUTS = CHANNELS / 2;           // in a thread's registers
+constexpr int ACC_ELEMENTS = CHANNELS / 2;      // in a thread's registers
 constexpr int PV_BYTES = PV_FLOAT16 ? 2 : 1;    // of an element of P and V
-constexpr int WEIGHTS = SCORES * PV_BYTES / 4;  // words of P
+constexpr int P_WORDS = SCORES * PV_BYTES / 4;  // words of P
 constexpr int PV_DEPTH = 32 / PV_BYTES;         // keys of a matrix product
 constexpr int CHUNK = 8, CHUNKS = SCORES / CHUNK;
-// A tile's weights are packed once the previous tile's P·V is done: after PRODUCTS_DONE chunks.
+// A tile's P is packed once the previous tile's P·V is done: after PRODUCTS_DONE chunks.
 constexpr int PRODUCTS_DONE = 1;
 constexpr int LINE_CHANNELS = LINE_BYTES / 2;  // of V in float16 and of the output
 constexpr int Q_BYTES = BLOCK_M * CHANNELS, K_BYTES = BLOCK_N * CHANNELS, V_BYTES = CHANNELS * BLOCK_N * PV_BYTES;
@@ -61,11 +61,11 @@ constexpr int FIRST_KEYS = HEAVY ? HEAVY_KEYS - LATE_KEYS : 0;          // not p
 constexpr int HEAVY_SCORES = HEAVY_KEYS / 2;                            // in a thread's registers
 constexpr int HEAVY_KEY_LINES = (HEAVY_KEYS + MEAN_ROWS) * LINE_BYTES;  // of heavy keys: LINE_CHANNELS of each
 constexpr int SEGMENTS = (BLOCK_N + KEY_BLOCK - 1) / KEY_BLOCK;         // of a tile, each with a scale of K
-// Where it is faster, products with ones sum a row's weights. They sum rounded weights; e4m3 rounds too coarsely for
+// Where it is faster, products with ones sum a row's P. They sum rounded numbers; e4m3 rounds too coarsely for
 // the LSE.
 constexpr bool SUMS_BY_PRODUCT = PV_FLOAT16 ? CHANNELS == 64 : !LSE;
 // Rows need no mask after the last key, where the tile holds zeros: the zeros' score exceeds no row's maximum, because
-// scores of keys without their mean have mean 0; and their weights are erased before the sum. Scores of a list's tiles
+// scores of keys without their mean have mean 0; and their P is erased before the sum. Scores of a list's tiles
 // may have any mean.
 constexpr bool ERASES = CENTRED && SUMS_BY_PRODUCT && !PV_FLOAT16 && !CAUSAL && !PADDED && !LISTS;
 // A last tile that is at most half full takes half of the softmax. Without the heavy keys, a multiple of BLOCK_N keys
@@ -81,8 +81,8 @@ static_assert(!SKIPS || ((WARPGROUPS - 1) * WARPGROUP_ROWS + BLOCK_N - 1) / BLOC
 // whole items (`last_parts`).
 constexpr bool PASSES = HEAVY || WARPGROUPS == 2;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-// A row's weights are relative to a reference. The row's maximum may exceed it by SLACK powers of two: then weights
-// reach the limit of P's format.
+// A row's P is relative to a reference. The row's maximum may exceed it by SLACK powers of two: then P reaches the
+// limit of its format.
 constexpr float SLACK = PV_FLOAT16 ? 8.0f : 2.0f, P_LOG2 = LARGEST_P_LOG2 - SLACK;
 static_assert(P_LOG2 > 0.0f && LARGEST_P_LOG2 < (PV_FLOAT16 ? 16.0f : 9.0f),
               "LARGEST_P_LOG2 must be above SLACK, and within the format of P");
@@ -136,7 +136,7 @@ struct TakenPlace {
 
 // Shared memory behind the tiles.
 struct alignas(256) Control {
-  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes; products with them sum weights
+  uint32 ones[8 * 32 / 4];  // 8 rows of 32 bytes; products with them sum P
   Barriers barriers;
   ValueScales value_scales;
   Factors factors[QUERY_STAGES];

@@ -5,7 +5,7 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The 64 rows of one warpgroup. A thread has the scores and outputs of rows `row` and `row` + 8: element i of `scores`
+// The 64 rows of one warpgroup. A thread has the scores and P·V of rows `row` and `row` + 8: element i of `scores`
 // belongs to row `row` + i / 2 % 2 * 8 and to key i / 4 * 8 + quad * 2 + i % 2 of the tile.
 struct Rows {
   const Int8ForwardArguments& a;
@@ -28,12 +28,12 @@ struct Rows {
   int allowed_keys[2];                  // keys of a masked tile that the rows may attend to, from quad * 2 on
   uint32 exists[BLOCK_N / 32];          // bits of keys of a masked tile, from quad * 2 on
   int scores[SCORES];
-  uint32 weights[WEIGHTS];
-  float outputs[OUTPUTS];
+  uint32 p[P_WORDS];
+  float acc[ACC_ELEMENTS];
   float row_scale[2], next_key_scale[SEGMENTS], scale[2][SEGMENTS];
-  float base[2];  // P_LOG2 - the row's reference
-  float decay[2], row_sum[2], sums_base[2];
-  float tile_sum[4];  // of weights, by a matrix product: `row`'s twice, then `row` + 8's twice
+  float row_shift[2];  // added to a row's scores in base 2: P_LOG2 - the row's reference
+  float decay[2], row_sum[2], sums_shift[2];
+  float tile_sum[4];  // of P, by a matrix product: `row`'s twice, then `row` + 8's twice
   bool reference_changed, has_sums;
   int q_stage, parity;
   int listed_tile;           // with LISTS: the current tile
@@ -69,13 +69,13 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 32; i++) {
         const int key = first - quad * 2 + i * 32 + thread % 32;
-        const bool is_valid = key < a.kv_len && valid()[FIRST_KEYS + key];
+        const bool is_valid = key < a.kv_len && key_mask()[FIRST_KEYS + key];
         exists[i] = __ballot_sync(~0u, is_valid) >> quad * 2;
       }
     }
   }
   // Return which keys of the item's batch element exist, heavy keys too.
-  DEVICE const uint8* valid() const { return a.valid + item.batch * static_cast<int64>(a.valid_stride); }
+  DEVICE const uint8* key_mask() const { return a.key_mask + item.batch * static_cast<int64>(a.key_mask_stride); }
   DEVICE bool allowed(int i) const {
     const int key = i / 4 * 8 + i % 2;
     return key < allowed_keys[i / 2 % 2] && (!PADDED || exists[key / 32] >> key % 32 & 1);
@@ -83,7 +83,7 @@ struct Rows {
 
   // Find a tile's scales and its rows' maxima; a maximum that exceeds its reference by SLACK becomes the reference.
   template <int ODD, bool MASKED, bool HALF = false>
-  DEVICE void find_maxima(int number) {
+  DEVICE void find_row_max(int number) {
 #pragma unroll
     for (int i = 0; i < SEGMENTS; i++) {
       scale[0][i] = row_scale[0] * next_key_scale[i];
@@ -114,30 +114,30 @@ struct Rows {
         if (!MASKED || x[r] != NO_KEY) largest[r] = fmaxf(largest[r], static_cast<float>(x[r]) * scale[r][part]);
     }
     constexpr float limit = P_LOG2 + SLACK;
-    reference_changed = __any_sync(~0u, largest[0] + base[0] > limit || largest[1] + base[1] > limit);
+    reference_changed = __any_sync(~0u, largest[0] + row_shift[0] > limit || largest[1] + row_shift[1] > limit);
     if (reference_changed) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float x = largest[r];
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        const float before = base[r];
-        base[r] = fminf(before, P_LOG2 - x);
-        decay[r] = MASKED && base[r] == INFINITE ? 1.0f : exp2_approximate(base[r] - before);
+        const float before = row_shift[r];
+        row_shift[r] = fminf(before, P_LOG2 - x);
+        decay[r] = MASKED && row_shift[r] == INFINITE ? 1.0f : exp2_approximate(row_shift[r] - before);
         if (!SUMS_BY_PRODUCT) row_sum[r] *= decay[r];
       }
     }
   }
 
-  // The three stages that turn a chunk of 8 scores into weights. Adding 0 · (a result of the previous chunk) keeps the
+  // The three stages that turn a chunk of 8 scores into P. Adding 0 · (a result of the previous chunk) keeps the
   // compiler from scaling all scores first and then waiting for one exponential after the other.
   template <int ODD, bool MASKED>
   DEVICE void begin_chunk(int chunk) {
-    float shift[2] = {base[0], base[1]};
+    float shift[2] = {row_shift[0], row_shift[1]};
     if (chunk > 0) {  // of the same row: non-finite values stay there
       const int* before = scores + (chunk - 1) * CHUNK;
-      shift[0] = __fmaf_rn(__int_as_float(before[0]), 0.0f, base[0]);
-      shift[1] = __fmaf_rn(__int_as_float(before[2]), 0.0f, base[1]);
+      shift[0] = __fmaf_rn(__int_as_float(before[0]), 0.0f, row_shift[0]);
+      shift[1] = __fmaf_rn(__int_as_float(before[2]), 0.0f, row_shift[1]);
     }
 #pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
@@ -150,24 +150,24 @@ struct Rows {
   DEVICE void exponentiate_chunk(int chunk) {
 #pragma unroll
     for (int i = chunk * CHUNK; i < (chunk + 1) * CHUNK; i++) {
-      const float p = exp2_approximate(__int_as_float(scores[i]));
-      if (!SUMS_BY_PRODUCT) row_sum[i / 2 % 2] += p;
-      scores[i] = __float_as_int(p);
+      const float exponential = exp2_approximate(__int_as_float(scores[i]));
+      if (!SUMS_BY_PRODUCT) row_sum[i / 2 % 2] += exponential;
+      scores[i] = __float_as_int(exponential);
     }
   }
   DEVICE void pack_chunk(int chunk) {
-    auto p = [&](int i) { return __int_as_float(scores[chunk * CHUNK + i]); };
+    auto exponential = [&](int i) { return __int_as_float(scores[chunk * CHUNK + i]); };
     if (PV_FLOAT16) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) weights[4 * chunk + i] = pack_float16(p(2 * i), p(2 * i + 1));
+      for (int i = 0; i < 4; i++) p[4 * chunk + i] = pack_float16(exponential(2 * i), exponential(2 * i + 1));
     } else {
-      weights[2 * chunk] = to_e4m3(p(0), p(1), p(4), p(5));
-      weights[2 * chunk + 1] = to_e4m3(p(2), p(3), p(6), p(7));
+      p[2 * chunk] = to_e4m3(exponential(0), exponential(1), exponential(4), exponential(5));
+      p[2 * chunk + 1] = to_e4m3(exponential(2), exponential(3), exponential(6), exponential(7));
     }
   }
-  // `await_products` waits until the matrix products have read the previous tile's weights.
+  // `await_products` waits until the matrix products have read the previous tile's P.
   template <int ODD, bool MASKED, bool HALF = false, typename Await>
-  DEVICE void weigh_scores(Await await_products) {
+  DEVICE void exponentiate_scores(Await await_products) {
     constexpr int LAST = (HALF ? CHUNKS / 2 : CHUNKS) - 1;
     begin_chunk<ODD, MASKED>(0);
 #pragma unroll
@@ -184,7 +184,7 @@ struct Rows {
       }
     }
     pack_chunk(LAST);
-    pin(weights);
+    pin(p);
   }
 
   DEVICE void begin_scores(int stage) {
@@ -194,8 +194,8 @@ struct Rows {
     for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
     commit_products();
   }
-  // In the item's last tile, erase the weights after the last key.
-  DEVICE void erase_weights() {
+  // In the item's last tile, erase P after the last key.
+  DEVICE void erase_p() {
     const int keys_left = a.kv_len - (tiles - 1) * BLOCK_N - quad * 2;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
@@ -203,13 +203,13 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if (c * 16 + i / 2 * 8 + i % 2 < keys_left) kept |= 0xFFu << 8 * i;
-      weights[2 * c] &= kept;
-      weights[2 * c + 1] &= kept;
+      p[2 * c] &= kept;
+      p[2 * c + 1] &= kept;
     }
   }
 
   template <bool ADD>
-  DEVICE void sum_weights(const uint32* part) {
+  DEVICE void sum_p(const uint32* part) {
     if constexpr (PV_FLOAT16)
       add_float16_product<32, false, ADD>(tile_sum, part, ones);
     else
@@ -217,28 +217,27 @@ struct Rows {
   }
   DEVICE void begin_sums() {
     if constexpr (SUMS_BY_PRODUCT) {
-      sum_weights<false>(weights);
+      sum_p<false>(p);
 #pragma unroll
-      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_weights<true>(weights + 4 * i);
+      for (int i = 1; i < BLOCK_N / PV_DEPTH; i++) sum_p<true>(p + 4 * i);
     }
   }
   template <bool WITH_SUMS>
-  DEVICE void begin_outputs(int stage) {
+  DEVICE void begin_pv(int stage) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / PV_DEPTH; i++) {
       if constexpr (PV_FLOAT16) {
-        add_float16_product<128, true, true>(outputs, weights + 4 * i,
-                                             v + (stage * V_BYTES + i * PV_DEPTH * LINE_BYTES) / 16);
+        add_float16_product<128, true, true>(acc, p + 4 * i, v + (stage * V_BYTES + i * PV_DEPTH * LINE_BYTES) / 16);
       } else {
         const int at = i * 32 / VALUE_WIDTH * (CHANNELS * VALUE_WIDTH) + i * 32 % VALUE_WIDTH;
-        add_product<VALUE_WIDTH, true>(outputs, weights + 4 * i, v + (stage * V_BYTES + at) / 16);
+        add_product<VALUE_WIDTH, true>(acc, p + 4 * i, v + (stage * V_BYTES + at) / 16);
       }
     }
     if (WITH_SUMS) begin_sums();
     commit_products();
   }
 
-  // Add the previous tile's sums of weights; their products are done.
+  // Add the previous tile's sums of P; their products are done.
   DEVICE void add_tile_sum() {
     pin(tile_sum);
     if (SUMS_BY_PRODUCT) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[2];
@@ -250,55 +249,55 @@ struct Rows {
     sync_warpgroup();
   }
 
-  // Add the outputs to the float32 sums, then set the outputs to 0, or if LAST to the sums.
+  // Add `acc` to the float32 sums, then set `acc` to 0, or if LAST to the sums.
   template <bool LAST>
-  DEVICE void move_sums(const float (&base)[2]) {
+  DEVICE void move_sums(const float (&row_shift)[2]) {
     float4* sums = reinterpret_cast<float4*>(shared_sums) + thread;
     if (!has_sums) reclaim_shared_sums();
     float gain[2] = {0.0f, 0.0f};
     if (has_sums) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(base[r] - sums_base[r]);
+      for (int r = 0; r < 2; r++) gain[r] = exp2_approximate(row_shift[r] - sums_shift[r]);
     }
 #pragma unroll
-    for (int i = 0; i < OUTPUTS / 4; i++) {
-      float* x = outputs + 4 * i;
+    for (int i = 0; i < ACC_ELEMENTS / 4; i++) {
+      float* x = acc + 4 * i;
       float4 sum = has_sums ? sums[i * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       sum = make_float4(__fmaf_rn(sum.x, gain[0], x[0]), __fmaf_rn(sum.y, gain[0], x[1]),
                         __fmaf_rn(sum.z, gain[1], x[2]), __fmaf_rn(sum.w, gain[1], x[3]));
       if (!LAST) sums[i * 128] = sum;
       x[0] = LAST ? sum.x : 0.0f, x[1] = LAST ? sum.y : 0.0f, x[2] = LAST ? sum.z : 0.0f, x[3] = LAST ? sum.w : 0.0f;
     }
-    sums_base[0] = base[0], sums_base[1] = base[1];
+    sums_shift[0] = row_shift[0], sums_shift[1] = row_shift[1];
     has_sums = true;
   }
 
-  // Run the previous tile's P·V while this tile's scores become weights.
+  // Run the previous tile's P·V while this tile's scores become P.
   template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void step(int tile) {
     fence_products();
     begin_scores(ODD);
     fence_products();
-    begin_outputs<true>(ODD ^ 1);
+    begin_pv<true>(ODD ^ 1);
     if (LISTS) load_listed(ODD);
     wait_products<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
-    find_maxima<ODD, MASKED, HALF>(tile);
-    weigh_scores<ODD, MASKED, HALF>([&] {
+    find_row_max<ODD, MASKED, HALF>(tile);
+    exponentiate_scores<ODD, MASKED, HALF>([&] {
       // These waits are branches: the compiler moves no wait for products above them.
       if (tile + 1 < tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
       wait(barriers.v_full[ODD], parity);
       wait_products<0>();
-      pin(outputs);
+      pin(acc);
       add_tile_sum();
       arrive_as_warp(barriers.v_empty[ODD ^ 1]);
     });
     if (reference_changed) {
       if (SUMS_BY_PRODUCT) row_sum[0] *= decay[0], row_sum[1] *= decay[1];
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) outputs[i] *= decay[i / 2 % 2];
+      for (int i = 0; i < ACC_ELEMENTS; i++) acc[i] *= decay[i / 2 % 2];
     }
-    if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(base);
+    if (!PV_FLOAT16 && ODD == 0 && tile % SUMMED_TILES == 0) move_sums<false>(row_shift);
   }
 };

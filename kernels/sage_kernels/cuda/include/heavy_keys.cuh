@@ -136,18 +136,17 @@ struct HeavyRows : Rows {
   // Round two weights of heavy keys, which are at most 1; the first is in the lower half.
   static DEVICE uint32 pack_16bit(float a, float b) { return FLOAT16 ? pack_float16(a, b) : pack_bfloat16(a, b); }
 
-  // Turn the heavy keys' scores, x - `mean_score` before the softmax scale, into weights p, and add these to the rows'
-  // sums. Weights keep the other keys' reference, unless they outgrow 1. `others` becomes the other keys' part of the
-  // sums, `factor` a factor for the outputs; it also divides by the power of two near the sum, lest V times a weight be
-  // infinite.
-  DEVICE void weigh_heavy_keys(float (&x)[HEAVY_SCORES], const float (&mean_score)[2], uint32 (&p)[HEAVY_SCORES / 2],
-                               float (&factor)[2], float (&others)[2]) {
+  // Turn the heavy keys' scores, x - `mean_score` before the softmax scale, into P, and add it to the rows' sums. P
+  // keeps the other keys' reference, unless it outgrows 1. `others` becomes the other keys' part of the sums, `factor`
+  // a factor for the outputs; it also divides by the power of two near the sum, lest V times a weight be infinite.
+  DEVICE void exponentiate_heavy_scores(float (&x)[HEAVY_SCORES], const float (&mean_score)[2],
+                                        uint32 (&heavy_p)[HEAVY_SCORES / 2], float (&factor)[2], float (&others)[2]) {
     int place = quad;
     asm volatile("" : "+r"(place));
     uint32 heavy_exists[2] = {~0u, ~0u};
     if (PADDED) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, valid()[i * 32 + thread % 32]) >> place * 2;
+      for (int i = 0; i < 2; i++) heavy_exists[i] = __ballot_sync(~0u, key_mask()[i * 32 + thread % 32]) >> place * 2;
     }
     constexpr int EIGHTS = LATE_KEYS > 0 ? LATE_KEYS / 8 : 1;  // of late keys; the thread has two of each
     [[maybe_unused]] int2 late[EIGHTS];
@@ -184,22 +183,22 @@ struct HeavyRows : Rows {
       if (!(CAUSAL || PADDED) || largest[r] != -INFINITE) largest[r] = (largest[r] - mean_score[r]) * scale;
       const int exponent = __float_as_int(row_sum[r]) >> 23;
       factor[r] = exponent == 0 ? 1.0f : __int_as_float(254 - exponent << 23);
-      if (exponent != 0) base[r] -= exponent - 127;
-      const float before = base[r];
-      base[r] = fminf(before, LARGEST - largest[r]);
-      if (base[r] != INFINITE) factor[r] *= exp2_approximate(base[r] - before);
+      if (exponent != 0) row_shift[r] -= exponent - 127;
+      const float before = row_shift[r];
+      row_shift[r] = fminf(before, LARGEST - largest[r]);
+      if (row_shift[r] != INFINITE) factor[r] *= exp2_approximate(row_shift[r] - before);
       others[r] = row_sum[r] * factor[r];
-      shift[r] = base[r] == INFINITE ? 0.0f : __fmaf_rn(-mean_score[r], scale, base[r]);
+      shift[r] = row_shift[r] == INFINITE ? 0.0f : __fmaf_rn(-mean_score[r], scale, row_shift[r]);
     }
     float sum[4] = {};  // two chains for each row
 #pragma unroll
     for (int i = 0; i < HEAVY_SCORES; i++) {
       const bool is_hidden = (CAUSAL || PADDED) && x[i] == -INFINITE;
       x[i] = is_hidden ? 0.0f : exp2_approximate(__fmaf_rn(x[i], scale, shift[i / 2 % 2]));
-      if (i % 2) p[i / 2] = pack_16bit(x[i - 1], x[i]);
+      if (i % 2) heavy_p[i / 2] = pack_16bit(x[i - 1], x[i]);
       sum[i / 2 % 2 * 2 + i % 2] += x[i];
     }
-    pin(p);
+    pin(heavy_p);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float of_row = sum[2 * r] + sum[2 * r + 1];
@@ -211,8 +210,8 @@ struct HeavyRows : Rows {
 
   // Multiply the outputs by V's scale and the factor, add V's mean times the other keys' weights, and P·V of the heavy
   // keys.
-  DEVICE void add_heavy_outputs(const uint32 (&p)[HEAVY_SCORES / 2], const float (&factor)[2],
-                                const float (&others)[2]) {
+  DEVICE void add_heavy_pv(const uint32 (&heavy_p)[HEAVY_SCORES / 2], const float (&factor)[2],
+                           const float (&others)[2]) {
     int place = quad;
     asm volatile("" : "+r"(place));
 #pragma unroll
@@ -221,19 +220,19 @@ struct HeavyRows : Rows {
       const float2 mean = reinterpret_cast<const float2*>(value_scales.mean)[i * 4 + place];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float* y = outputs + 4 * i + 2 * r;
+        float* y = acc + 4 * i + 2 * r;
         y[0] = __fmaf_rn(y[0], value_scale.x * factor[r], mean.x * others[r]);
         y[1] = __fmaf_rn(y[1], value_scale.y * factor[r], mean.y * others[r]);
       }
     }
-    pin(outputs);
+    pin(acc);
     const uint32 values = heavy_keys() + HEAVY_KEY_BYTES / 16 + (HEAVY_KEYS * LINE_BYTES / 16 - 1 << 16);
     fence_products();
 #pragma unroll
     for (int i = 0; i < HEAVY_KEYS / 16; i++)
-      add_16bit_product<true>(outputs, p + 4 * i, values + i * (16 * LINE_BYTES / 16));
+      add_16bit_product<true>(acc, heavy_p + 4 * i, values + i * (16 * LINE_BYTES / 16));
     commit_products();
     wait_products<0>();
-    pin(outputs);
+    pin(acc);
   }
 };

@@ -453,13 +453,13 @@ DEVICE int least_of_block(int x) {
 }
 
 // Find the spans of a batch element's keys: see `operands.KeyPadding`.
-DEVICE void find_spans(const uint8* valid, int keys, int* spans) {
+DEVICE void find_spans(const uint8* key_mask, int keys, int* spans) {
   int first = keys, end = 0, hole = keys;
   for (int key = threadIdx.x; key < keys; key += QUANTIZE_THREADS)
-    if (valid[key]) first = min(first, key), end = key + 1;
+    if (key_mask[key]) first = min(first, key), end = key + 1;
   first = least_of_block(first), end = -least_of_block(-end);
   for (int key = first + threadIdx.x; key < keys; key += QUANTIZE_THREADS)
-    if (!valid[key]) hole = min(hole, key);
+    if (!key_mask[key]) hole = min(hole, key);
   hole = least_of_block(hole);
   if (threadIdx.x == 0) spans[0] = first, spans[1] = hole, spans[2] = end;
 }

@@ -319,7 +319,7 @@ DEVICE void sum_sample(const Tokens& query, const Statistics& s, const Equalizer
               [&](int i, uint32(&x)[4]) {
                 const uint32 row = first + i * CLUSTER_BLOCKS * 8, head = row / b.samples,
                              token = row % b.samples * b.sample_step;
-                const bool exists = row < rows && (!padded || all_valid(s, batch)[token]);
+                const bool exists = row < rows && (!padded || key_mask_of(s, batch)[token]);
                 const Reader reader(query, batch, first_head + head, token, b.q_len, lane % LANES * 8, s.head_dim);
                 reader.load<false>(0, exists && reader.tokens_left > 0, x);
               },
@@ -358,7 +358,7 @@ struct ChannelStatistics {
 // for heavy keys.
 template <bool OF_VALUE>
 DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, const Statistics& s, const Equalizer& b,
-                                       uint32 pair, const uint8* valid, float* sums) {
+                                       uint32 pair, const uint8* key_mask, float* sums) {
   __shared__ alignas(16) Partial partials[2];
   constexpr bool SQUARES = EQUALIZE && !OF_VALUE;
   constexpr int KEYS = CHOICE && !OF_VALUE ? SCORED : 0;
@@ -383,7 +383,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
     if (PADDED) {
       int exist = 0;
       for (int token = block * BLOCK + channel; token < (block + 1) * BLOCK; token += STATISTICS_THREADS)
-        exist += __syncthreads_count(token < tokens && valid[token]);
+        exist += __syncthreads_count(token < tokens && key_mask[token]);
       careful |= exist < BLOCK;
       count += exist;
     }
@@ -399,7 +399,7 @@ DEVICE ChannelStatistics reduce_blocks(KeyReader reader, const Tokens& query, co
     for (int i = 0; i < KEYS; i++) {
       const int token = block * BLOCK + scored_token(i);
       const float raw_score = __fmul_rn(score_of(partial, i), b.softmax_scale);
-      const bool scored = is_finite(raw_score) && (!careful || token < tokens && (!PADDED || valid[token]));
+      const bool scored = is_finite(raw_score) && (!careful || token < tokens && (!PADDED || key_mask[token]));
       float score = choice_score(scored ? raw_score : -INFINITE);
       // First keys stay unless another score exceeds theirs by the margin; without a score they stay. Only the last may
       // go.
@@ -465,7 +465,7 @@ DEVICE float sampled_queries(const Statistics& s, const Equalizer& b, uint32 pai
   if (!PADDED || b.q_len != s.kv_len + FIRST_KEYS) return b.samples;
   int count = 0;
   for (uint32 i = threadIdx.x % 32; i < b.samples; i += 32)
-    count += all_valid(s, pair / s.kv_heads)[i * b.sample_step] != 0;
+    count += key_mask_of(s, pair / s.kv_heads)[i * b.sample_step] != 0;
   return max(__reduce_add_sync(~0u, count), 1);
 }
 

@@ -26,24 +26,24 @@ DEVICE float* line(const Statistics& s, uint32 pair, uint32 number) {
 constexpr int NO_KEY = 0x7FFFFFFF;  // in place of a late key that does not exist
 
 // Return which keys of a batch element exist, heavy keys too.
-DEVICE const uint8* all_valid(const Statistics& s, uint32 batch) {
-  return s.valid + batch * static_cast<int64>(s.valid_stride);
+DEVICE const uint8* key_mask_of(const Statistics& s, uint32 batch) {
+  return s.key_mask + batch * static_cast<int64>(s.key_mask_stride);
 }
 
 // Reads keys, or values, that may not exist: after the first keys, or with `before` 0 all.
 struct KeyReader : Reader {
-  const uint8* valid;
+  const uint8* key_mask;
 
   DEVICE KeyReader(const Tokens& x, const Statistics& s, uint32 pair, int token, int tokens, int channel, int channels,
                    int before = FIRST_KEYS)
       : Reader(x, pair / s.kv_heads, pair % s.kv_heads, token, tokens, channel, channels),
-        valid(PADDED ? all_valid(s, pair / s.kv_heads) + before + token : nullptr) {}
+        key_mask(PADDED ? key_mask_of(s, pair / s.kv_heads) + before + token : nullptr) {}
 
-  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number]); }
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || key_mask[number]); }
 
   DEVICE void skip(int tokens) {
     Reader::skip(tokens);
-    if (PADDED) valid += tokens;
+    if (PADDED) key_mask += tokens;
   }
 };
 
@@ -51,7 +51,7 @@ struct KeyReader : Reader {
 template <int N>
 DEVICE bool all_exist(const Statistics& s, uint32 pair, uint32 first) {
   if (first + N > s.kv_len) return false;
-  return !PADDED || __syncthreads_and(all_valid(s, pair / s.kv_heads)[FIRST_KEYS + first + threadIdx.x % N]);
+  return !PADDED || __syncthreads_and(key_mask_of(s, pair / s.kv_heads)[FIRST_KEYS + first + threadIdx.x % N]);
 }
 
 // Return the larger halves; NaN where either is NaN.

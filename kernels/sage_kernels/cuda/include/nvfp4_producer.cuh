@@ -33,7 +33,7 @@ DEVICE void produce_recent(const NVFP4ForwardArguments& a, const Tokens& key_tok
                            const Item& item, Shared& shared, Barriers& b, Use& use) {
   static_assert(RECENT_TILE == 32, "RECENT_TILE must be 32: a lane has one key");
   const int lane = threadIdx.x % 32, part = lane % LANES;
-  const uint8* valid = a.valid + static_cast<int64>(item.batch) * a.valid_stride;
+  const uint8* key_mask = a.key_mask + static_cast<int64>(item.batch) * a.key_mask_stride;
   const int* late = a.late + item.kv_pair(a) * LATE_KEYS;
   const uint16* keys = first_token(key_tokens, item, 8 * part);
   const uint16* values = first_token(value_tokens, item, 8 * part);
@@ -46,7 +46,7 @@ DEVICE void produce_recent(const NVFP4ForwardArguments& a, const Tokens& key_tok
     // A lane finds the place of one key; below 0: none.
     const int place = FIRST_KEYS + tile + lane;
     int source = tile + lane < end ? place : -1;
-    if (PADDED && source >= 0 && !valid[place]) source = -1;
+    if (PADDED && source >= 0 && !key_mask[place]) source = -1;
     if constexpr (LATE_KEYS > 0) {
       // In place of a late key, rows attend to the first key that gave way to it.
       const int number = place & LATE_KEYS - 1;

@@ -8,15 +8,16 @@
 #include "warp_heavy_keys.cuh"
 #include "warp_recent_keys.cuh"
 
-constexpr int KEY_BLOCKS = BLOCK / 8;                  // of a matrix product's columns, in a tile
-constexpr int CHANNEL_BLOCKS = CHANNELS / 8;           // likewise of V
-constexpr int QK_STEPS = CHANNELS / 64;                // products in the depth of Q·Kᵀ
-constexpr int PV_STEPS = BLOCK / 64;                   // and of P·V
-constexpr int SECTIONS = BLOCK / 32;                   // of 32 keys; a thread has 8 scores of each, in two rows
-constexpr bool TOTAL = LSE || !QUANTIZED_DENOMINATOR;  // weights are summed before they are quantised
+constexpr int KEY_BLOCKS = BLOCK / 8;                        // of a matrix product's columns, in a tile
+constexpr int CHANNEL_BLOCKS = CHANNELS / 8;                 // likewise of V
+constexpr int QK_STEPS = CHANNELS / 64;                      // products in the depth of Q·Kᵀ
+constexpr int PV_STEPS = BLOCK / 64;                         // and of P·V
+constexpr int SECTIONS = BLOCK / 32;                         // of 32 keys; a thread has 8 scores of each, in two rows
+constexpr bool HAS_ROW_SUM = LSE || !QUANTIZED_DENOMINATOR;  // weights are summed before they are quantised
 // Quantised weights are summed by a product with ones, or by the lanes. Where unquantised weights are summed too, the
 // product's saved instructions outweigh the matrix units' clocks.
-constexpr bool SUMS_BY_PRODUCT = QUANTIZED_DENOMINATOR && TOTAL, SUMS_BY_LANES = QUANTIZED_DENOMINATOR && !TOTAL;
+constexpr bool SUMS_BY_PRODUCT = QUANTIZED_DENOMINATOR && HAS_ROW_SUM,
+               SUMS_BY_LANES = QUANTIZED_DENOMINATOR && !HAS_ROW_SUM;
 constexpr uint32 ONES = 0x22222222, SCALES_OF_1 = 0x38383838;  // in e2m1 and in e4m3
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float P_LOG2 = LARGEST_P_LOG2, E2M1_LARGEST_LOG2 = 2.584962500721156f;
@@ -50,8 +51,8 @@ struct Consumer {
   float q_factor;
   float row_max;      // of the own row, in base 2
   float denominator;  // sum of its quantised weights; SUMS_BY_LANES: twice the sum of the lane's groups of 16
-  float total;        // sum of its unquantised weights, in the lane's groups
-  float outputs[CHANNEL_BLOCKS][4];
+  float row_sum;      // sum of its unquantised weights, in the lane's groups
+  float acc[CHANNEL_BLOCKS][4];
 
   DEVICE bool is_odd() const { return lane & 1; }
   DEVICE int own_row() const { return row + 8 * (lane & 1); }
@@ -120,7 +121,7 @@ struct Consumer {
   }
 
   // Return which keys of the call exist.
-  DEVICE const uint8* valid() const { return a.valid + static_cast<int64>(item.batch) * a.valid_stride; }
+  DEVICE const uint8* key_mask() const { return a.key_mask + static_cast<int64>(item.batch) * a.key_mask_stride; }
 
   // Hide scores of keys that the thread's rows may not attend to.
   DEVICE void mask(float (&scores)[KEY_BLOCKS][4], int tile) const {
@@ -129,7 +130,7 @@ struct Consumer {
     const int keys_left = a.kv_len - tile * BLOCK - 8 * place;  // keys from the thread's first on
     uint32 exists = 0;
     if (PADDED) {
-      const uint8* from = valid() + FIRST_KEYS + tile * BLOCK + 8 * place;
+      const uint8* from = key_mask() + FIRST_KEYS + tile * BLOCK + 8 * place;
 #pragma unroll
       for (int i = 0; i < 32; i++) {
         const int key = i / 8 * 32 + i % 8;
@@ -197,7 +198,7 @@ struct Consumer {
     float divisor[SECTIONS], offsets[2][SECTIONS];
 #pragma unroll
     for (int section = 0; section < SECTIONS; section++) {
-      divisor[section] = TOTAL ? larger_or_nan(step[section], E4M3_ROUNDS_TO_0) : step[section];
+      divisor[section] = HAS_ROW_SUM ? larger_or_nan(step[section], E4M3_ROUNDS_TO_0) : step[section];
       share(shift + log2_approximate(divisor[section]), offsets[0][section], offsets[1][section]);
     }
 
@@ -215,15 +216,15 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < 8; j++)
           x[j] = exp2_approximate(__fmaf_rn(scores[4 * section + j / 2][2 * r + j % 2], factor, -offsets[r][section]));
-        if (TOTAL) of_eight[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+        if (HAS_ROW_SUM) of_eight[i] = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
         p[i] = to_e2m1(x);
         // Sums of 16 keys are below 2⁸.
         if (SUMS_BY_LANES) doubled_sums[r] += doubled_sum(p[i]) << 8 * section;
       }
-      if (TOTAL) {
+      if (HAS_ROW_SUM) {
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
-          total = __fmaf_rn(of_own_row(of_eight[i], of_eight[i + 1]), divisor[2 * half + i / 2], total);
+          row_sum = __fmaf_rn(of_own_row(of_eight[i], of_eight[i + 1]), divisor[2 * half + i / 2], row_sum);
       }
       if (SUMS_BY_PRODUCT) add_product(sums, p, ONES, ONES, p_scales, SCALES_OF_1, half, 0);
       // Rows of V have 64 bytes, with 16-byte parts swizzled every two rows.
@@ -238,8 +239,7 @@ struct Consumer {
           load_matrices(v, values + (first + i) * 8 * V_ROW);
 #pragma unroll
           for (int next = 0; next < 2; next++)
-            add_product(outputs[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half,
-                        i + next);
+            add_product(acc[first + i + next], p, v[2 * next], v[2 * next + 1], p_scales, scales[0], half, i + next);
         }
       }
     }
@@ -260,23 +260,23 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
-    denominator *= factor, total *= factor;
+      for (int i = 0; i < 4; i++) acc[block][i] *= factors[i / 2];
+    denominator *= factor, row_sum *= factor;
   }
 
   // Divide the outputs by their sums of weights, and apply V's scale and mean.
-  DEVICE void finish(const float (&divisors)[2]) {
+  DEVICE void finish(const float (&denominators)[2]) {
     const float scale = __ldg(a.value_tensor_scale + item.kv_pair(a));
     const float* means = a.value_mean + static_cast<int64>(item.kv_pair(a)) * a.mean_channels;
-    const float factors[2] = {scale / (divisors[0] == 0.0f ? 1.0f : divisors[0]),
-                              scale / (divisors[1] == 0.0f ? 1.0f : divisors[1])};
+    const float factors[2] = {scale / (denominators[0] == 0.0f ? 1.0f : denominators[0]),
+                              scale / (denominators[1] == 0.0f ? 1.0f : denominators[1])};
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int channel = 8 * block + 2 * quad + i % 2;
         const float mean = channel < a.mean_channels ? __ldg(means + channel) : 0.0f;
-        outputs[block][i] = divisors[i / 2] == 0.0f ? 0.0f : __fmaf_rn(outputs[block][i], factors[i / 2], mean);
+        acc[block][i] = denominators[i / 2] == 0.0f ? 0.0f : __fmaf_rn(acc[block][i], factors[i / 2], mean);
       }
   }
 
@@ -297,9 +297,9 @@ struct Consumer {
     heavy.keys = shared_address(shared.heavy_key), heavy.values = shared_address(shared.heavy_value);
     heavy.seen_keys = latest_key() + 1;
     heavy.late = LATE_KEYS > 0 ? a.late + item.kv_pair(a) * LATE_KEYS : nullptr;
-    heavy.valid = PADDED ? valid() : nullptr;
+    heavy.key_mask = PADDED ? key_mask() : nullptr;
     heavy.scale = a.softmax_scale * LOG2E;
-    heavy.weight_log2 = P_LOG2;
+    heavy.p_log2 = P_LOG2;
     return heavy;
   }
 
@@ -310,7 +310,7 @@ struct Consumer {
     const float* mean_score = a.mean_score + item.pair(a) * a.q_rows + item.first_row + row;
     recent.mean_scores[0] = __ldg(mean_score), recent.mean_scores[1] = __ldg(mean_score + 8);
     recent.scale = a.softmax_scale * LOG2E;
-    recent.weight_log2 = P_LOG2;
+    recent.p_log2 = P_LOG2;
     return recent;
   }
 
@@ -320,13 +320,13 @@ struct Consumer {
   DEVICE void end_item(int round, Step step) {
     // Compute addresses here, to keep no registers in the main loop.
     asm volatile("" : "+r"(lane), "+r"(quad), "+r"(row), "+r"(item.first_row));
-    float maxima[2], totals[2], divisors[2];
-    if (TOTAL) total += from_neighbour(total, 2);
+    float both_max[2], both_sum[2], both_denominator[2];  // of the thread's rows
+    if (HAS_ROW_SUM) row_sum += from_neighbour(row_sum, 2);
     if (SUMS_BY_LANES) denominator = 0.5f * (denominator + from_neighbour(denominator, 2));
-    share(row_max, maxima[0], maxima[1]);
-    share(total, totals[0], totals[1]);
-    share(QUANTIZED_DENOMINATOR ? denominator : total, divisors[0], divisors[1]);
-    finish(divisors);
+    share(row_max, both_max[0], both_max[1]);
+    share(row_sum, both_sum[0], both_sum[1]);
+    share(QUANTIZED_DENOMINATOR ? denominator : row_sum, both_denominator[0], both_denominator[1]);
+    finish(both_denominator);
     [[maybe_unused]] const QueryRows query = query_rows();
     if constexpr (RECENT) {
       RecentKeys recent = recent_keys();
@@ -337,14 +337,14 @@ struct Consumer {
           recent.stage = stage;
           recent.tile_keys = keys - tile;
           recent.seen_keys = latest_key() + 1 - FIRST_KEYS - tile;
-          recent.valid = PADDED ? valid() + FIRST_KEYS + tile : nullptr;
-          attend_to_recent_keys<PADDED>(recent, query, outputs, maxima, totals, divisors);
+          recent.key_mask = PADDED ? key_mask() + FIRST_KEYS + tile : nullptr;
+          attend_to_recent_keys<PADDED>(recent, query, acc, both_max, both_sum, both_denominator);
         });
     }
     if constexpr (HEAVY_KEYS > 0) {
       wait(barriers.heavy_full, round & 1);
-      attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), query, outputs, maxima, totals,
-                                                                  divisors);
+      attend_to_heavy_keys<HEAVY_KEYS, LATE_KEYS, CAUSAL, PADDED>(heavy_keys(), query, acc, both_max, both_sum,
+                                                                  both_denominator);
       __syncwarp();
       if (lane < WARP_ARRIVALS) arrive(barriers.heavy_empty);
     }
@@ -357,14 +357,14 @@ struct Consumer {
 #pragma unroll
       for (int block = 0; block < CHANNEL_BLOCKS; block++) {
         const int channel = 8 * block + 2 * quad;
-        const float x = outputs[block][2 * r], y = outputs[block][2 * r + 1];
+        const float x = acc[block][2 * r], y = acc[block][2 * r + 1];
         if (channel < a.v_head_dim)
           *reinterpret_cast<uint32*>(into + channel) = FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
       }
       if (LSE && quad == 0) {
         const float mean_score = __ldg(a.mean_score + item.pair(a) * a.q_rows + token);
-        const float natural = (maxima[r] + __log2f(totals[r]) - P_LOG2) * LN2 + a.softmax_scale * mean_score;
-        a.lse[item.pair(a) * a.q_len + token] = totals[r] == 0.0f ? -INFINITE : natural;
+        const float natural = (both_max[r] + __log2f(both_sum[r]) - P_LOG2) * LN2 + a.softmax_scale * mean_score;
+        a.lse[item.pair(a) * a.q_len + token] = both_sum[r] == 0.0f ? -INFINITE : natural;
       }
     }
   }
@@ -377,11 +377,11 @@ struct Consumer {
 #pragma unroll 1
     for (int round = 0; next_item(a, round, item); round++) {
       load_query();
-      row_max = -INFINITE, denominator = total = 0.0f;
+      row_max = -INFINITE, denominator = row_sum = 0.0f;
 #pragma unroll
       for (int block = 0; block < CHANNEL_BLOCKS; block++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) outputs[block][i] = 0.0f;
+        for (int i = 0; i < 4; i++) acc[block][i] = 0.0f;
       // Tiles that need no mask.
       int whole = 0, end = a.kv_len / BLOCK;
       if (PADDED) {

@@ -53,19 +53,19 @@ DEVICE int samples_of(int queries) { return (queries + sample_step(queries) - 1)
 
 // Return whether a key counts; keys are numbered from the first of all.
 DEVICE bool counts(const Statistics& s, uint32 batch, int key) {
-  return !PADDED || s.valid[batch * s.valid_stride + key] != 0;
+  return !PADDED || s.key_mask[batch * s.key_mask_stride + key] != 0;
 }
 
 // Reads rows; PADDED leaves out rows that do not count, as keys or, where Q is as long as K, as queries. The keys'
 // flags lie `distance` apart, like the rows.
 struct PaddedReader : Reader {
-  const uint8* valid;
+  const uint8* key_mask;
   int distance;
 
   DEVICE PaddedReader(const Reader& rows, const Statistics& s, uint32 batch, int row, int distance)
-      : Reader(rows), valid(PADDED ? s.valid + batch * s.valid_stride + row : nullptr), distance(distance) {}
+      : Reader(rows), key_mask(PADDED ? s.key_mask + batch * s.key_mask_stride + row : nullptr), distance(distance) {}
 
-  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || valid[number * distance] != 0); }
+  DEVICE bool has(int number) const { return Reader::has(number) && (!PADDED || key_mask[number * distance] != 0); }
 };
 
 // Find the number of keys that count, by group; all threads of a block of MEANS_THREADS call.

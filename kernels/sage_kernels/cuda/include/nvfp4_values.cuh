@@ -20,7 +20,8 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   if (PACKED && first >= last) return;
   Reader next =
       value_reader(tokens, PACKED ? 0 : batch, head, of.start + first * BLOCK, of.start + of.length, s.v_head_dim);
-  uint32* own_words = reinterpret_cast<uint32*>(raw.value_at(threadIdx.x / 32, 0)) + threadIdx.x % 32;  // of its tokens
+  uint32* thread_words =
+      reinterpret_cast<uint32*>(raw.value_at(threadIdx.x / 32, 0)) + threadIdx.x % 32;  // of its tokens
   bring_values(next, raw);
   wait_for_previous_kernel();
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
@@ -47,12 +48,12 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
       for (; moved != 0 && channel < s.v_head_dim; moved &= moved - 1) {
         const int i = __ffs(moved) - 1;
         const uint16* from = read(tokens, batch, head, of, exchanged(first_token + i), channel, s.v_head_dim).from;
-        own_words[i * 32] = *reinterpret_cast<const uint32*>(from);
+        thread_words[i * 32] = *reinterpret_cast<const uint32*>(from);
       }
     }
     uint32 words[GROUP];
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) words[i] = own_words[i * 32];
+    for (int i = 0; i < GROUP; i++) words[i] = thread_words[i * 32];
     __syncwarp();
     if (block + 1 < last) bring_values(next, raw);
     float x[2][GROUP];

@@ -1,5 +1,5 @@
 // Keys in 16 bits, heavy or recent: a warp finds their scores, and merges them with its results of other keys, by the
-// maxima and sums of both parts of a row. It does the same as `language/heavy.py`.
+// maxima and sums of both parts of a row. It does the same as `triton/common/heavy.py`.
 //
 // Lane 4g + t has rows g and g + 8. Keys and values lie in shared memory, in lines of 64 channels, 128 bytes.
 #pragma once
@@ -51,12 +51,12 @@ DEVICE void find_16bit_scores(const QueryRows& query, LoadKey load_key, float (&
 // Merge KEYS keys with other keys.
 //
 // x: the KEYS keys' scores, to base 2, -INFINITE where hidden; overwritten. values: address of V in shared memory, in
-// lines whose 16-byte parts are swizzled by key. weight_log2: of the largest weight, to base 2. outputs: of the other
-// keys, divided by `divisors`, 0 where `divisors` is. maxima, totals: both rows' maxima, to base 2, and sums of
-// weights. All four are updated to cover all keys.
+// lines whose 16-byte parts are swizzled by key. p_log2: of the largest P, to base 2. acc: P·V of the other
+// keys, divided by `denominators`, 0 where `denominators` is. row_max, row_sum: both rows' maxima, to base 2, and sums
+// of P. All four are updated to cover all keys.
 template <int KEYS, int BLOCKS>
-DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float weight_log2, int lane, float (&outputs)[BLOCKS][4],
-                       float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
+DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float p_log2, int lane, float (&acc)[BLOCKS][4],
+                       float (&row_max)[2], float (&row_sum)[2], float (&denominators)[2]) {
   constexpr int LINE = 2 * LINE_CHANNELS * KEYS;
   float factors[2], ends[2], inverses[2];
 #pragma unroll
@@ -66,49 +66,50 @@ DEVICE void merge_keys(float (&x)[KEYS / 8][4], uint32 values, float weight_log2
     for (int i = 0; i < KEYS / 4; i++) largest = larger_or_nan(largest, x[i / 2][2 * r + i % 2]);
     largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = larger_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float new_max = larger_or_nan(maxima[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
-    const float decay = exp2_approximate(maxima[r] - reference);
+    const float new_max = larger_or_nan(row_max[r], largest), reference = new_max == -INFINITE ? 0.0f : new_max;
+    const float decay = exp2_approximate(row_max[r] - reference);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) {
-      float& weight = x[i / 2][2 * r + i % 2];
-      weight = exp2_approximate(weight - (reference - weight_log2));
-      sum += weight;
+      float& p = x[i / 2][2 * r + i % 2];
+      p = exp2_approximate(p - (reference - p_log2));
+      sum += p;
     }
     sum = sum_of_quad(sum);
-    const float others = divisors[r] * decay, divisor = others + sum, positive = divisor == 0.0f ? 1.0f : divisor;
+    const float others = denominators[r] * decay, denominator = others + sum,
+                positive = denominator == 0.0f ? 1.0f : denominator;
     // Divide by the sum's power of two first, lest V times P leave float32's range. P's rounding stays the same.
     const int power = __float_as_int(positive) & 0x7F800000;
     inverses[r] = __int_as_float(0x7F000000 - power);  // 1 / power
     factors[r] = others * inverses[r];
     ends[r] = __fdividef(__int_as_float(power), positive);
-    maxima[r] = new_max;
-    totals[r] = totals[r] * decay + sum;
-    divisors[r] = divisor;
+    row_max[r] = new_max;
+    row_sum[r] = row_sum[r] * decay + sum;
+    denominators[r] = denominator;
   }
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) outputs[block][i] *= factors[i / 2];
+    for (int i = 0; i < 4; i++) acc[block][i] *= factors[i / 2];
 #pragma unroll
   for (int step = 0; step < KEYS / 16; step++) {
     uint32 p[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float* weights = x[2 * step + i / 2] + 2 * (i % 2);
-      p[i] = pack_16bit<FLOAT16>(weights[0] * inverses[i % 2], weights[1] * inverses[i % 2]);
+      const float* two = x[2 * step + i / 2] + 2 * (i % 2);
+      p[i] = pack_16bit<FLOAT16>(two[0] * inverses[i % 2], two[1] * inverses[i % 2]);
     }
     const int key = 16 * step + lane % 16;
 #pragma unroll
     for (int block = 0; block < BLOCKS; block += 2) {
       uint32 v[4];
       load_transposed(v, values + block / 8 * LINE + key * 128 + ((block % 8 + lane / 16) ^ key % 8) * 16);
-      add_16bit_product<FLOAT16>(outputs[block], p, v[0], v[1]);
-      add_16bit_product<FLOAT16>(outputs[block + 1], p, v[2], v[3]);
+      add_16bit_product<FLOAT16>(acc[block], p, v[0], v[1]);
+      add_16bit_product<FLOAT16>(acc[block + 1], p, v[2], v[3]);
     }
   }
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) outputs[block][i] *= ends[i / 2];
+    for (int i = 0; i < 4; i++) acc[block][i] *= ends[i / 2];
 }

@@ -5,22 +5,22 @@
 
 // Heavy keys, and limits of a warp's rows.
 struct HeavyKeys {
-  uint32 keys, values;  // addresses in shared memory
-  int seen_keys;        // if IS_CAUSAL: keys that the thread's first row may attend to
-  const int* late;      // numbers of the late keys, if any
-  const uint8* valid;   // of each key, 0 where it does not exist; null: all exist
-  float scale;          // of scores, to base 2
-  float weight_log2;    // of the largest weight, to base 2
+  uint32 keys, values;    // addresses in shared memory
+  int seen_keys;          // if IS_CAUSAL: keys that the thread's first row may attend to
+  const int* late;        // numbers of the late keys, if any
+  const uint8* key_mask;  // of each key, 0 where it does not exist; null: all exist
+  float scale;            // of scores, to base 2
+  float p_log2;           // of the largest P, to base 2
 };
 
 // Attend to KEYS heavy keys.
 //
-// outputs, maxima, totals, divisors: see `merge_keys`. IS_CAUSAL, HAS_VALID: `seen_keys` and `valid` count. The last
-// LATE of the heavy keys are late keys: rows that see a late key do not attend here to the first key that gave way to
-// it.
-template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_VALID, int BLOCKS>
-DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query, float (&outputs)[BLOCKS][4],
-                                 float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
+// acc, row_max, row_sum, denominators: see `merge_keys`. IS_CAUSAL, HAS_KEY_MASK: `seen_keys` and `key_mask` count. The
+// last LATE of the heavy keys are late keys: rows that see a late key do not attend here to the first key that gave way
+// to it.
+template <int KEYS, int LATE, bool IS_CAUSAL, bool HAS_KEY_MASK, int BLOCKS>
+DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query, float (&acc)[BLOCKS][4],
+                                 float (&row_max)[2], float (&row_sum)[2], float (&denominators)[2]) {
   constexpr int LINE = 2 * LINE_CHANNELS * KEYS;
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // compute addresses here, to keep no registers from item to item
@@ -41,9 +41,9 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
   };
   find_16bit_scores<KEYS>(query, load_key, x);
   uint32 exists[2] = {~0u, ~0u};
-  if (HAS_VALID) {
+  if (HAS_KEY_MASK) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, heavy.valid[i * 32 + lane]) >> 2 * quad;
+    for (int i = 0; i < 2; i++) exists[i] = __ballot_sync(~0u, heavy.key_mask[i * 32 + lane]) >> 2 * quad;
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -54,7 +54,7 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
         if (key >= KEYS - LATE) return !sees;
         if (key >= KEYS - 2 * LATE && sees) return true;
       }
-      return IS_CAUSAL && key + 2 * quad >= seen || HAS_VALID && !(exists[key / 32] >> key % 32 & 1);
+      return IS_CAUSAL && key + 2 * quad >= seen || HAS_KEY_MASK && !(exists[key / 32] >> key % 32 & 1);
     };
 #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) {
@@ -62,5 +62,5 @@ DEVICE void attend_to_heavy_keys(const HeavyKeys& heavy, const QueryRows& query,
       score = is_hidden(i / 2 * 8 + i % 2) ? -INFINITE : score * heavy.scale;
     }
   }
-  merge_keys<KEYS>(x, heavy.values, heavy.weight_log2, lane, outputs, maxima, totals, divisors);
+  merge_keys<KEYS>(x, heavy.values, heavy.p_log2, lane, acc, row_max, row_sum, denominators);
 }

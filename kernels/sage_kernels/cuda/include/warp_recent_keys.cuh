@@ -1,5 +1,5 @@
 // Recent keys, in tiles that the producer copies to a stage: K and V in 16 bits take the place of 128 keys' K and V in
-// 4 bits. It does the same as `language/recent.py`.
+// 4 bits. It does the same as `triton/common/recent.py`.
 #pragma once
 #include "nvfp4_items.cuh"
 #include "warp_16bit_keys.cuh"
@@ -15,20 +15,20 @@ DEVICE int place_of_value(int key, int part) {
 
 // A tile of recent keys, and facts of a warp's rows.
 struct RecentKeys {
-  int lane;              // of the thread
-  uint32 stage;          // address in shared memory
-  int seen_keys;         // keys of the tile that the thread's first row may attend to; 8 more for the second
-  int tile_keys;         // keys of the tile that the sequence has
-  const uint8* valid;    // of each key of the tile, 0 where it does not exist; null: all exist
-  float mean_scores[2];  // both rows' products with K's mean, which other scores lack
-  float scale;           // of scores, to base 2
-  float weight_log2;     // of the largest weight, to base 2
+  int lane;               // of the thread
+  uint32 stage;           // address in shared memory
+  int seen_keys;          // keys of the tile that the thread's first row may attend to; 8 more for the second
+  int tile_keys;          // keys of the tile that the sequence has
+  const uint8* key_mask;  // of each key of the tile, 0 where it does not exist; null: all exist
+  float mean_scores[2];   // both rows' products with K's mean, which other scores lack
+  float scale;            // of scores, to base 2
+  float p_log2;           // of the largest P, to base 2
 };
 
-// Attend to a tile. outputs, maxima, totals, divisors: see `merge_keys`. HAS_VALID: `valid` counts.
-template <bool HAS_VALID, int BLOCKS>
-DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& query, float (&outputs)[BLOCKS][4],
-                                  float (&maxima)[2], float (&totals)[2], float (&divisors)[2]) {
+// Attend to a tile. acc, row_max, row_sum, denominators: see `merge_keys`. HAS_KEY_MASK: `key_mask` counts.
+template <bool HAS_KEY_MASK, int BLOCKS>
+DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& query, float (&acc)[BLOCKS][4],
+                                  float (&row_max)[2], float (&row_sum)[2], float (&denominators)[2]) {
   const int lane = recent.lane, quad = lane % 4;
   float x[RECENT_TILE / 8][4] = {};
   auto load_key = [&](uint32(&k)[4], int section, int block) {
@@ -36,7 +36,7 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
   };
   find_16bit_scores<RECENT_TILE>(query, load_key, x);
   uint32 exists = ~0u;
-  if (HAS_VALID) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.valid[lane]) >> 2 * quad;
+  if (HAS_KEY_MASK) exists = __ballot_sync(~0u, lane < recent.tile_keys && recent.key_mask[lane]) >> 2 * quad;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int room = min(recent.tile_keys, recent.seen_keys + 8 * r) - 2 * quad;
@@ -44,9 +44,9 @@ DEVICE void attend_to_recent_keys(const RecentKeys& recent, const QueryRows& que
     for (int i = 0; i < RECENT_TILE / 4; i++) {
       float& score = x[i / 2][2 * r + i % 2];
       const int key = i / 2 * 8 + i % 2;
-      const bool hidden = key >= room || HAS_VALID && !(exists >> key & 1);
+      const bool hidden = key >= room || HAS_KEY_MASK && !(exists >> key & 1);
       score = hidden ? -INFINITE : (score - recent.mean_scores[r]) * recent.scale;
     }
   }
-  merge_keys<RECENT_TILE>(x, recent.stage + VALUE, recent.weight_log2, lane, outputs, maxima, totals, divisors);
+  merge_keys<RECENT_TILE>(x, recent.stage + VALUE, recent.p_log2, lane, acc, row_max, row_sum, denominators);
 }

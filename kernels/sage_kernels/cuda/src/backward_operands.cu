@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_keys(PREPARE_KEYS_
     const int number = i * TOKENS_AT_ONCE, key = tile * TILE + thread_token + number;
     codes[i] = *reinterpret_cast<const uint2*>(a.codes + (first + thread_token + number) * CHANNELS + channel);
     exists[i] = tile * TILE + thread_token + number < keys.length &&
-                (!a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key]);
+                (!a.key_mask || a.key_mask[static_cast<int64>(sequence) * a.key_mask_stride + key]);
     if (SCALED || a.value_copy) reader.load<!SCALED>(number, exists[i] && reader.has(number), value[i]);
   }
   float2 largest = make_float2(0.0f, 0.0f);  // of K and of V

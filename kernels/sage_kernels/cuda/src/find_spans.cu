@@ -5,17 +5,17 @@ static_assert(THREADS == 1024, "THREADS must be 1024: a block handles a batch el
 
 extern "C" __global__ void __launch_bounds__(THREADS) find_spans(FIND_SPANS_PARAMETERS) {
   __shared__ int first, hole, end;
-  const uint8* valid = arguments.valid + static_cast<int64>(blockIdx.x) * arguments.kv_len;
+  const uint8* key_mask = arguments.key_mask + static_cast<int64>(blockIdx.x) * arguments.kv_len;
   if (threadIdx.x == 0) first = hole = arguments.kv_len, end = 0;
   __syncthreads();
-  int own_first = arguments.kv_len, own_end = 0;
+  int thread_first = arguments.kv_len, thread_end = 0;
   for (int key = threadIdx.x; key < arguments.kv_len; key += THREADS)
-    if (valid[key]) own_first = min(own_first, key), own_end = key + 1;
-  atomicMin(&first, own_first);
-  atomicMax(&end, own_end);
+    if (key_mask[key]) thread_first = min(thread_first, key), thread_end = key + 1;
+  atomicMin(&first, thread_first);
+  atomicMax(&end, thread_end);
   __syncthreads();
   for (int key = first + 1 + threadIdx.x; key < arguments.kv_len; key += THREADS)
-    if (!valid[key]) {
+    if (!key_mask[key]) {
       atomicMin(&hole, key);
       break;
     }

@@ -77,7 +77,7 @@ struct Item {
   // Return whether a key of the sequence exists.
   DEVICE bool exists(const BackwardArguments& a, int key) const {
     if (key >= keys.length) return false;
-    return !a.valid || a.valid[static_cast<int64>(sequence) * a.valid_stride + key];
+    return !a.key_mask || a.key_mask[static_cast<int64>(sequence) * a.key_mask_stride + key];
   }
 };
 
@@ -262,12 +262,12 @@ struct Keys {
           p[4 * j + i] = exp2_approximate(__fmaf_rn(static_cast<float>(s[4 * j + i]), scale[i % 2], -lse[i % 2]));
       }
       hide(p);
-      uint32 weights[16], ds[16];
+      uint32 packed_p[16], ds[16];
 #pragma unroll
-      for (int i = 0; i < 16; i++) weights[i] = pack(p[2 * i], p[2 * i + 1]);
+      for (int i = 0; i < 16; i++) packed_p[i] = pack(p[2 * i], p[2 * i + 1]);
       fence_products();
 #pragma unroll
-      for (int i = 0; i < 4; i++) add_to_gradient(dv, weights + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
+      for (int i = 0; i < 4; i++) add_to_gradient(dv, packed_p + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
       commit_products();
       wait_products<1>();
       pin(dp);
@@ -321,7 +321,7 @@ struct Keys {
       wait_products<0>();
       pin(dv);
       pin(dk);
-      keep(weights);
+      keep(packed_p);
       keep(ds);
       arrive_as_warp(barriers.empty[stage]);
       if (++tile == item.begin + item.count) tile = item.begin;

@@ -2,9 +2,9 @@
 // `sage_bwd`), of operands from `quantize.cu` or the Triton quantisers; Q may also come in 16 bits.
 //
 // A block of the grid works through items: 64 · WARPGROUPS rows of one (batch, head). One of its warpgroups lets the
-// TMA load tiles of Q, K and V. Each other warpgroup holds 64 rows, with scores, weights and outputs in registers. If Q
-// comes in 16 bits, it rotates and quantises its rows. It starts a tile's scores and the previous tile's P·V together;
-// while P·V runs, the scores become the next P.
+// TMA load tiles of Q, K and V. Each other warpgroup holds 64 rows, with scores, P and sums of P·V in registers. If
+// Q comes in 16 bits, it rotates and quantises its rows. It starts a tile's scores and the previous tile's P·V
+// together; while P·V runs, the scores become the next P.
 //
 // With LISTS, an item's rows attend to the tiles of the list that `sort_lists.cu` wrote; tiles without a mask come
 // first.
@@ -36,7 +36,7 @@ struct Consumer : HeavyRows {
       const int at = item.first_row + row + 8 * r;
       if (LSE && quad == 0 && at < a.q_len) {
         const int64 pair = item.pair(a);
-        float natural = (__log2f(total) - base[r]) * LN2;
+        float natural = (__log2f(total) - row_shift[r]) * LN2;
         if (a.mean_score != nullptr) natural += a.softmax_scale * a.mean_score[pair * a.q_rows + at];
         a.lse[pair * a.q_len + at] = total == 0.0f ? -INFINITE : natural;
       }
@@ -52,8 +52,8 @@ struct Consumer : HeavyRows {
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float x = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
-        const float y = inverse[r] == 0.0f ? 0.0f : outputs[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
+        const float x = inverse[r] == 0.0f ? 0.0f : acc[4 * i + 2 * r] * inverse[r] * gain.x + mean.x;
+        const float y = inverse[r] == 0.0f ? 0.0f : acc[4 * i + 2 * r + 1] * inverse[r] * gain.y + mean.y;
         const int line = first_line + 8 * r, part = i % 8 ^ line % 8;
         *reinterpret_cast<uint32*>(shared_sums + i / 8 * (WARPGROUP_ROWS * LINE_BYTES) + line * LINE_BYTES + part * 16 +
                                    quad * 4) = FLOAT16 ? to_float16(x, y) : to_bfloat16(x, y);
@@ -71,8 +71,8 @@ struct Consumer : HeavyRows {
 
   template <bool MASKED>
   DEVICE void weigh_first_tile() {
-    find_maxima<0, MASKED>(0);
-    weigh_scores<0, MASKED>([&] {
+    find_row_max<0, MASKED>(0);
+    exponentiate_scores<0, MASKED>([&] {
       if (tiles > 1) wait(barriers.k_full[1], parity);
       wait(barriers.v_full[0], parity);
     });
@@ -93,11 +93,11 @@ struct Consumer : HeavyRows {
     for (int r = 0; r < 2; r++) {
       if (!QUANTIZES_QUERY) row_scale[r] = factors[q_stage].line[row + 8 * r] * (a.softmax_scale * LOG2E);
       row_sum[r] = 0.0f;
-      base[r] = INFINITE;
+      row_shift[r] = INFINITE;
     }
     has_sums = false;
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) outputs[i] = 0.0f;
+    for (int i = 0; i < ACC_ELEMENTS; i++) acc[i] = 0.0f;
     int whole = ERASES ? tiles : a.kv_len / BLOCK_N;
     if (PADDED) whole = max(a.spans[item.batch * a.spans_stride + 1] - FIRST_KEYS, 0) / BLOCK_N;
     if (CAUSAL) whole = min(whole, max(item.first_row + warpgroup * WARPGROUP_ROWS + a.causal_offset + 1, 0) / BLOCK_N);
@@ -127,15 +127,15 @@ struct Consumer : HeavyRows {
     }
   }
 
-  // Complete an item's outputs after its last P·V.
-  DEVICE void end_outputs(const float (&base)[2]) {
-    pin(outputs);
+  // Complete an item's `acc` after its last P·V.
+  DEVICE void end_pv(const float (&row_shift)[2]) {
+    pin(acc);
     arrive_as_warp(barriers.v_empty[(tiles - 1) % STAGES]);
     leave_tiles();
-    if (!PV_FLOAT16 && has_sums) move_sums<true>(base);
+    if (!PV_FLOAT16 && has_sums) move_sums<true>(row_shift);
   }
 
-  // Add the sums of weights of a row's threads.
+  // Add the sums of P of a row's threads.
   DEVICE void gather_sums() {
     if constexpr (!SUMS_BY_PRODUCT) {
 #pragma unroll
@@ -150,19 +150,19 @@ struct Consumer : HeavyRows {
   DEVICE void end_item(int round) {
     const int last = (tiles - 1) % STAGES;
     if (ERASES) {
-      erase_weights();
-      pin(weights);
+      erase_p();
+      pin(p);
     }
     float x[HEAVY_SCORES], mean[4], mean_score[2], factor[2], others[2];
-    uint32 p[HEAVY_SCORES / 2];
-    if constexpr (QUANTIZES_QUERY) {  // P·V runs while the scores of the heavy keys become weights
-      const float reference[2] = {base[0], base[1]};
+    uint32 heavy_p[HEAVY_SCORES / 2];
+    if constexpr (QUANTIZES_QUERY) {  // P·V runs while the scores of the heavy keys become P
+      const float reference[2] = {row_shift[0], row_shift[1]};
       wait(barriers.ending_full, round & 1);
       fence_products();
       begin_sums();
       begin_heavy_scores(x, mean);
       fence_products();
-      begin_outputs<false>(last);
+      begin_pv<false>(last);
       wait_products<1>();
       pin(x);
       pin(mean);
@@ -170,27 +170,27 @@ struct Consumer : HeavyRows {
       arrive_as_warp(barriers.q_empty[q_stage]);
       gather_sums();
       add_mean_parts(mean, mean_score);
-      weigh_heavy_keys(x, mean_score, p, factor, others);
+      exponentiate_heavy_scores(x, mean_score, heavy_p, factor, others);
       wait_products<0>();
-      end_outputs(reference);
+      end_pv(reference);
     } else {
       fence_products();
-      begin_outputs<true>(last);
+      begin_pv<true>(last);
       arrive_as_warp(barriers.q_empty[q_stage]);
       HeavyWords heavy_query;
       wait(barriers.ending_full, round & 1);
       wait_products<0>();
       add_tile_sum();
-      end_outputs(base);
+      end_pv(row_shift);
       if (HEAVY) load_query(0, heavy_query);
       gather_sums();
       if constexpr (HEAVY) {
         find_heavy_scores(heavy_query, x);
         mean_score[0] = mean_score[1] = 0.0f;
-        weigh_heavy_keys(x, mean_score, p, factor, others);
+        exponentiate_heavy_scores(x, mean_score, heavy_p, factor, others);
       }
     }
-    if constexpr (HEAVY) add_heavy_outputs(p, factor, others);
+    if constexpr (HEAVY) add_heavy_pv(heavy_p, factor, others);
     store();
     arrive_as_warp(barriers.ending_empty);
   }

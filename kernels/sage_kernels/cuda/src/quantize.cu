@@ -71,14 +71,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
   const int row = threadIdx.x / 32 + threadIdx.x % 32 / LANES * WARPS, all = statistics.kv_len + FIRST_KEYS;
   const KeyReader reader(of_value ? value : key, statistics, pair, sharer * BLOCK + row, all, threadIdx.x % LANES * 8,
                          of_value ? statistics.v_head_dim : statistics.head_dim, 0);
-  const uint8* valid = PADDED ? all_valid(statistics, pair / statistics.kv_heads) : nullptr;
+  const uint8* key_mask = PADDED ? key_mask_of(statistics, pair / statistics.kv_heads) : nullptr;
   ChannelStatistics reduced;
   if (of_value) {
-    reduced = reduce_blocks<true>(reader, query, statistics, equalizer, pair, valid, sums);
+    reduced = reduce_blocks<true>(reader, query, statistics, equalizer, pair, key_mask, sums);
     float* extrema = line(statistics, pair, EXTREMA + 3 * sharer) + threadIdx.x;
     extrema[0] = reduced.largest, extrema[CHANNELS] = reduced.smallest, extrema[2 * CHANNELS] = reduced.finite;
   } else {
-    reduced = reduce_blocks<false>(reader, query, statistics, equalizer, pair, valid, sums);
+    reduced = reduce_blocks<false>(reader, query, statistics, equalizer, pair, key_mask, sums);
     if (EQUALIZE) line(statistics, pair, SQUARES + sharer)[threadIdx.x] = reduced.squares;
   }
   float* counts = line(statistics, pair, COUNTS) + of_value * CLUSTER_BLOCKS;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantiz
   if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *operands.queue = 0;
   if (PADDED && blockIdx.x >= gridDim.x - operands.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;
-    find_spans(all_valid(statistics, number), statistics.kv_len + FIRST_KEYS, operands.spans + 3 * number);
+    find_spans(key_mask_of(statistics, number), statistics.kv_len + FIRST_KEYS, operands.spans + 3 * number);
     return;
   }
   const uint32 of_key = 2 * statistics.blocks, of_key_and_value = of_key + (PV_FLOAT16 ? 2 : PARTS) * statistics.blocks;

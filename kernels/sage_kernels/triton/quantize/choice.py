@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ...language.tokens import load_tokens
 from ...spec import transforms
 from ...spec.layout import BLOCK
+from ..common.tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 HEAVY_QUERIES = tl.constexpr(transforms.HEAVY_QUERIES)
@@ -45,7 +45,7 @@ def write_scores(
     scores,
     mean,
     x,
-    valid,
+    key_mask,
     start,
     first,
     length,
@@ -53,7 +53,7 @@ def write_scores(
     stride_token,
     stride_channel,
     CHANNELS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
 ):
     """Write products of 128 tokens of K, from `first` on, with the mean query, -inf for tokens that do not count.
 
@@ -62,13 +62,13 @@ def write_scores(
     Args:
         scores: pointer to the first token's score.
         mean: the result of `mean_query`, times the softmax scale.
-        x, valid, start, length, channels, stride_token, stride_channel: K's, as in `load_tokens`.
+        x, key_mask, start, length, channels, stride_token, stride_channel: K's, as in `load_tokens`.
     """
     channel = tl.arange(0, CHANNELS)
     for half in tl.static_range(2):
         row = half * (BLOCK_ROWS // 2) + tl.arange(0, BLOCK_ROWS // 2)
         tile, counts = load_tokens(
-            x, valid, start, first + row, length, channel, channels, stride_token, stride_channel, HAS_VALID
+            x, key_mask, start, first + row, length, channel, channels, stride_token, stride_channel, HAS_KEY_MASK
         )
         score = tl.sum(tl.where(is_finite(tile), tile, 0.0) * mean[None, :], 1)
         exists = counts & is_finite(score)

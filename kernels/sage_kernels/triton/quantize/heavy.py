@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.heavy import heavy_channel
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import sequence_range
-from ...language.tokens import load_tokens
 from ...spec.call import Call
 from ...spec.layout import batch_strides, stride_of
 from ...spec.operands import HeavyKeys, KVStatistics
+from ..common.heavy import heavy_channel
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import sequence_range
+from ..common.tokens import load_tokens
 
 BLOCK_ROWS = tl.constexpr(16)
 
@@ -20,7 +20,7 @@ BLOCK_ROWS = tl.constexpr(16)
 def heavy_keys(
     call: Call,
     statistics: KVStatistics,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
     channels: int,
     v_channels: int,
     *,
@@ -31,7 +31,7 @@ def heavy_keys(
     Args:
         call: the whole call, with its heavy keys.
         statistics: the call's statistics.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all exist.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys that do not exist; None: all exist.
         channels, v_channels: channels of the operands, head_dim rounded up to a power of two.
         centred: whether to subtract K's mean.
     """
@@ -54,7 +54,7 @@ def heavy_keys(
         chosen=statistics.chosen,
         heavy_key=heavy.key,
         heavy_value=heavy.value,
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         kv_heads=kv_heads,
@@ -63,18 +63,18 @@ def heavy_keys(
         v_head_dim=value.shape[3],
         **strides("key", batch_strides(key, sequences)),
         **strides("value", batch_strides(value, sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         KEYS=keys,
-        PLACES=choice_places(statistics),
+        PLACES=replaceable_keys(statistics),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
-        HAS_VALID=valid is not None,
+        HAS_KEY_MASK=key_mask_u8 is not None,
         RAGGED=sequences.ranges is not None,
     )
     return heavy
 
 
-def choice_places(statistics: KVStatistics) -> int:
+def replaceable_keys(statistics: KVStatistics) -> int:
     """Return the number of first keys that may have given way to chosen keys; 0 if heavy keys are not chosen."""
     return 0 if statistics.chosen is None else statistics.chosen.shape[-1]
 
@@ -87,7 +87,7 @@ def copy_heavy_keys(
     chosen,
     heavy_key,
     heavy_value,
-    valid,
+    key_mask,
     ranges,
     tokens,
     kv_heads,
@@ -102,12 +102,12 @@ def copy_heavy_keys(
     value_stride_head,
     value_stride_token,
     value_stride_channel,
-    valid_stride,
+    key_mask_stride,
     KEYS: tl.constexpr,
     PLACES: tl.constexpr,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Copy 16 heavy keys of one (batch, kv head): the first keys, of which PLACES may give way, then late keys."""
@@ -115,8 +115,8 @@ def copy_heavy_keys(
     batch, head = pair // kv_heads, pair % kv_heads
     start, length, _ = sequence_range(ranges, batch, tokens, RAGGED)
     index = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     key += batch * key_stride_batch + head * key_stride_head
     value += batch * value_stride_batch + head * value_stride_head
     place = tl.arange(0, CHANNELS)
@@ -126,7 +126,7 @@ def copy_heavy_keys(
         choice = index - (KEYS - PLACES)
         token = tl.where(choice < 0, index, tl.load(chosen + pair * PLACES + choice, mask=choice >= 0, other=0))
     k, exists = load_tokens(
-        key, valid, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_VALID
+        key, key_mask, start, token, length, channel, head_dim, key_stride_token, key_stride_channel, HAS_KEY_MASK
     )
     if key_mean is not None:
         k -= tl.load(key_mean + pair * mean_channels + channel, mask=channel < head_dim, other=0.0)[None, :]
@@ -135,7 +135,16 @@ def copy_heavy_keys(
     tl.store(into, tl.where(exists[:, None], k, 0.0).to(heavy_key.dtype.element_ty))
     v_channel = tl.arange(0, V_CHANNELS)
     v, _ = load_tokens(
-        value, valid, start, token, length, v_channel, v_head_dim, value_stride_token, value_stride_channel, HAS_VALID
+        value,
+        key_mask,
+        start,
+        token,
+        length,
+        v_channel,
+        v_head_dim,
+        value_stride_token,
+        value_stride_channel,
+        HAS_KEY_MASK,
     )
     into = heavy_value + row[:, None] * V_CHANNELS + v_channel[None, :]
     tl.store(into, v.to(heavy_value.dtype.element_ty))

@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.int8 import int8_scale, magnitude, round_to_int8
-from ...language.launch import INTERPRETED, UNSPECIALIZED, launch, strides
-from ...language.rotation import channel_factor, rotate, rotation_matrix, sign_bits
-from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import Int8Operands, KVStatistics
-from .heavy import choice_places, heavy_keys
+from ..common.int8 import int8_scale, magnitude, round_to_int8
+from ..common.launch import INTERPRETED, UNSPECIALIZED, launch, strides
+from ..common.rotation import channel_factor, rotate, rotation_matrix, sign_bits
+from ..common.sequences import operand_row, sequence_range
+from ..common.tokens import load_tokens, tail_source
+from .heavy import heavy_keys, replaceable_keys
 from .statistics import token_statistics
 from .value import quantize_value
 
@@ -29,22 +29,22 @@ TILES_BY_MATRIX = 4
 MAX_MATRIX = 128
 
 
-def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Operands:
+def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> Int8Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`
     for heavy keys and the LSE.
 
     Args:
         call: a call of a recipe with Q and K in INT8; not empty.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     batch, tail, rotates = call.batch, call.tail, call.recipe.rotate
     q_sequences, kv_sequences = tail.token_axes
-    counts = None if valid is None else valid[:, call.first_keys :]
-    statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
+    tail_key_mask_u8 = None if key_mask_u8 is None else key_mask_u8[:, call.first_keys :]
+    statistics = token_statistics(call, key_mask_u8, key_mask_u8 if call.q_len == call.kv_len else None)
     wants_scores = call.return_lse or call.heavy_keys > 0
     codes, scale, mean_score = quantize_query(call.query, q_sequences, batch, statistics, rotates, wants_scores)
-    key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, counts)
-    value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, counts, call.recipe.pv)
+    key, key_scale = quantize_key(tail.key, kv_sequences, batch, statistics, rotates, tail_key_mask_u8)
+    value, value_scale = quantize_value(tail.value, kv_sequences, batch, statistics, tail_key_mask_u8, call.recipe.pv)
     return Int8Operands(
         codes,
         scale,
@@ -54,7 +54,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> Int8Oper
         value_scale,
         statistics.value_mean,
         mean_score,
-        heavy_keys(call, statistics, valid, codes.shape[-1], value_scale.shape[-1], centred=False),
+        heavy_keys(call, statistics, key_mask_u8, codes.shape[-1], value_scale.shape[-1], centred=False),
         statistics.equalizer,
     )
 
@@ -133,7 +133,7 @@ def quantize_key(
     batch: int,
     statistics: KVStatistics,
     rotates: bool,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract K's mean, equalize and rotate K; quantise it to INT8, a scale per 16 tokens (`layout.thread_order`).
 
@@ -142,7 +142,7 @@ def quantize_key(
         sequences, batch: the token axis and the number of sequences.
         statistics: K's mean, the equalizer, and which keys are heavy: here other keys have their places.
         rotates: whether to rotate channels.
-        valid: int32 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        key_mask_u8: uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
 
     Returns:
         (codes, scale): int8 (operand batch, kv_heads, rows, channels), bfloat16 (operand batch, kv_heads, rows / 64,
@@ -162,7 +162,7 @@ def quantize_key(
         codes=codes,
         scale=scale,
         chosen=statistics.chosen,
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         blocks=programs,
@@ -170,11 +170,11 @@ def quantize_key(
         head_dim=head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(key, sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
-        HAS_VALID=valid is not None,
+        PLACES=replaceable_keys(statistics),
+        HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
         **transform,
@@ -267,7 +267,7 @@ def quantize_key_int8(
     equalizer,
     matrix,
     chosen,
-    valid,
+    key_mask,
     ranges,
     tokens,
     blocks,
@@ -279,13 +279,13 @@ def quantize_key_int8(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     SIGN_BITS: tl.constexpr,
     TILES: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -297,8 +297,8 @@ def quantize_key_int8(
     count = tl.minimum(tl.cdiv(length, 128) * 2 - block * TILES, TILES)
     if count > 0:
         base = key + batch * stride_batch + head * stride_head
-        if HAS_VALID:
-            valid += batch * valid_stride
+        if HAS_KEY_MASK:
+            key_mask += batch * key_mask_stride
         channel = tl.arange(0, CHANNELS)
         first_channel = pair.to(tl.int64) * mean_channels
         mean = tl.load(key_mean + first_channel + channel, mask=channel < head_dim, other=0.0)
@@ -312,7 +312,7 @@ def quantize_key_int8(
         for tile in range(count):
             token = (block * TILES + tile) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             x, counts = load_tokens(
-                base, valid, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_VALID,
+                base, key_mask, start, token, length, channel, head_dim, stride_token, stride_channel, HAS_KEY_MASK,
                 source=tail_source(token, chosen, pair, FIRST, PLACES),
             )  # fmt: skip
             if matrix is not None:

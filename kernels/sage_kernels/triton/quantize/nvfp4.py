@@ -8,18 +8,18 @@ import triton.language as tl
 
 from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
-from ...language.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.rotation import channel_factor, rotate, sign_bits
-from ...language.sequences import operand_row, sequence_range
-from ...language.tokens import load_tokens, tail_source
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
 from ...spec.operands import KVStatistics, NVFP4Operands
 from ...spec.recipe import Recipe
 from ...spec.transforms import rotation_block
+from ..common.formats import E4M3_NAN, GROUP, decode_e4m3, encode_e2m1, encode_e4m3, max_or_nan, round_to_e2m1
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.rotation import channel_factor, rotate, sign_bits
+from ..common.sequences import operand_row, sequence_range
+from ..common.tokens import load_tokens, tail_source
 from .choice import is_finite
-from .heavy import choice_places, heavy_keys
+from .heavy import heavy_keys, replaceable_keys
 from .reduction import reduce_block
 from .statistics import token_statistics
 
@@ -35,25 +35,25 @@ LIMIT_EXPONENT = tl.constexpr(11)
 LIMIT_MANTISSA = tl.constexpr(0x280000)
 
 
-def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Operands:
+def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NVFP4Operands:
     """Transform and quantise Q, K and V as `reference.forward.quantize_operands` does; add `mean_score`.
 
     Args:
         call: a call of a recipe whose qk and pv are "nvfp4"; not empty.
-        valid: int32 or uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 for keys left out of means and scales; None: all count.
     """
     recipe, batch, tail = call.recipe, call.batch, call.tail
     q_sequences, kv_sequences = tail.token_axes
-    counts = None if valid is None else valid[:, call.first_keys :]
-    statistics = token_statistics(call, valid, valid if call.q_len == call.kv_len else None)
+    tail_key_mask_u8 = None if key_mask_u8 is None else key_mask_u8[:, call.first_keys :]
+    statistics = token_statistics(call, key_mask_u8, key_mask_u8 if call.q_len == call.kv_len else None)
     codes, scale, tensor_scale, mean, mean_score = _quantize_tokens(
         call.query, recipe, q_sequences, batch, statistics, None, True, call.wants_mean_score
     )
     key_codes, key_scale, key_tensor_scale, _, _ = _quantize_tokens(
-        tail.key, recipe, kv_sequences, batch, statistics, counts, False, False
+        tail.key, recipe, kv_sequences, batch, statistics, tail_key_mask_u8, False, False
     )
     value, value_scale, value_tensor_scale = _quantize_value(
-        tail.value, recipe, kv_sequences, batch, statistics, counts
+        tail.value, recipe, kv_sequences, batch, statistics, tail_key_mask_u8
     )
     return NVFP4Operands(
         codes,
@@ -69,7 +69,7 @@ def quantize_operands(call: Call, valid: torch.Tensor | None = None) -> NVFP4Ope
         statistics.value_mean,
         mean_score,
         statistics,
-        heavy_keys(call, statistics, valid, 2 * codes.shape[-1], value.shape[-2], centred=True),
+        heavy_keys(call, statistics, key_mask_u8, 2 * codes.shape[-1], value.shape[-2], centred=True),
     )
 
 
@@ -83,7 +83,7 @@ def _quantize_tokens(
     sequences: Sequences,
     batch: int,
     statistics: KVStatistics,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
     is_query: bool,
     mean_score: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -112,7 +112,7 @@ def _quantize_tokens(
         mean_score=score,
         chosen=None if is_query else statistics.chosen,
         search=nvfp4.search_table(steps, x.device),
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         heads=heads,
@@ -121,7 +121,7 @@ def _quantize_tokens(
         channels=head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(x, sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         ROTATION=rotation if recipe.rotate else 1,
         SIGN_BITS=sign_bits(rotation) if recipe.rotate else 0,
@@ -131,8 +131,8 @@ def _quantize_tokens(
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(steps),
         FIRST=statistics.first_keys,
-        PLACES=0 if is_query else choice_places(statistics),
-        HAS_VALID=valid is not None,
+        PLACES=0 if is_query else replaceable_keys(statistics),
+        HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
         num_warps=8,
@@ -147,7 +147,7 @@ def _quantize_value(
     sequences: Sequences,
     batch: int,
     statistics: KVStatistics,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes, scale, tensor_scale) of V."""
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
@@ -167,7 +167,7 @@ def _quantize_value(
         value_tensor_amax=statistics.value_tensor_amax,
         chosen=statistics.chosen,
         search=nvfp4.search_table(recipe.scale_steps, value.device),
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         kv_heads=kv_heads,
@@ -175,14 +175,14 @@ def _quantize_value(
         channels=v_head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(value, sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         SMOOTH=recipe.smooth_v,
         TENSOR_SCALE=recipe.tensor_scale,
         STEPS=len(recipe.scale_steps),
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
-        HAS_VALID=valid is not None,
+        PLACES=replaceable_keys(statistics),
+        HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
         num_warps=8,
@@ -340,7 +340,7 @@ def quantize_tokens_nvfp4(
     mean_score,
     chosen,
     search,
-    valid,
+    key_mask,
     ranges,
     tokens,
     heads,
@@ -352,7 +352,7 @@ def quantize_tokens_nvfp4(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     ROTATION: tl.constexpr,
     SIGN_BITS: tl.constexpr,
@@ -363,7 +363,7 @@ def quantize_tokens_nvfp4(
     STEPS: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -376,11 +376,11 @@ def quantize_tokens_nvfp4(
     first = operand_row(batch, head, heads, rows, operand_start, PACKED) + block * BLOCK_ROWS
     token, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, CHANNELS)
     x += batch * stride_batch + head * stride_head
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     token_of_sequence = block * BLOCK_ROWS + token
     tile, counts = load_tokens(
-        x, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
+        x, key_mask, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_KEY_MASK,
         source=tail_source(token_of_sequence, chosen, pair, FIRST, PLACES),
     )  # fmt: skip
     kv_pair = batch * (heads // group) + head // group
@@ -438,7 +438,7 @@ def quantize_value_nvfp4(
     value_tensor_amax,
     chosen,
     search,
-    valid,
+    key_mask,
     ranges,
     tokens,
     kv_heads,
@@ -449,14 +449,14 @@ def quantize_value_nvfp4(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     SMOOTH: tl.constexpr,
     TENSOR_SCALE: tl.constexpr,
     STEPS: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -468,12 +468,12 @@ def quantize_value_nvfp4(
         return
     token, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, CHANNELS)
     value += batch * stride_batch + head * stride_head
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     token_of_sequence = block * BLOCK_ROWS + token
     tile, counts = load_tokens(
-        value, valid, start, token_of_sequence, length, channel, channels, stride_token, stride_channel, HAS_VALID,
-        source=tail_source(token_of_sequence, chosen, pair, FIRST, PLACES),
+        value, key_mask, start, token_of_sequence, length, channel, channels, stride_token, stride_channel,
+        HAS_KEY_MASK, source=tail_source(token_of_sequence, chosen, pair, FIRST, PLACES),
     )  # fmt: skip
     head_index = batch * kv_heads + head
     if SMOOTH:

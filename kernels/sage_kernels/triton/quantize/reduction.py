@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ...language.tokens import load_tokens
 from ...spec import transforms
 from ...spec.layout import BLOCK
+from ..common.tokens import load_tokens
 from .choice import is_finite
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -16,7 +16,7 @@ LOUD = tl.constexpr(transforms.LOUD)
 @triton.jit
 def reduce_block(
     x,
-    valid,
+    token_mask,
     start,
     first,
     length,
@@ -24,10 +24,10 @@ def reduce_block(
     stride_token,
     stride_channel,
     CHANNELS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_TOKEN_MASK: tl.constexpr,
     FILTERED: tl.constexpr,
     SQUARED: tl.constexpr = False,
-    valid_step=1,
+    token_mask_step=1,
     kept=None,
 ):
     """Reduce the 128 tokens from `first` on: (sum, largest, smallest, 1 where all are finite), each (CHANNELS,).
@@ -45,7 +45,17 @@ def reduce_block(
         group = leaf % 2 * 8 + leaf // 2 % 2 * 4 + leaf // 4 % 2 * 2 + leaf // 8
         token = first + group * 8 + tl.arange(0, 8)
         tile, counts = load_tokens(
-            x, valid, start, token, length, channel, channels, stride_token, stride_channel, HAS_VALID, valid_step
+            x,
+            token_mask,
+            start,
+            token,
+            length,
+            channel,
+            channels,
+            stride_token,
+            stride_channel,
+            HAS_TOKEN_MASK,
+            token_mask_step,
         )
         if SQUARED:
             tile *= tile
@@ -90,15 +100,15 @@ def all_true(x):
 
 
 @triton.jit
-def tokens_of_groups(valid, blocks, length, HAS_VALID: tl.constexpr):
+def tokens_of_groups(token_mask, blocks, length, HAS_TOKEN_MASK: tl.constexpr):
     """Return the number of tokens that count in each group of `transforms.quiet_keys`: float32 (LOUD_GROUPS,)."""
     row, token = tl.arange(0, 32), tl.arange(0, BLOCK_ROWS)
     counts = tl.zeros((LOUD_GROUPS,), tl.float32)
     for first in range(0, blocks, 32):
         block = first + row
-        if HAS_VALID:
+        if HAS_TOKEN_MASK:
             tokens = block[:, None] * BLOCK_ROWS + token[None, :]
-            counted = (tl.load(valid + tokens, mask=tokens < length, other=0) != 0).to(tl.int32)
+            counted = (tl.load(token_mask + tokens, mask=tokens < length, other=0) != 0).to(tl.int32)
             counted_tokens = tl.sum(counted, 1)
         else:
             counted_tokens = tl.minimum(tl.maximum(length - block * BLOCK_ROWS, 0), BLOCK_ROWS)

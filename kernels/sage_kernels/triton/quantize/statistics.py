@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import operand_row, sequence_range
 from ...spec import transforms
 from ...spec.call import Call
 from ...spec.layout import BLOCK, Sequences, batch_strides, padded_channels, stride_of
 from ...spec.operands import KVStatistics
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import operand_row, sequence_range
 from .choice import choose_keys, is_finite, mean_query, write_scores
 from .reduction import BLOCK_ROWS, all_true, mean_of_blocks, quiet_groups, reduce_block, tokens_of_groups
 
@@ -29,27 +29,27 @@ PARTS = tl.constexpr(4)  # statistics of V for each block and channel: sum, larg
 
 
 def token_statistics(
-    call: Call, valid: torch.Tensor | None = None, valid_queries: torch.Tensor | None = None
+    call: Call, key_mask_u8: torch.Tensor | None = None, query_mask_u8: torch.Tensor | None = None
 ) -> KVStatistics:
     """Compute the statistics of K and V, and the equalizer of K and Q; choose the heavy keys.
 
     Args:
         call: its recipe's smooth_k, smooth_v and equalize, and `chooses_heavy_keys`, decide which to compute; not
             empty.
-        valid: uint8 (batch or 1, kv_len), 0 where a key does not count; None: all count.
-        valid_queries: the same for the rows of Q that decide the equalizer, (batch or 1, q_len).
+        key_mask_u8: uint8 (batch or 1, kv_len), 0 where a key does not count; None: all count.
+        query_mask_u8: the same for the rows of Q that decide the equalizer, (batch or 1, q_len).
     """
     key, value, recipe = call.key, call.value, call.recipe
     q_sequences, sequences = call.token_axes
     kv_heads, batch = key.shape[1], call.batch
     pairs, blocks = batch * kv_heads, sequences.blocks
     shared: dict[str, Any] = {
-        "HAS_VALID": valid is not None,
+        "HAS_KEY_MASK": key_mask_u8 is not None,
         "PACKED": sequences.packed,
         "RAGGED": sequences.ranges is not None,
         "enable_fp_fusion": False,
     }
-    valid_stride = stride_of(valid)
+    key_mask_stride = stride_of(key_mask_u8)
     operand_blocks = sequences.rows // BLOCK
 
     def new(*shape: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def token_statistics(
             block_statistics,
             (blocks * pairs,),
             x=x,
-            valid=valid,
+            key_mask=key_mask_u8,
             ranges=sequences.ranges,
             q_ranges=None if scored is None else q_sequences.ranges,
             parts=parts,
@@ -83,7 +83,7 @@ def token_statistics(
             channels=x.shape[-1],
             **strides("", batch_strides(x, sequences)),
             **strides("query", (0, 0, 0, 0) if scored is None else batch_strides(call.query, q_sequences)),
-            valid_stride=valid_stride,
+            key_mask_stride=key_mask_stride,
             CHANNELS=shape[-1],
             EXTREMA=extrema,
             SQUARES=squares,
@@ -100,25 +100,25 @@ def token_statistics(
         new(batch, kv_heads, v_channels),
         new(batch, kv_heads),
         new(batch, kv_heads, k_channels) if recipe.equalize else None,
-        None if scores is None else key.new_empty((batch, kv_heads, call.choice_places), dtype=torch.int32),
+        None if scores is None else key.new_empty((batch, kv_heads, call.replaceable_keys), dtype=torch.int32),
         call.first_keys,
     )
     lengths: dict[str, Any] = {
         "tokens": sequences.tokens,
         "kv_heads": kv_heads,
         "operand_blocks": operand_blocks,
-        "valid_stride": valid_stride,
+        "key_mask_stride": key_mask_stride,
     }
     if recipe.smooth_k or recipe.equalize or scores is not None:
         of_queries = None
         if recipe.equalize:
-            of_queries = _query_squares(call, valid_queries, q_sequences, k_channels)
+            of_queries = _query_squares(call, query_mask_u8, q_sequences, k_channels)
         parts = reduce_blocks(key, *((2,) if recipe.equalize else ()), k_channels, squares=recipe.equalize)
         launch(
             key_statistics,
             (pairs,),
             parts=parts,
-            valid=valid,
+            key_mask=key_mask_u8,
             ranges=sequences.ranges,
             mean=statistics.key_mean,
             equalizer=statistics.equalizer,
@@ -129,7 +129,7 @@ def token_statistics(
             **lengths,
             CHANNELS=k_channels,
             FIRST=call.first_keys,
-            PLACES=call.choice_places,
+            PLACES=call.replaceable_keys,
             LATE=call.late_keys > 0,
             **shared,
         )
@@ -140,7 +140,7 @@ def token_statistics(
         value_statistics,
         (pairs,),
         parts=parts,
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         mean=statistics.value_mean,
         amax=statistics.value_amax,
@@ -153,7 +153,7 @@ def token_statistics(
     return statistics
 
 
-def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences, channels: int) -> torch.Tensor:
+def _query_squares(call: Call, query_mask_u8: torch.Tensor | None, sequences: Sequences, channels: int) -> torch.Tensor:
     """Return the mean squares of the rows of Q that decide the equalizer: float32 (batch, q_heads, channels)."""
     query, batch = call.query, call.batch
     q_heads, head_dim = query.shape[1], query.shape[3]
@@ -162,16 +162,16 @@ def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences,
         query_squares,
         (batch * q_heads,),
         query=query,
-        valid=valid,
+        query_mask=query_mask_u8,
         ranges=sequences.ranges,
         squares=squares,
         tokens=sequences.tokens,
         q_heads=q_heads,
         channels=head_dim,
         **strides("", batch_strides(query, sequences)),
-        valid_stride=stride_of(valid),
+        query_mask_stride=stride_of(query_mask_u8),
         CHANNELS=channels,
-        HAS_VALID=valid is not None,
+        HAS_QUERY_MASK=query_mask_u8 is not None,
         RAGGED=sequences.ranges is not None,
         SMOOTH=call.recipe.smooth_q,
         num_warps=8,
@@ -183,7 +183,7 @@ def _query_squares(call: Call, valid: torch.Tensor | None, sequences: Sequences,
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def block_statistics(
     x,
-    valid,
+    key_mask,
     ranges,
     q_ranges,
     parts,
@@ -205,12 +205,12 @@ def block_statistics(
     query_stride_head,
     query_stride_token,
     query_stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     EXTREMA: tl.constexpr,
     SQUARES: tl.constexpr,
     LATE: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -225,17 +225,17 @@ def block_statistics(
     start, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     part = operand_row(batch, pair % kv_heads, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED) + block
     x += batch * stride_batch + pair % kv_heads * stride_head
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     first = block * BLOCK_ROWS
     if first >= length:
         return
     total, largest, smallest, finite = reduce_block(
-        x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, HAS_VALID
+        x, key_mask, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_KEY_MASK, HAS_KEY_MASK
     )
     if (first + BLOCK_ROWS > length) | (not all_true(is_finite(total))):
         total, largest, smallest, finite = reduce_block(
-            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True
+            x, key_mask, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_KEY_MASK, True
         )
     channel = tl.arange(0, CHANNELS)
     if EXTREMA:
@@ -246,7 +246,18 @@ def block_statistics(
         tl.store(into + 3 * CHANNELS, finite)
     elif SQUARES:
         squares, _largest, _smallest, _finite = reduce_block(
-            x, valid, start, first, length, channels, stride_token, stride_channel, CHANNELS, HAS_VALID, True, True
+            x,
+            key_mask,
+            start,
+            first,
+            length,
+            channels,
+            stride_token,
+            stride_channel,
+            CHANNELS,
+            HAS_KEY_MASK,
+            True,
+            True,
         )
         tl.store(parts + part * 2 * CHANNELS + channel, total)
         tl.store(parts + (part * 2 + 1) * CHANNELS + channel, squares)
@@ -261,15 +272,15 @@ def block_statistics(
         )
         mean *= softmax_scale
         write_scores(
-            scores + part * BLOCK_ROWS, mean, x, valid, start, first, length, channels, stride_token, stride_channel,
-            CHANNELS, HAS_VALID,
+            scores + part * BLOCK_ROWS, mean, x, key_mask, start, first, length, channels, stride_token, stride_channel,
+            CHANNELS, HAS_KEY_MASK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group"])
 def key_statistics(
     parts,
-    valid,
+    key_mask,
     ranges,
     mean,
     equalizer,
@@ -280,12 +291,12 @@ def key_statistics(
     tokens,
     kv_heads,
     operand_blocks,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
     LATE: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -297,14 +308,14 @@ def key_statistics(
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     PARTS_OF_BLOCK: tl.constexpr = 1 if equalizer is None else 2
     stride: tl.constexpr = PARTS_OF_BLOCK * CHANNELS
     parts += first_part * stride
     used = tl.cdiv(length, BLOCK_ROWS)
     channel = tl.arange(0, CHANNELS)
-    counts = tokens_of_groups(valid, used, length, HAS_VALID)
+    counts = tokens_of_groups(key_mask, used, length, HAS_KEY_MASK)
     groups = None
     if equalizer is not None:
         groups = quiet_groups(parts + CHANNELS, counts, used, stride, CHANNELS)
@@ -333,7 +344,7 @@ def key_statistics(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_squares(
     query,
-    valid,
+    query_mask,
     ranges,
     squares,
     tokens,
@@ -343,9 +354,9 @@ def query_squares(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    query_mask_stride,
     CHANNELS: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_QUERY_MASK: tl.constexpr,
     RAGGED: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
@@ -359,20 +370,32 @@ def query_squares(
     step = tl.maximum(tl.cdiv(length, EQUALIZER_QUERIES), 1)
     rows = tl.cdiv(length, step)
     count = rows
-    if HAS_VALID:
-        valid += pair // q_heads * valid_stride
+    if HAS_QUERY_MASK:
+        query_mask += pair // q_heads * query_mask_stride
         row = tl.arange(0, EQUALIZER_QUERIES)
-        count = tl.sum((tl.load(valid + row * step, mask=row < rows, other=0) != 0).to(tl.int32), 0)
+        count = tl.sum((tl.load(query_mask + row * step, mask=row < rows, other=0) != 0).to(tl.int32), 0)
     total, _largest, _smallest, _finite = reduce_block(
-        query, valid, 0, 0, rows, channels, step * stride_token, stride_channel, CHANNELS, HAS_VALID, True, True, step
+        query,
+        query_mask,
+        0,
+        0,
+        rows,
+        channels,
+        step * stride_token,
+        stride_channel,
+        CHANNELS,
+        HAS_QUERY_MASK,
+        True,
+        True,
+        step,
     )
     divisor = tl.maximum(count, 1).to(tl.float32)
     square = tl.div_rn(total, tl.zeros_like(total) + divisor)
     square = tl.where(is_finite(square), square, 0.0)
     if SMOOTH:
         total, _largest, _smallest, _finite = reduce_block(
-            query, valid, 0, 0, rows, channels, step * stride_token, stride_channel,
-            CHANNELS, HAS_VALID, True, False, step,
+            query, query_mask, 0, 0, rows, channels, step * stride_token, stride_channel,
+            CHANNELS, HAS_QUERY_MASK, True, False, step,
         )  # fmt: skip
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
         square = tl.where(square > 0.0, tl.maximum(square - mean * mean, mean * mean * MIN_VARIANCE), 0.0)
@@ -387,7 +410,7 @@ def largest_magnitude(x, y):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def value_statistics(
     parts,
-    valid,
+    key_mask,
     ranges,
     mean,
     amax,
@@ -395,10 +418,10 @@ def value_statistics(
     tokens,
     kv_heads,
     operand_blocks,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     SMOOTH: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -407,8 +430,8 @@ def value_statistics(
     batch, head = pair // kv_heads, pair % kv_heads
     _, length, operand_start = sequence_range(ranges, batch, tokens, RAGGED)
     first_part = operand_row(batch, head, kv_heads, operand_blocks, operand_start // BLOCK_ROWS, PACKED)
-    if HAS_VALID:
-        valid += batch * valid_stride
+    if HAS_KEY_MASK:
+        key_mask += batch * key_mask_stride
     parts += first_part * PARTS * CHANNELS
     used = tl.cdiv(length, BLOCK_ROWS)
     row, channel = tl.arange(0, 32), tl.arange(0, CHANNELS)
@@ -425,7 +448,7 @@ def value_statistics(
     v_largest, v_smallest = tl.max(largest, 0), tl.min(smallest, 0)
     v_mean = tl.zeros((CHANNELS,), tl.float32)
     if SMOOTH:
-        count = tl.sum(tokens_of_groups(valid, used, length, HAS_VALID), 0)
+        count = tl.sum(tokens_of_groups(key_mask, used, length, HAS_KEY_MASK), 0)
         v_mean = mean_of_blocks(parts, count, used, PARTS * CHANNELS, CHANNELS)
         v_mean = tl.where(
             tl.abs(v_mean) > largest_magnitude(v_largest - v_mean, v_smallest - v_mean) * MIN_MEAN, v_mean, 0.0

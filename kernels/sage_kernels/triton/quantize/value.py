@@ -12,14 +12,14 @@ from ...formats.fp8 import E4M3_MAX, ERROR_STEP, LARGEST_MOVE
 from ...formats.fp16 import FP16_HEADROOM
 from ...formats.int8 import INT8_MAX
 from ...formats.reciprocal import SMALLEST_NORMAL
-from ...language.int8 import round_to_int8
-from ...language.launch import UNSPECIALIZED, launch, strides
-from ...language.sequences import operand_row, sequence_range
-from ...language.tiles import operand_token
-from ...language.tokens import load_tokens, tail_source
 from ...spec.layout import BLOCK, Sequences, batch_strides, ceil_div, padded_channels, stride_of
 from ...spec.operands import VALUE_DTYPES, KVStatistics
-from .heavy import choice_places
+from ..common.int8 import round_to_int8
+from ..common.launch import UNSPECIALIZED, launch, strides
+from ..common.sequences import operand_row, sequence_range
+from ..common.tiles import operand_token
+from ..common.tokens import load_tokens, tail_source
+from .heavy import replaceable_keys
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
@@ -39,7 +39,7 @@ def quantize_value(
     sequences: Sequences,
     batch: int,
     statistics: KVStatistics,
-    valid: torch.Tensor | None,
+    key_mask_u8: torch.Tensor | None,
     pv: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract V's mean and quantise V to e4m3, INT8 or float16.
@@ -48,13 +48,13 @@ def quantize_value(
         value: (batch, kv_heads, tokens, v_head_dim), any strides; (1, kv_heads, total tokens, v_head_dim) when packed.
         sequences, batch: the token axis and the number of sequences.
         statistics: V's mean and extrema, and which keys are heavy: here other keys have their places.
-        valid: int32 or uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
+        key_mask_u8: uint8 (batch or 1, tokens), 0 where a key does not count; None: all count.
         pv: "fp8" (e4m3) or "int8", with a scale per channel; or "fp16", with a scale per (batch, head).
 
     Returns:
         (values, scale): in 8 bits (operand batch, kv_heads, channels, rows), in 16 bits (operand batch, kv_heads, rows,
         channels); float32 (batch, kv_heads, channels). 8-bit values are transposed and their tokens are in the order of
-        `language.tiles.operand_token`: then the weights are the operand of P·V in the registers where Q·Kᵀ left the
+        `common.tiles.operand_token`: then the weights are the operand of P·V in the registers where Q·Kᵀ left the
         scores.
     """
     kv_heads, v_head_dim = value.shape[1], value.shape[3]
@@ -72,7 +72,7 @@ def quantize_value(
         value_mean=statistics.value_mean,
         value_amax=statistics.value_tensor_amax if pv == "fp16" else statistics.value_amax,
         chosen=statistics.chosen,
-        valid=valid,
+        key_mask=key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         blocks=sequences.blocks,
@@ -80,12 +80,12 @@ def quantize_value(
         v_head_dim=v_head_dim,
         rows=sequences.rows,
         **strides("", batch_strides(value, sequences)),
-        valid_stride=stride_of(valid),
+        key_mask_stride=stride_of(key_mask_u8),
         CHANNELS=channels,
         CHUNK=min(channels, CHUNK),
         FIRST=statistics.first_keys,
-        PLACES=choice_places(statistics),
-        HAS_VALID=valid is not None,
+        PLACES=replaceable_keys(statistics),
+        HAS_KEY_MASK=key_mask_u8 is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
         enable_fp_fusion=False,
@@ -101,7 +101,7 @@ def quantize_value_block(
     value_mean,
     value_amax,
     chosen,
-    valid,
+    key_mask,
     ranges,
     tokens,
     blocks,
@@ -112,12 +112,12 @@ def quantize_value_block(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -141,10 +141,10 @@ def quantize_value_block(
         position = tl.arange(0, BLOCK_ROWS)
         token = block * BLOCK_ROWS + (operand_token(position) if IN_8_BITS else position)
         base = value + batch * stride_batch + head * stride_head
-        if HAS_VALID:
-            valid += batch * valid_stride
+        if HAS_KEY_MASK:
+            key_mask += batch * key_mask_stride
         x, counts = load_tokens(
-            base, valid, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_VALID,
+            base, key_mask, start, token, length, channel, v_head_dim, stride_token, stride_channel, HAS_KEY_MASK,
             source=tail_source(token, chosen, pair, FIRST, PLACES),
         )  # fmt: skip
         x = tl.where(counts[:, None], x - tl.load(value_mean + channel_index)[None, :], 0.0)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import triton
 
-from ..replay import cache, driver, trace
-from ..replay.launch_plan import DriverLaunch
-from ..runtime import torch_private
+from ...replay import cache, driver, trace
+from ...replay.launch_plan import DriverLaunch
+from ...runtime import torch_private
 from . import triton_abi
 from .launch import DEFAULT_OPTIONS, fitting, is_recording, launch
 
@@ -34,7 +34,11 @@ class ReplayedLaunches:
 
         Raises:
             NotReplayableError: a kernel needs more than parameters at launch.
+            ValueError: no kernel has a parameter of a name in `changing`.
         """
+        unknown = changing.keys() - {name for _, _, arguments in launches for name in arguments}
+        if unknown:
+            raise ValueError(f"no kernel has the parameters {sorted(unknown)}")
         self._lock = threading.Lock()
         self._launches: list[DriverLaunch] = []
         self._patches: list[tuple[memoryview, int, str]] = []

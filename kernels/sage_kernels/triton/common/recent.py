@@ -14,7 +14,7 @@ def attend_recent_keys(
     query,
     key,
     value,
-    valid,
+    key_mask,
     late,
     mask,
     row,
@@ -38,9 +38,9 @@ def attend_recent_keys(
     mask_stride_row,
     mask_stride_column,
     row_max,
-    total,
-    divisor,
-    output,
+    row_sum,
+    denominator,
+    acc,
     p_scale_log2,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
@@ -54,7 +54,7 @@ def attend_recent_keys(
     Args:
         query, key, value, mask: pointers to the caller's Q, K and V of a (batch, head), and its mask as in
             `mask_scores`.
-        valid: pointer to the flags of keys that count in any row of the batch element; not read without a mask.
+        key_mask: pointer to the flags of keys that count in any row of the batch element; not read without a mask.
         late: as in `attend_heavy_keys`; in place of such a key a row attends to the first key that gave way to it.
         row, token: indices of the rows in their sequence, and in Q, (rows,).
         start, end: positions among the sequence's keys, which begin with FIRST keys that are heavy or gave way; FIRST ≤
@@ -62,10 +62,10 @@ def attend_recent_keys(
         kv_start: index in K of the sequence's first key.
         q_len, kv_len, causal_offset: the sequence's.
         mean_score: the rows' products with K's mean, which the other scores lack, (rows,).
-        row_max, total, divisor, output, p_scale_log2: as in `merge_keys`.
+        row_max, row_sum, denominator, acc, p_scale_log2: as in `merge_keys`.
 
     Returns:
-        (row_max, total, divisor, output) over all keys.
+        (row_max, row_sum, denominator, acc) over all keys.
     """
     WIDTH: tl.constexpr = CHANNELS if BLOCK_N > 16 else 32
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
@@ -77,7 +77,7 @@ def attend_recent_keys(
         column = first + tl.arange(0, BLOCK_N)
         counts = column < end
         if MASK == "bool" or MASK == "additive":
-            counts = counts & (tl.load(valid + column, mask=counts, other=0) != 0)
+            counts = counts & (tl.load(key_mask + column, mask=counts, other=0) != 0)
         source = column
         if LATE > 0:
             source = FIRST + tail_source(column - FIRST, late, 0, FIRST, LATE)
@@ -98,7 +98,7 @@ def attend_recent_keys(
         values = value + key_token[:, None] * value_stride_token
         values += v_channel.to(tl.int64)[None, :] * value_stride_channel
         v_counts = counts[:, None] & (v_channel < v_head_dim)[None, :]
-        row_max, total, divisor, output = merge_keys(
-            x, values, v_counts, row_max, total, divisor, output, p_scale_log2, PRECISION
+        row_max, row_sum, denominator, acc = merge_keys(
+            x, values, v_counts, row_max, row_sum, denominator, acc, p_scale_log2, PRECISION
         )
-    return row_max, total, divisor, output
+    return row_max, row_sum, denominator, acc

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..replay import driver, trace
-from ..replay.launch_plan import launch_now
-from ..replay.trace import NotReplayableError
-from ..runtime.cache_folder import announcing_if_slow
+from ...replay import driver, trace
+from ...replay.launch_plan import launch_now
+from ...replay.trace import NotReplayableError
+from ...runtime.cache_folder import announcing_if_slow
 from . import triton_abi
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,10 @@ UNSPECIALIZED = [
     *("tokens", "q_len", "kv_len", "causal_offset", "recent_start", "q_heads", "kv_heads", "heads"),
     *("blocks", "q_blocks", "kv_blocks", "delta_blocks", "operand_blocks"),
     *("first_sequence", "first_row", "first_block"),
-    *("lse_stride_batch", "lse_stride_head", "lse_stride_token", "valid_stride", "spans_stride"),
+    *("lse_stride_batch", "lse_stride_head", "lse_stride_token", "key_mask_stride", "query_mask_stride"),
+    "spans_stride",
     *("tiles_stride_batch", "tiles_stride_head", "tiles_stride_row"),
+    *("entries_stride_batch", "entries_stride_head", "entries_stride_row"),
 ]
 
 ALIGNED_PARAMETERS = re.compile(r"^channels$|head_dim$|^(?!mask_).*stride_(batch|head|token|row)$")

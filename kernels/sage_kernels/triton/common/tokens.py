@@ -22,7 +22,7 @@ def tail_source(token, chosen, pair, FIRST: tl.constexpr, PLACES: tl.constexpr):
 @triton.jit
 def load_tokens(
     x,
-    valid,
+    token_mask,
     start,
     token,
     length,
@@ -30,23 +30,23 @@ def load_tokens(
     channels,
     stride_token,
     stride_channel,
-    HAS_VALID: tl.constexpr,
-    valid_step=1,
+    HAS_TOKEN_MASK: tl.constexpr,
+    token_mask_step=1,
     source=None,
 ):
     """Load tokens of a sequence in float32, zeros for tokens that do not count; return (values, which tokens count).
 
     Args:
-        x, valid: pointers to the first token of the batch element; valid is read if HAS_VALID.
+        x, token_mask: pointers to the first token of the batch element; token_mask is read if HAS_TOKEN_MASK.
         start, length: the sequence's first token and length.
         token: indices in the sequence, (tokens,).
         channel: indices (n,); channels below `channels` exist.
-        valid_step: elements of `valid` from one token to the next.
+        token_mask_step: elements of `token_mask` from one token to the next.
         source: positions of these tokens, if not their indices (`tail_source`).
     """
     counts = token < length
-    if HAS_VALID:
-        counts = counts & (tl.load(valid + token * valid_step, mask=counts, other=0) != 0)
+    if HAS_TOKEN_MASK:
+        counts = counts & (tl.load(token_mask + token * token_mask_step, mask=counts, other=0) != 0)
     if source is None:
         source = token
     offset = (start + source).to(tl.int64)[:, None] * stride_token + channel.to(tl.int64)[None, :] * stride_channel

@@ -2,61 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..language.launch import UNSPECIALIZED, launch
-from ..language.sequences import sequence_range
 from ..spec.call import BackwardCall, Call, clamped_offset
+from .common.launch import UNSPECIALIZED, launch
+from .common.sequences import sequence_range
 
 SOME, ALL = tl.constexpr(1), tl.constexpr(2)  # how many keys of a tile exist, if any
 
 
-@dataclass(frozen=True)
-class BlockTiles:
-    """The tiles of a block list that a call leaves to compute.
+def block_entries(call: Call | BackwardCall, block_n: int) -> torch.Tensor:
+    """Sort the lists of a call for tiles of block_n keys, a divisor of the list's block_n.
 
-    Attributes:
-        tiles: int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles without a masked score,
-            the number of all tiles, then the tiles, unmasked tiles first; one place more may be read. Sizes are 1 where
-            the list is broadcast; with packed sequences, sequences are the batch.
-        valid: uint8 (batch or 1, kv_len), 0 where a key does not exist; None: all keys exist.
-        block_m: rows that share a list.
+    Returns:
+        int32 (list batch, list heads, blocks of rows, 3 + places): the number of tiles without a masked score, the
+        number of all tiles, then the tiles, unmasked tiles first; one place more may be read. Sizes are 1 where the
+        list is broadcast; with packed sequences, sequences are the batch.
     """
-
-    tiles: torch.Tensor
-    valid: torch.Tensor | None
-    block_m: int
-
-    @property
-    def tile_strides(self) -> tuple[int, int, int]:
-        """Return the strides of batch, head and block of rows, 0 where the list is broadcast."""
-        batch, head = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(2))
-        return batch, head, self.tiles.stride(2)
-
-    @property
-    def valid_stride(self) -> int:
-        """Return the stride of `valid` along batch, 0 where it is broadcast or None."""
-        return 0 if self.valid is None or self.valid.shape[0] == 1 else self.valid.stride(0)
-
-
-def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
-    """Sort the lists of a call for tiles of block_n keys, a divisor of the list's block_n."""
-    blocks, valid, kv_len = call.mask.blocks, call.mask.valid, call.kv_len
+    blocks, key_mask, kv_len = call.mask.blocks, call.mask.key_mask, call.kv_len
     assert blocks is not None
     parts = blocks.block_n // block_n
     state = None
-    if valid is not None:
-        valid = valid.contiguous().view(torch.uint8)
-        of_tile = F.pad(valid, (0, -kv_len % block_n)).unflatten(-1, (-1, block_n))
+    if key_mask is not None:
+        of_tile = F.pad(key_mask.view(torch.uint8), (0, -kv_len % block_n)).unflatten(-1, (-1, block_n))
         state = of_tile.amin(-1) + of_tile.amax(-1)
     batches, heads, row_blocks, places = blocks.tiles.shape
-    if valid is not None:
-        batches = max(batches, valid.shape[0])
+    if key_mask is not None:
+        batches = max(batches, key_mask.shape[0])
     q_sequences, kv_sequences = call.token_axes
     if call.lengths is not None:
         batches = call.batch
@@ -91,7 +66,7 @@ def block_tiles(call: Call | BackwardCall, block_n: int) -> BlockTiles:
         RAGGED=call.lengths is not None,
         WIDTH=min(1024, max(32, triton.next_power_of_2(parts * places))),
     )
-    return BlockTiles(entries, valid, blocks.block_m)
+    return entries
 
 
 @triton.jit
@@ -154,7 +129,7 @@ def sort_tiles(
     RAGGED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the entries (`BlockTiles.tiles`) of one block of rows of one (list batch, list head)."""
+    """Write the entries (`block_entries`) of one block of rows of one (list batch, list head)."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     entries += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * places
     tiles += batch * tiles_stride_batch + head * tiles_stride_head + block.to(tl.int64) * tiles_stride_row

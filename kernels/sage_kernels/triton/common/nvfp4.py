@@ -5,7 +5,7 @@ import math
 import triton
 import triton.language as tl
 
-from ..formats.weights import P_SCALE
+from ...formats.weights import P_SCALE
 from .formats import (
     GROUP,
     decode_e4m3,
@@ -229,21 +229,21 @@ def weigh_values(
     decay,
     v,
     v_scale,
-    accumulator,
+    acc,
     denominator,
-    total,
-    TOTAL: tl.constexpr,
+    row_sum,
+    HAS_ROW_SUM: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return (accumulator, denominator, total) after adding a tile of quantised P.
+    """Return (acc, denominator, row_sum) after adding a tile of quantised P.
 
     Args:
         s, factor: see `softmax_tile`.
         shift, scale, decay: results of `softmax_tile`.
         v, v_scale: uint8 (v_channels, n/2), (v_channels, n/16).
-        accumulator: the sum of P·V, (m, v_channels).
+        acc: the sum of P·V, (m, v_channels).
         denominator: twice the `thread_sums` of quantised P, (m, 4).
-        total: with TOTAL, the `thread_sums` of P before quantisation, (m, 4).
+        row_sum: with HAS_ROW_SUM, the `thread_sums` of P before quantisation, (m, 4).
     """
     if NATIVE:
         scale = scale.to(tl.float8e4nv)
@@ -253,20 +253,20 @@ def weigh_values(
         bits = encode_e4m3(scale)
         step = decode_e4m3(bits).to(tl.float32)
     # Dividing by the scale is a subtraction of its logarithm. In a group with scale 0, native elements may be anything,
-    # since e2m1 is finite and products are 0, unless `total` counts them before rounding.
-    divisor = max_or_nan(step, E4M3_ROUNDS_TO_0) if TOTAL or not NATIVE else step
+    # since e2m1 is finite and products are 0, unless `row_sum` counts them before rounding.
+    divisor = max_or_nan(step, E4M3_ROUNDS_TO_0) if HAS_ROW_SUM or not NATIVE else step
     logarithm = native_log2(divisor) if NATIVE else tl.log2(divisor)
     p = tl.exp2(s * factor - repeat_columns(shift[:, None] + logarithm, GROUP))
-    if TOTAL:
+    if HAS_ROW_SUM:
         parts = tl.sum(thread_keys(p), 2) * repeat_columns(divisor, 2)
-        total = total * decay[:, None] + thread_sums(parts)
+        row_sum = row_sum * decay[:, None] + thread_sums(parts)
     if NATIVE:
         words, sums = native_pack_e2m1(p)
         sums = sums.to(tl.float32) * repeat_columns(step, 2)
-        accumulator = dot_nvfp4(native_bytes(words), bits, v, v_scale, native_scale_rows(accumulator, decay), NATIVE)
+        acc = dot_nvfp4(native_bytes(words), bits, v, v_scale, native_scale_rows(acc, decay), NATIVE)
     else:
         rounded = round_to_e2m1(p) * repeat_columns(step, GROUP)
         sums = 2 * tl.sum(thread_keys(rounded), 2)
-        accumulator = tl.dot(rounded.to(tl.float16), tl.trans(dequantize(v, v_scale)), accumulator * decay[:, None])
+        acc = tl.dot(rounded.to(tl.float16), tl.trans(dequantize(v, v_scale)), acc * decay[:, None])
     denominator = denominator * decay[:, None] + thread_sums(sums)
-    return accumulator, denominator, total
+    return acc, denominator, row_sum

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import triton
 
-from ..replay import driver
-from ..replay.driver import MAP_ALIGNMENT, MAP_BYTES
-from ..replay.trace import NotReplayableError, PackedLaunch, Placeholder, relocatable
+from ...replay import driver
+from ...replay.driver import MAP_ALIGNMENT, MAP_BYTES
+from ...replay.trace import NotReplayableError, PackedLaunch, Placeholder, relocatable
 
 WARP = 32
 SCALARS = {

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..replay import trace
-from ..spec.transforms import rotation_signs
+from ...replay import trace
+from ...spec.transforms import rotation_signs
 
 
 @lru_cache(maxsize=16)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from ..language.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from ..spec.call import PADDING_BIAS, Call
 from ..spec.layout import BLOCK, ceil_div
 from ..spec.masks import unexpanded
+from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 
 PADDING = tl.constexpr(PADDING_BIAS)
 BLOCK_ROWS = tl.constexpr(BLOCK)
@@ -22,38 +20,18 @@ WIDTH = tl.constexpr(32)  # columns of a tile that are read at once: registers d
 ALLOWED, UNPADDED, SEEN, MASKED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
 
 
-@dataclass(frozen=True)
-class MaskTiles:
-    """The tiles of (block_m, block_n) scores, of keys that are neither heavy nor recent, that a mask leaves to compute.
+def mask_entries(call: Call, block_m: int, block_n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Read the mask of a call once, and list the tiles of (block_m, block_n) scores that it leaves to compute.
 
-    Attributes:
-        mask: the mask as kernels read it, (batch, q_heads, q_len, kv_len) with stride 0 where it is broadcast; bool as
-            uint8.
-        tiles: int32 (mask batch, mask heads, row blocks, 1 + tiles): the number of tiles to compute for a block of
-            rows, then 2 · tile + (1 if some of its scores are masked or biased) for each, in order. Sizes are 1 where
-            the mask is broadcast.
-        valid: uint8 (mask batch, kv_len), 0 for keys that no mean and no scale counts
-            (`reference.forward.valid_keys`).
+    Keys are counted without heavy and recent keys.
+
+    Returns:
+        (mask, entries, key_mask_u8). `mask` is the mask as kernels read it, (batch, q_heads, q_len, kv_len) with stride
+        0 where it is broadcast; bool as uint8. `entries`, int32 (mask batch, mask heads, row blocks, 1 + tiles), holds
+        the number of tiles to compute for a block of rows, then 2 · tile + (1 if some of its scores are masked or
+        biased) for each, in order; sizes are 1 where the mask is broadcast. `key_mask_u8`, uint8 (mask batch, kv_len),
+        is 0 for keys that no mean and no scale counts (`reference.forward.counted_keys`).
     """
-
-    mask: torch.Tensor
-    tiles: torch.Tensor
-    valid: torch.Tensor
-
-    @property
-    def tile_strides(self) -> tuple[int, int, int]:
-        """Return the strides of batch, head and row block, 0 where the mask is broadcast."""
-        batch, head, row = (0 if self.tiles.shape[dim] == 1 else self.tiles.stride(dim) for dim in range(3))
-        return batch, head, row
-
-    @property
-    def valid_stride(self) -> int:
-        """Return the stride of `valid` along batch, 0 where it is broadcast."""
-        return 0 if self.valid.shape[0] == 1 else self.valid.stride(0)
-
-
-def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
-    """Read the mask of a call once, for tiles of (block_m, block_n) scores."""
     mask = call.mask.tensor
     assert mask is not None
     shape, first_keys = (*call.query.shape[:3], call.key.shape[2]), call.first_keys
@@ -63,7 +41,9 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
     batches, heads, rows, columns = (stored.shape[0], stored.shape[1], stored.shape[2], shape[3])
     mask = mask.expand(shape)
     block_m, row_blocks = (block_m, ceil_div(shape[2], block_m)) if call.is_causal or rows > 1 else (16, 1)
-    tiles = mask.new_empty((batches, heads, row_blocks, 1 + ceil_div(columns - first_keys, block_n)), dtype=torch.int32)
+    entries = mask.new_empty(
+        (batches, heads, row_blocks, 1 + ceil_div(columns - first_keys, block_n)), dtype=torch.int32
+    )
     # Per batch: bits of each key (ALLOWED: some query may attend to it; UNPADDED: also no bias marks it as padding),
     # then a flag that is not 0 if some query has no key except padding.
     keys = mask.new_empty((batches, columns + 1), dtype=torch.int32)
@@ -72,14 +52,14 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         list_tiles,
         (row_blocks, heads, batches),
         mask=mask,
-        tiles=tiles,
+        entries=entries,
         keys=keys,
         q_len=shape[2],
         kv_len=columns,
         causal_offset=call.causal_offset,
         recent_start=call.recent_start if call.has_recent_keys else 0,
         **strides("", mask.stride(), MASK_AXES),
-        tiles_per_row=tiles.shape[3],
+        places=entries.shape[3],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         FIRST=first_keys,
@@ -88,16 +68,16 @@ def mask_tiles(call: Call, block_m: int, block_n: int) -> MaskTiles:
         RECENT=call.has_recent_keys,
         num_warps=max(4, block_m // 16),
     )
-    valid = mask.new_empty((batches, columns), dtype=torch.uint8)
+    key_mask_u8 = mask.new_empty((batches, columns), dtype=torch.uint8)
     launch(
         count_keys,
         (ceil_div(columns, 1024), batches),
         keys=keys,
-        valid=valid,
+        key_mask=key_mask_u8,
         kv_len=columns,
         BLOCK=1024,
     )
-    return MaskTiles(mask, tiles, valid)
+    return mask, entries, key_mask_u8
 
 
 @triton.jit
@@ -115,7 +95,7 @@ def clear_keys(keys, elements, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def list_tiles(
     mask,
-    tiles,
+    entries,
     keys,
     q_len,
     kv_len,
@@ -125,7 +105,7 @@ def list_tiles(
     stride_head,
     stride_row,
     stride_column,
-    tiles_per_row,
+    places,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr,
@@ -140,7 +120,7 @@ def list_tiles(
     last_column = FIRST + row // BLOCK_ROWS * BLOCK_ROWS + recent_start - 1 if RECENT else row + causal_offset
     base = mask + batch * stride_batch + head * stride_head + row.to(tl.int64)[:, None] * stride_row
     keys += batch * (kv_len + 1)
-    tiles += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * tiles_per_row
+    entries += ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + block) * places
     count = 0
     row_has_key = tl.zeros((BLOCK_M,), tl.int32)
     # First keys lie in tiles below 0; only their bits are wanted.
@@ -182,19 +162,19 @@ def list_tiles(
         if FIRST > 0:
             listed = listed & (tile >= 0)
         if listed:
-            tl.store(tiles + 1 + count, 2 * tile + ((tile_bits & MASKED) != 0).to(tl.int32))
+            tl.store(entries + 1 + count, 2 * tile + ((tile_bits & MASKED) != 0).to(tl.int32))
             count += 1
-    tl.store(tiles, count)
+    tl.store(entries, count)
     if tl.min(tl.where(inside_row, row_has_key, 1), 0) == 0:
         tl.atomic_or(keys + kv_len, 1)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def count_keys(keys, valid, kv_len, BLOCK: tl.constexpr):
-    """Write to `valid` which keys count: keys without padding if every query has such a key, else all seen keys."""
+def count_keys(keys, key_mask, kv_len, BLOCK: tl.constexpr):
+    """Write to `key_mask` which keys count: keys without padding if every query has such a key, else all seen keys."""
     keys += tl.program_id(1).to(tl.int64) * (kv_len + 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < kv_len
     bits = tl.load(keys + column, mask=inside, other=0)
     counts = tl.where(tl.load(keys + kv_len) == 0, bits & UNPADDED, bits & ALLOWED)
-    tl.store(valid + tl.program_id(1).to(tl.int64) * kv_len + column, counts.to(tl.uint8), mask=inside)
+    tl.store(key_mask + tl.program_id(1).to(tl.int64) * kv_len + column, counts.to(tl.uint8), mask=inside)

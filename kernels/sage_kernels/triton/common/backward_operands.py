@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..spec.layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
-from ..spec.operands import KeyPadding, Saved
-from ..spec.recipe import Recipe
+from ...spec.layout import KEY_BLOCK, Sequences, batch_strides, padded_channels
+from ...spec.operands import KeyPadding, Saved
+from ...spec.recipe import Recipe
 from .int8 import int8_scale, magnitude, round_to_int8
 from .launch import UNSPECIALIZED, launch, strides
 from .rotation import channel_factor, rotation_matrix
@@ -152,7 +152,7 @@ def key_operands(
         operand_value=operand_value,
         key=key,
         **_restoring(saved, recipe),
-        valid=None if padding is None else padding.valid,
+        key_mask=None if padding is None else padding.key_mask_u8,
         ranges=sequences.ranges,
         tokens=sequences.tokens,
         blocks=blocks,
@@ -160,11 +160,11 @@ def key_operands(
         v_head_dim=v_head_dim,
         rows=rows,
         **strides("", batch_strides(value, sequences)),
-        valid_stride=0 if padding is None else padding.strides[0],
+        key_mask_stride=0 if padding is None else padding.strides[0],
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         INT8=int8,
-        HAS_VALID=padding is not None,
+        HAS_KEY_MASK=padding is not None,
         PACKED=sequences.packed,
         RAGGED=sequences.ranges is not None,
         num_warps=8 if max(channels, v_channels) > 128 else 4,
@@ -290,7 +290,7 @@ def prepare_keys(
     key,
     matrix,
     equalizer,
-    valid,
+    key_mask,
     ranges,
     tokens,
     blocks,
@@ -301,11 +301,11 @@ def prepare_keys(
     stride_head,
     stride_token,
     stride_channel,
-    valid_stride,
+    key_mask_stride,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     INT8: tl.constexpr,
-    HAS_VALID: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
     PACKED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -319,10 +319,10 @@ def prepare_keys(
         channel, v_channel = tl.arange(0, CHANNELS), tl.arange(0, V_CHANNELS)
         row = operand_row(batch, head, kv_heads, rows, operand_start, PACKED) + token
         base = value + batch * stride_batch + head * stride_head
-        if HAS_VALID:
-            valid += batch * valid_stride
+        if HAS_KEY_MASK:
+            key_mask += batch * key_mask_stride
         v, _counts = load_tokens(
-            base, valid, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_VALID
+            base, key_mask, start, token, length, v_channel, v_head_dim, stride_token, stride_channel, HAS_KEY_MASK
         )
         into = operand_value + row[:, None] * V_CHANNELS + v_channel[None, :]
         tl.store(into, v.to(operand_value.dtype.element_ty))

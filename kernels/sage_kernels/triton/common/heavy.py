@@ -33,9 +33,9 @@ def attend_heavy_keys(
     mask_stride_column,
     mean_score,
     row_max,
-    total,
-    divisor,
-    output,
+    row_sum,
+    denominator,
+    acc,
     p_scale_log2,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
@@ -55,10 +55,10 @@ def attend_heavy_keys(
         stride_token, stride_channel: strides of Q.
         mean_score: pointer to the products of the sequence's queries with K's mean, which heavy keys' scores contain
             and other keys' scores do not; None: no scores contain them.
-        row_max, total, divisor, output, p_scale_log2: as in `merge_keys`.
+        row_max, row_sum, denominator, acc, p_scale_log2: as in `merge_keys`.
 
     Returns:
-        (row_max, total, output) over all keys.
+        (row_max, row_sum, acc) over all keys.
     """
     # In float32 take few keys at once: each product is three products, whose operands take registers and shared memory.
     # At head_dim 256 the output takes as many registers, and the loop over the other keys would spill. Below 64
@@ -96,39 +96,39 @@ def attend_heavy_keys(
             x = tl.where(sees & (column >= KEYS - 2 * LATE)[None, :], float("-inf"), x)
             x = tl.where((column >= KEYS - LATE)[None, :], tl.where(sees, late_scores, float("-inf")), x)
         values = value + column[:, None] * V_CHANNELS + tl.arange(0, V_CHANNELS)[None, :]
-        row_max, total, divisor, output = merge_keys(
-            x, values, None, row_max, total, divisor, output, p_scale_log2, PRECISION
+        row_max, row_sum, denominator, acc = merge_keys(
+            x, values, None, row_max, row_sum, denominator, acc, p_scale_log2, PRECISION
         )
-    return row_max, total, output
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def merge_keys(x, values, counts, row_max, total, divisor, output, p_scale_log2, PRECISION: tl.constexpr):
-    """Merge some keys in the caller's dtype with other keys; return (row_max, total, divisor, output) over all keys.
+def merge_keys(x, values, counts, row_max, row_sum, denominator, acc, p_scale_log2, PRECISION: tl.constexpr):
+    """Merge some keys in the caller's dtype with other keys; return (row_max, row_sum, denominator, acc) over all keys.
 
     Args:
         x: float32 (rows, keys) scores in base 2, -inf where masked.
         values: pointers to V, (keys, v_channels), to whose dtype P is rounded; read late, when registers are free.
         counts: which values are read (the rest count as 0); None: all.
-        row_max, total, divisor, output: the other keys' maxima, sums of P before quantisation, divisors of rows, and
-            output, 0 where the divisor is 0; P is 2 to the power of (score - row_max + p_scale_log2).
+        row_max, row_sum, denominator, acc: the other keys' maxima, sums of P before quantisation, denominators, and
+            acc, 0 where the denominator is 0; P is 2 to the power of (score - row_max + p_scale_log2).
     """
     new_max = tl.maximum(row_max, tl.max(x, 1))
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - reference)
     p = tl.exp2(x - (reference - p_scale_log2)[:, None])
     keys_sum = tl.sum(p, 1)
-    others = divisor * decay
-    divisor = others + keys_sum
-    positive = tl.where(divisor == 0.0, 1.0, divisor)
+    others = denominator * decay
+    denominator = others + keys_sum
+    positive = tl.where(denominator == 0.0, 1.0, denominator)
     # Divide by the sum's power of two first, so that V times P stays within float32's range. P's rounding stays the
     # same: it is exact for the largest weight, which may be nearly all of a row's weight.
     power = (positive.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     inverse = 1.0 / power
     v = tl.load(values) if counts is None else tl.load(values, mask=counts, other=0.0)
     p = (p * inverse[:, None]).to(v.dtype)
-    output = tl.dot(p, v, output * (others * inverse)[:, None], input_precision=PRECISION)
-    return new_max, total * decay + keys_sum, divisor, output * (power / positive)[:, None]
+    acc = tl.dot(p, v, acc * (others * inverse)[:, None], input_precision=PRECISION)
+    return new_max, row_sum * decay + keys_sum, denominator, acc * (power / positive)[:, None]
 
 
 @triton.jit

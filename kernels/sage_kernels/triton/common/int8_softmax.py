@@ -5,8 +5,8 @@ import math
 import triton
 import triton.language as tl
 
-from ..formats.int8 import INT8_MAX
-from ..formats.weights import P_SCALE
+from ...formats.int8 import INT8_MAX
+from ...formats.weights import P_SCALE
 from .int8 import round_to_byte
 from .tiles import as_operand
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..spec.call import BackwardCall
-from ..spec.layout import batch_strides, ceil_div
-from ..spec.operands import KeyPadding
+from ...spec.call import BackwardCall
+from ...spec.layout import batch_strides, ceil_div
+from ...spec.operands import KeyPadding
 from .backward_operands import multiplies_int8
 from .padding import key_padding
 
@@ -31,8 +31,8 @@ class BackwardLaunch:
     @classmethod
     def of(cls, call: BackwardCall, gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> BackwardLaunch:
         """Describe the launches of a call; find the spans of keys that exist."""
-        valid = call.mask.valid
-        return cls(call, gradients, None if valid is None else key_padding(valid))
+        key_mask = call.mask.key_mask
+        return cls(call, gradients, None if key_mask is None else key_padding(key_mask))
 
     @property
     def int8(self) -> bool:
@@ -59,11 +59,11 @@ class BackwardLaunch:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that every backward kernel takes, compile-time constants included."""
         queries, keys = self.call.token_axes
-        valid_stride, spans_stride = (0, 0) if self.padding is None else self.padding.strides
+        key_mask_stride, spans_stride = (0, 0) if self.padding is None else self.padding.strides
         return {
-            "valid": None if self.padding is None else self.padding.valid,
+            "key_mask": None if self.padding is None else self.padding.key_mask_u8,
             "spans": None if self.padding is None else self.padding.spans,
-            "valid_stride": valid_stride,
+            "key_mask_stride": key_mask_stride,
             "spans_stride": spans_stride,
             "q_ranges": queries.ranges,
             "kv_ranges": keys.ranges,

@@ -6,45 +6,46 @@ import torch
 import triton
 import triton.language as tl
 
-from ..spec.operands import KeyPadding
+from ...spec.operands import KeyPadding
 from .launch import UNSPECIALIZED, launch
 
 
-def key_padding(valid: torch.Tensor) -> KeyPadding:
-    """Find the spans of existing keys; bool `valid`, (batch or 1, kv_len), is False where a key does not exist."""
-    padding = KeyPadding.empty(valid)
-    write_spans(padding.valid, padding.spans)
+def key_padding(key_mask: torch.Tensor) -> KeyPadding:
+    """Find the spans of existing keys; bool `key_mask`, (batch or 1, kv_len), is False where a key does not exist."""
+    padding = KeyPadding.of(key_mask)
+    write_spans(padding)
     return padding
 
 
-def write_spans(valid: torch.Tensor, spans: torch.Tensor) -> None:
-    """Write the spans of keys that exist; the arguments are the fields of a `KeyPadding`."""
+def write_spans(padding: KeyPadding) -> None:
+    """Write the spans of a padding, from the keys that exist."""
+    batch, kv_len = padding.key_mask_u8.shape
     launch(
         find_spans,
-        (valid.shape[0],),
-        valid=valid,
-        spans=spans,
-        kv_len=valid.shape[1],
+        (batch,),
+        key_mask=padding.key_mask_u8,
+        spans=padding.spans,
+        kv_len=kv_len,
         BLOCK=1024,
     )
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
+def find_spans(key_mask, spans, kv_len, BLOCK: tl.constexpr):
     """Write the spans (`KeyPadding.spans`) of one batch element."""
     batch = tl.program_id(0).to(tl.int64)
-    valid += batch * kv_len
+    key_mask += batch * kv_len
     lane = tl.arange(0, BLOCK)
     first = tl.zeros((BLOCK,), tl.int32) + kv_len
     end = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, kv_len, BLOCK):
-        exists = tl.load(valid + start + lane, mask=start + lane < kv_len, other=0) != 0
+        exists = tl.load(key_mask + start + lane, mask=start + lane < kv_len, other=0) != 0
         first = tl.minimum(first, tl.where(exists, start + lane, kv_len))
         end = tl.maximum(end, tl.where(exists, start + lane + 1, 0))
     begin = tl.min(first, 0)
     hole = tl.zeros((BLOCK,), tl.int32) + kv_len
     for start in range(0, kv_len, BLOCK):
-        missing = tl.load(valid + start + lane, mask=start + lane < kv_len, other=1) == 0
+        missing = tl.load(key_mask + start + lane, mask=start + lane < kv_len, other=1) == 0
         hole = tl.minimum(hole, tl.where(missing & (start + lane > begin), start + lane, kv_len))
     tl.store(spans + 3 * batch, begin)
     tl.store(spans + 3 * batch + 1, tl.min(hole, 0))
@@ -52,11 +53,11 @@ def find_spans(valid, spans, kv_len, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_exists(column, kv_len, valid, PADDED: tl.constexpr):
-    """Return whether keys exist, given their indices in the sequence and the pointer to its batch element's `valid`."""
+def key_exists(column, kv_len, key_mask, PADDED: tl.constexpr):
+    """Return whether keys exist, given their indices in the sequence and the pointer to its key mask."""
     exists = column < kv_len
     if PADDED:
-        exists = exists & (tl.load(valid + column, mask=exists, other=0) != 0)
+        exists = exists & (tl.load(key_mask + column, mask=exists, other=0) != 0)
     return exists
 
 

@@ -55,7 +55,7 @@ def operand_token(position):
 
 
 @triton.jit
-def opaque(x):
+def optimization_barrier(x):
     """Hide x (int32) from the compiler, so derived values are recomputed after a loop instead of kept in registers."""
     if INTERPRETED:
         return x

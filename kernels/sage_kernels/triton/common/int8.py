@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..formats.int8 import INT8_MAX
-from ..formats.reciprocal import SMALLEST_NORMAL
+from ...formats.int8 import INT8_MAX
+from ...formats.reciprocal import SMALLEST_NORMAL
 from .launch import INTERPRETED
 
 ONE_127TH = tl.constexpr(1 / INT8_MAX)
