@@ -97,8 +97,8 @@ class Section:
         text = self.render(*(json.loads(path.read_text(encoding="utf-8")) for path in self.paths))
         if not self.results:
             return text
-        ends_with_prose = not text.splitlines()[-1].startswith(("|", "-", "!", " "))
-        return f"{text}{' ' if ends_with_prose else chr(10) * 2}Source: {self.links(page)}."
+        gap = "\n\n" if text.splitlines()[-1].startswith(("|", "-", "!", " ")) else " "  # behind a caption
+        return f"{text}{gap}Source: {self.links(page)}."
 
 
 def render(page: Path) -> str:
