@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,34 +31,8 @@ BENCHMARKS = "benchmarks"
 """The folder of the benchmarks and their results, relative to the repository."""
 RESULTS = ROOT / BENCHMARKS / "results"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-MODELS = "nvidia-h200-models"
-"""Name of the result with the times of models' steps: with each part of sage-hf left out, and with other attention."""
-SPARSE = "nvidia-h200-sparse"
-"""Name of the result with the speed over block lists."""
 SPARSE_TOKENS = 32768
 """Length at which the page shows the work before sparse attention."""
-SPARSE_QUALITY = "nvidia-h200-sparse_quality"
-"""Name of the result with the quality of sparse attention in a trained model."""
-TRAINED = "nvidia-h200-trained_models"
-"""Name of the result with the changes that low bits make in trained language models."""
-GRID = "nvidia-h200-grid"
-"""Name of the result with the times of every kind of call."""
-PHASES = "nvidia-h200-phases"
-"""Name of the result with the times of the phases of our calls."""
-HOST = "nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"
-"""Names of the results with the host time of calls."""
-KV_CACHE = "nvidia-h200-kv_cache"
-"""Name of the result with the times of decoding from a low-bit KV cache."""
-FINETUNED = "nvidia-h200-finetune_then_fp4"
-"""Name of the result of a language model that was fine-tuned in low bits."""
-NORM_ROPE = "nvidia-h200-qk_norm_rope"
-"""Name of the result with the times of norm and RoPE of queries."""
-TRAINED_EXAMPLES = "language_model", "tiny_video"
-"""Names of the results, in examples/results, of models that were trained in INT8 and exactly."""
-FIRST_CALLS = "nvidia-h200-first_calls"
-"""Name of the result with the times of first calls."""
-PEAKED_ON_GPU = "nvidia-h200-peaked"
-"""Name of the result with the errors of kernels where attention is peaked."""
 SHOWN_PEAKED = (
     "a sink holds 0.8 of 8,192",
     "a sink holds 0.95 of 119,056",
@@ -70,7 +45,7 @@ SHOWN_PEAKED = (
     "K ×40 in 4 channels, 8,192 keys",
     "RoPE'd bias, 8,192 keys",
 )
-"""Tensors of PEAKED_ON_GPU that the page shows."""
+"""Tensors with peaked attention that the page shows."""
 
 sys.path[:0] = [str(ROOT / "studies"), str(ROOT / "examples")]
 import finetune_then_fp4_table  # noqa: E402
@@ -97,30 +72,33 @@ class Section:
     """A generated section of a page.
 
     Attributes:
-        render: returns the section's Markdown, without its sources.
-        results: the files that hold its numbers: patterns of names in RESULTS, or of paths in the repository; none if
-            the code alone decides.
+        render: returns the section's Markdown, without its sources, from the content of its results.
+        results: the files that hold its numbers: patterns of names in RESULTS, or of paths in the repository.
         commands: the commands that measure the results again.
     """
 
-    render: Callable[[], str]
+    render: Callable[..., str]
     results: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
 
-    def links(self, page: Path) -> str:
-        """Return links from a page to the results, a CPU's last."""
+    @property
+    def paths(self) -> list[Path]:
+        """Return the paths of the results, a CPU's last."""
         patterns = (name if "/" in name else f"{BENCHMARKS}/results/{name}.json" for name in self.results)
-        order = {path: path.name.startswith("cpu") for pattern in patterns for path in sorted(ROOT.glob(pattern))}
-        paths = sorted(order, key=order.__getitem__)
-        return ", ".join(f"[{path.name}]({relative(path, page)})" for path in paths)
+        found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+        return sorted(found, key=lambda path: path.name.startswith("cpu"))
+
+    def links(self, page: Path) -> str:
+        """Return links from a page to the results."""
+        return ", ".join(f"[{path.name}]({relative(path, page)})" for path in self.paths)
 
     def markdown(self, page: Path) -> str:
         """Return the section with its sources, as it stands in a page."""
-        text = self.render()
+        text = self.render(*(json.loads(path.read_text(encoding="utf-8")) for path in self.paths))
         if not self.results:
             return text
-        ends_with_prose = not text.splitlines()[-1].startswith(("|", "-", "!"))
-        return f"{text}{' ' if ends_with_prose else chr(10) * 2}Source: {self.links(page)}."
+        gap = "\n\n" if text.splitlines()[-1].startswith(("|", "-", "!", " ")) else " "  # behind a caption
+        return f"{text}{gap}Source: {self.links(page)}."
 
 
 def render(page: Path) -> str:
@@ -138,28 +116,27 @@ def read_result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def gain() -> str:
+def gain(result: dict[str, Any]) -> str:
     """Return a table of a user's gain in steps of some models."""
-    return model_tables.low_bit_gain(read_result(MODELS), most=6)
+    return model_tables.low_bit_gain(result, most=6)
 
 
-def cost() -> str:
+def cost(result: dict[str, Any]) -> str:
     """Return a table of the accuracy that low bits cost trained language models on one GPU in their longest texts."""
     recipes = ("sage1", "sage2", "sage3", "sageattention1", "sageattention2", "fa3_fp8", "sage3_paper")
-    rows = read_result(TRAINED)["rows"]
+    rows = result["rows"]
     longest = {row["model"]: row["tokens"] for row in sorted(rows, key=lambda row: row["tokens"])}
     return trained_models_table.cost_markdown([row for row in rows if row["tokens"] == longest[row["model"]]], recipes)
 
 
-def model_gain() -> str:
+def model_gain(result: dict[str, Any]) -> str:
     """Return a table of the time of a step of the models that were measured with each part of sage-hf left out."""
-    drawn = picture(MODELS, "Speed of a step of every model, relative to the baseline")
-    return f"{drawn}\n\n{model_tables.model_gain(read_result(MODELS))}"
+    drawn = picture("nvidia-h200-models", "Speed of a step of every model, relative to the baseline")
+    return f"{drawn}\n\n{model_tables.model_gain(result)}"
 
 
-def all_models() -> str:
+def all_models(result: dict[str, Any]) -> str:
     """Return a table of the time of an inference step of more models, with each attention."""
-    result = read_result(MODELS)
     trained = {row["model"] for row in result["rows"] if row["provider"] == "sage_hf:sage_bwd"}
     # The table of gains shows the times without FlashAttention 3.
     result["rows"] = [
@@ -192,9 +169,8 @@ def source_tests() -> str:
     return markdown_table(["source", "tests"], rows)
 
 
-def clip_scores() -> str:
+def clip_scores(scores: dict[str, Any]) -> str:
     """Return a table of the tiny model's clips of held-out captions in which each attribute is as written."""
-    scores = json.loads((ROOT / "examples/tiny_video/scores.json").read_text(encoding="utf-8"))
     attributes = ("colour", "shape", "direction")
     rows = [
         [f"`{recipe}`", f"{score['prompts']} of {what}", *(str(found[name]) for name in attributes)]
@@ -204,9 +180,8 @@ def clip_scores() -> str:
     return markdown_table(["attention", "clips", *attributes], rows)
 
 
-def calibration() -> str:
+def calibration(result: dict[str, Any]) -> str:
     """Return a table of clips of the tiny model in its calibrated mix, and sentences about the mix and its errors."""
-    result = json.loads((ROOT / "examples/tiny_video/calibration.json").read_text(encoding="utf-8"))
     rows = [[row["prompt"], f"{row['psnr']:.1f}", f"{row['ssim']:.3f}"] for row in result["clips"]]
     shares = ", ".join(f"{share:.0%} in `{recipe}`" for recipe, share in result["shares"].items() if share)
     errors, held_out, alone = (list(result[name].values()) for name in ("errors", "held_out", "alone"))
@@ -229,33 +204,26 @@ def measured_models() -> str:
     return textwrap.fill(", ".join(names) + ".", 120, break_on_hyphens=False)
 
 
-def grid() -> str:
+def grid(result: dict[str, Any]) -> str:
     """Return the heat map and the tables of every kind of call."""
     message = "Speed of attention by kind of call and tokens, relative to the fastest exact attention"
-    return f"{picture(GRID, message)}\n\n{grid_tables.markdown(read_result(GRID))}"
+    return f"{picture('nvidia-h200-grid', message)}\n\n{grid_tables.markdown(result)}"
 
 
-def unseen() -> str:
-    """Return the scores of calls that no table of costs was fitted to, for each GPU with a result."""
-    return grid_tables.unseen_markdown([read_result(path.stem) for path in sorted(RESULTS.glob("*-unseen.json"))])
-
-
-def host() -> str:
+def host(*results: dict[str, Any]) -> str:
     """Return tables of the host time of calls, a table for each machine."""
-    found = [read_result(name) for name in HOST]
-    return "\n\n".join(f"On the host of an {one['gpu']}:\n\n{measure_host.markdown(one)}" for one in found)
+    return "\n\n".join(f"On the host of an {one['gpu']}:\n\n{measure_host.markdown(one)}" for one in results)
 
 
-def speed() -> str:
+def speed(result: dict[str, Any]) -> str:
     """Return pictures and a table of every provider's forward speed at every shape."""
     against_length = "Speed against length: sage2, FlashAttention 3, cuDNN, SageAttention2"
-    parts = [picture("nvidia-h200-forward", against_length), tables.markdown(read_result("nvidia-h200-forward"))]
+    parts = [picture("nvidia-h200-forward", against_length), tables.markdown(result)]
     return "\n\n".join([*parts, picture("nvidia-h200-forward-errors", "Speed against error of every provider")])
 
 
-def speed_summary() -> str:
+def speed_summary(result: dict[str, Any]) -> str:
     """Return the ranges of `sage2` in the table of every provider's forward speed, in sentences."""
-    result = read_result("nvidia-h200-forward")
     shapes: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         if "ms" in row and row["scope"] == "end_to_end":
@@ -286,10 +254,9 @@ def speed_summary() -> str:
     return "\n".join("\n".join(textwrap.wrap(f"- {line}", 120, subsequent_indent="  ")) for line in lines)
 
 
-def training_routes() -> str:
+def training_routes(result: dict[str, Any]) -> str:
     """Return a table of the choices between recipe and exact attention for the grid's training calls, by kind of
     call."""
-    result = read_result(GRID)
     rows = [row for row in result["rows"] if row["direction"] == "forward_backward" and "ours_ms" in row]
     kinds = {
         "causal, with grouped queries": lambda row: row["mask"] == "causal" and row["q_heads"] != row["kv_heads"],
@@ -315,16 +282,14 @@ def training_routes() -> str:
     return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)}"
 
 
-def sparse_quality() -> str:
+def sparse_quality(result: dict[str, Any]) -> str:
     """Return the tables and the picture of the trained proof of sparse attention."""
     message = "The middle frame of clips of eight held-out prompts, a line for each way to run the first seed's models"
-    table = sparse_quality_table.markdown(read_result(SPARSE_QUALITY))
-    return f"{table}\n\n{picture(SPARSE_QUALITY, message)}"
+    return f"{sparse_quality_table.markdown(result)}\n\n{picture('nvidia-h200-sparse_quality', message)}"
 
 
-def sparse_speed() -> str:
+def sparse_speed(result: dict[str, Any]) -> str:
     """Return tables of the speed over block lists at a quarter of the tiles, and of the work before attention."""
-    result = read_result(SPARSE)
     head = f"On one {result['gpu']}, {result['rows'][0]['q_heads']} heads, a quarter of the tiles drawn at random; "
     head += "quantising and sorting of lists included. The JSON also has a tenth of the tiles and lists of routers:"
     training = "Forward and backward pass, with the errors of dQ / dK / dV in one head:"
@@ -354,9 +319,8 @@ def sparse_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
-def first_calls() -> str:
+def first_calls(result: dict[str, Any]) -> str:
     """Return a table of the waiting times of first calls."""
-    result = read_result(FIRST_CALLS)
     rows = [
         [row["call"], f"{row['recipe']} by {row['kernel']}"]
         + [f"{row[name]:.{digits}f}" for name, digits in (("first_s", 2), ("cached_s", 2), ("second_ms", 1))]
@@ -366,9 +330,8 @@ def first_calls() -> str:
     return f"{table}\n\nOn {result['gpu']}, {tables.versions(result)}"
 
 
-def qk_norm_rope() -> str:
+def qk_norm_rope(result: dict[str, Any]) -> str:
     """Return a table of the times of norm and RoPE of queries."""
-    result = read_result(NORM_ROPE)
     header = ["queries", "batch × tokens × heads × head_dim", "operators, ms", "compiled, ms", "ours, ms", "a copy, ms"]
     rows = [
         [row["model"], f"{row['batch']}×{row['tokens']}×{row['heads']}×{row['head_dim']}"]
@@ -381,31 +344,28 @@ def qk_norm_rope() -> str:
     return f"{markdown_table(header, rows)}\n\n{caption}"
 
 
-def training_speed() -> str:
+def training_speed(result: dict[str, Any]) -> str:
     """Return a picture, and tables of every provider's speed, errors and memory in training."""
     drawn = picture("nvidia-h200-forward_backward", "Speed of forward and backward pass by shape")
-    return f"{drawn}\n\n{tables.markdown(read_result('nvidia-h200-forward_backward'))}"
+    return f"{drawn}\n\n{tables.markdown(result)}"
 
 
-def peaked_errors() -> str:
+def peaked_errors(result: dict[str, Any], on_cpu: dict[str, Any]) -> str:
     """Return a table of the kernels' errors where attention is peaked, on the tensors of SHOWN_PEAKED."""
-    result = read_result(PEAKED_ON_GPU)
     shown = [row for row in result["rows"] if row["tensor"] in SHOWN_PEAKED]
     where = f"On one {result['gpu']}, in bfloat16; the JSON files have more tensors, and errors on a CPU:"
     return f"{where}\n\n{peaked.markdown(shown)}"
 
 
-def peaked_models_errors() -> str:
+def peaked_models_errors(result: dict[str, Any]) -> str:
     """Return tables of trained models: errors, and perplexity."""
-    result = read_result("cpu-peaked_models")
     return f"{peaked.markdown(result['rows'])}\n\n{peaked_models.perplexity_markdown(result['perplexity'])}"
 
 
-def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
-    """Return the tables of all results <device>-<name>, a CPU's last."""
-    paths = sorted(RESULTS.glob(f"*-{name}.json"), key=lambda path: (path.stem.startswith("cpu"), path))
+def on_each_device(markdown: Callable[[dict[str, Any]], str], *results: dict[str, Any]) -> str:
+    """Return the tables of the results of several devices."""
     parts = []
-    for result in map(read_result, (path.stem for path in paths)):
+    for result in results:
         where = "On a CPU, in float32, emulated:"
         if result["capability"]:
             where = f"On one {result['gpu']}, in bfloat16:"
@@ -415,9 +375,8 @@ def on_each_device(name: str, markdown: Callable[[dict[str, Any]], str]) -> str:
     return "\n\n".join(parts)
 
 
-def kv_speed() -> str:
+def kv_speed(result: dict[str, Any]) -> str:
     """Return a table of append and decode of a layer from a low-bit KV cache, next to attention in 16 bits."""
-    result = read_result(KV_CACHE)
     shapes: dict[tuple[int, ...], dict[tuple[str, str], float]] = {}
     for row in result["rows"]:
         sizes = tuple(row[name] for name in ("q_heads", "kv_heads", "head_dim", "batch", "tokens"))
@@ -435,9 +394,8 @@ def kv_speed() -> str:
     return f"{head}\n\n{markdown_table(header, lines)}"
 
 
-def kv_models() -> str:
+def kv_models(result: dict[str, Any]) -> str:
     """Return a table of the time of a token of a whole model, with growing and with static caches."""
-    result = read_result(KV_CACHE)
     found: dict[tuple[int, int], dict[tuple[str, bool], dict[str, Any]]] = {}
     for row in result["models"]:
         found.setdefault((row["batch"], row["tokens"]), {})[row["format"], row["static"]] = row
@@ -464,9 +422,9 @@ def kv_models() -> str:
     return f"{head}\n\n{table}"
 
 
-def parallel_speed() -> str:
+def parallel_speed(*results: dict[str, Any]) -> str:
     """Return tables of whole steps on one GPU and on two."""
-    return "\n\n".join(parallel_table(read_result(path.stem)) for path in sorted(RESULTS.glob("*x2-parallel.json")))
+    return "\n\n".join(map(parallel_table, results))
 
 
 def parallel_table(result: dict[str, Any]) -> str:
@@ -501,12 +459,6 @@ def parallel_table(result: dict[str, Any]) -> str:
     header = ["model", "layers", "default", "default, Ulysses", "`exact`, Ulysses"]
     header += ["`sage2`, one", "`sage2`, Ulysses", "`sage2`, ring"]
     return f"{head}\n\n{markdown_table(header, lines)}"
-
-
-def trained_models() -> str:
-    """Return a table of the losses of models that were trained in INT8 and exactly."""
-    texts = ((ROOT / f"examples/results/{name}.json").read_text(encoding="utf-8") for name in TRAINED_EXAMPLES)
-    return training_report.summary(*map(json.loads, texts))
 
 
 def recipes() -> str:
@@ -553,21 +505,21 @@ VIDEO = "python studies/{}.py --video examples/tiny_video --text FOLDER_OR_ID --
 RUN = f"python {BENCHMARKS}/run.py"
 INTO = f"--output {BENCHMARKS}/results"
 SECTIONS = {
-    "gain": Section(gain, (MODELS,), (f"{RUN} --model all {INTO}",)),
-    "cost": Section(cost, (TRAINED,), (f"python studies/trained_models.py MODEL TEXT {INTO}",)),
+    "gain": Section(gain, ("nvidia-h200-models",), (f"{RUN} --model all {INTO}",)),
+    "cost": Section(cost, ("nvidia-h200-trained_models",), (f"python studies/trained_models.py MODEL TEXT {INTO}",)),
     "language-models": Section(
-        lambda: on_each_device("trained_models", trained_models_table.markdown),
+        partial(on_each_device, trained_models_table.markdown),
         ("*-trained_models",),
         (f"python studies/trained_models.py MODEL TEXT {INTO}",),
     ),
     "errors": Section(
-        lambda: output_errors.markdown(read_result("cpu-error_table")["rows"]),
+        lambda result: output_errors.markdown(result["rows"]),
         ("cpu-error_table",),
         (f"{VIDEO.format('output_errors')} {BENCHMARKS}/results/cpu-error_table.json",),
     ),
     "peaked-errors": Section(
         peaked_errors,
-        (PEAKED_ON_GPU, "cpu-peaked"),
+        ("nvidia-h200-peaked", "cpu-peaked"),
         tuple(f"python studies/peaked_errors.py {device}{INTO}" for device in ("", "--device cpu ")),
     ),
     "peaked-models": Section(
@@ -582,49 +534,55 @@ SECTIONS = {
         ),
     ),
     "clip-scores": Section(
-        clip_scores, ("examples/tiny_video/scores.json",), ("python examples/train_tiny_video.py score --save",)
+        clip_scores,
+        ("examples/tiny_video/scores.json",),
+        tuple(f"python examples/train_tiny_video.py score --recipe {recipe} --save" for recipe in ("exact", "sage3")),
     ),
     "speed": Section(speed, ("nvidia-h200-forward",), (f"{RUN} {INTO}",)),
-    "speed-summary": Section(speed_summary),
-    "phases": Section(lambda: tables.phases_markdown(read_result(PHASES)), (PHASES,), (f"{RUN} --phases {INTO}",)),
-    "qk-norm-rope": Section(qk_norm_rope, (NORM_ROPE,), (f"{RUN} qk-norm-rope {INTO}",)),
-    "host": Section(host, HOST, (f"{RUN} --host {INTO}",)),
-    "first-calls": Section(first_calls, (FIRST_CALLS,), (f"{RUN} first-calls {INTO}",)),
+    "speed-summary": Section(speed_summary, ("nvidia-h200-forward",)),
+    "phases": Section(tables.phases_markdown, ("nvidia-h200-phases",), (f"{RUN} --phases {INTO}",)),
+    "qk-norm-rope": Section(qk_norm_rope, ("nvidia-h200-qk_norm_rope",), (f"{RUN} qk-norm-rope {INTO}",)),
+    "host": Section(host, ("nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"), (f"{RUN} --host {INTO}",)),
+    "first-calls": Section(first_calls, ("nvidia-h200-first_calls",), (f"{RUN} first-calls {INTO}",)),
     "kv-accuracy": Section(
-        lambda: on_each_device("kv_cache_perplexity", trained_models_table.cache_markdown),
+        partial(on_each_device, trained_models_table.cache_markdown),
         ("*-kv_cache_perplexity",),
         (f"python studies/kv_cache_perplexity.py MODEL TEXT {INTO}",),
     ),
-    "kv-speed": Section(kv_speed, (KV_CACHE,), (f"{RUN} kv-cache {INTO}",)),
-    "kv-models": Section(kv_models, (KV_CACHE,), (f"{RUN} kv-cache --model {INTO}",)),
+    "kv-speed": Section(kv_speed, ("nvidia-h200-kv_cache",), (f"{RUN} kv-cache {INTO}",)),
+    "kv-models": Section(kv_models, ("nvidia-h200-kv_cache",), (f"{RUN} kv-cache --model {INTO}",)),
     "parallel-speed": Section(
         parallel_speed, ("*x2-parallel",), (f"torchrun --nproc-per-node 2 {BENCHMARKS}/run.py parallel {INTO}",)
     ),
-    "model-gain": Section(model_gain, (MODELS,), (f"{RUN} --model all {INTO}",)),
-    "all-models": Section(all_models, (MODELS,), (f"{RUN} --model all {INTO}",)),
-    "grid": Section(grid, (GRID,), (f"{RUN} --grid {INTO}",)),
+    "model-gain": Section(model_gain, ("nvidia-h200-models",), (f"{RUN} --model all {INTO}",)),
+    "all-models": Section(all_models, ("nvidia-h200-models",), (f"{RUN} --model all {INTO}",)),
+    "grid": Section(grid, ("nvidia-h200-grid",), (f"{RUN} --grid {INTO}",)),
     "models": Section(measured_models),
     "measure": Section(measure),
-    "sparse-speed": Section(sparse_speed, (SPARSE,), (f"{RUN} sparse {INTO}",)),
-    "sparse-quality": Section(sparse_quality, (SPARSE_QUALITY,), (f"python studies/sparse_quality.py {INTO}",)),
-    "training-routes": Section(training_routes, (GRID,), (f"{RUN} --grid {INTO}",)),
+    "sparse-speed": Section(sparse_speed, ("nvidia-h200-sparse",), (f"{RUN} sparse {INTO}",)),
+    "sparse-quality": Section(
+        sparse_quality, ("nvidia-h200-sparse_quality",), (f"python studies/sparse_quality.py {INTO}",)
+    ),
+    "training-routes": Section(training_routes, ("nvidia-h200-grid",), (f"{RUN} --grid {INTO}",)),
     "gradient-errors": Section(
-        lambda: gradients.summary(read_result("cpu-gradient_table")["rows"]),
+        lambda result: gradients.summary(result["rows"]),
         ("cpu-gradient_table",),
         (f"{VIDEO.format('gradient_errors')} {BENCHMARKS}/results/cpu-gradient_table.json",),
     ),
     "trained-models": Section(
-        trained_models,
-        tuple(f"examples/results/{name}.json" for name in TRAINED_EXAMPLES),
+        training_report.summary,
+        ("examples/results/language_model.json", "examples/results/tiny_video.json"),
         ("python examples/train_language_model.py all", "python examples/finetune_tiny_video.py all"),
     ),
     "finetuned": Section(
-        lambda: finetune_then_fp4_table.markdown(read_result(FINETUNED)["rows"]),
-        (FINETUNED,),
+        lambda result: finetune_then_fp4_table.markdown(result["rows"]),
+        ("nvidia-h200-finetune_then_fp4",),
         (f"python studies/finetune_then_fp4.py MODEL {INTO}",),
     ),
     "training-speed": Section(training_speed, ("nvidia-h200-forward_backward",), (f"{RUN} --training {INTO}",)),
-    "unseen": Section(unseen, ("*-unseen",), (f"{RUN} --unseen 33 {INTO}",)),
+    "unseen": Section(
+        lambda *results: grid_tables.unseen_markdown(list(results)), ("*-unseen",), (f"{RUN} --unseen 33 {INTO}",)
+    ),
     "recipes": Section(recipes),
     "folders": Section(folders),
     "source-tests": Section(source_tests),
@@ -637,8 +595,8 @@ def main() -> None:
     parser.parse_args()
     for name in ("nvidia-h200-forward", "nvidia-h200-forward_backward"):
         plots.plot(read_result(name), RESULTS / f"{name}.png")
-    plots.plot_models(read_result(MODELS), RESULTS / f"{MODELS}.png")
-    plots.plot_grid(read_result(GRID), RESULTS / f"{GRID}.png")
+    plots.plot_models(read_result("nvidia-h200-models"), RESULTS / "nvidia-h200-models.png")
+    plots.plot_grid(read_result("nvidia-h200-grid"), RESULTS / "nvidia-h200-grid.png")
     for page in PAGES:
         page.write_text(render(page), encoding="utf-8")
 
