@@ -70,7 +70,7 @@ class ReplayEntry:
     replay: Replay | None = None
     calls: int = 0
 
-    def consider(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
+    def count_call(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
         """Count a call that has just run the ordinary way; prepare a replay by `make` at the second one, or `at_once`.
 
         While a graph is captured, nothing is prepared: its launches do not run, so there are no results to compare.
