@@ -138,7 +138,7 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
 
 
 def select_training(request: Request, fallback: Fallback) -> Plan:
-    """Choose the kernels of a forward and a backward pass.
+    """Select the kernels of a forward and a backward pass.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the request. Exact attention, whose gradients PyTorch
