@@ -11,7 +11,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels.cuda import nvfp4_forward, padding, smooth_q_scores
-from sage_kernels.cuda.registration import CudaNVFP4Forward, TritonNVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Forward, CudaNVFP4Quantizer
 from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.exact import sdpa
 from sage_kernels.language import padding as in_triton
@@ -20,7 +20,7 @@ from sage_kernels.replay import cache
 from sage_kernels.spec.call import recent_start
 from sage_kernels.spec.layout import BLOCK
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton.registration import TritonNVFP4Quantizer as TritonQuantizer
+from sage_kernels.triton.registration import TritonNVFP4Quantizer
 from tests.helpers.calls import new_call
 
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
@@ -47,7 +47,7 @@ def error(x, true):
 
 def check(inputs, recipe, return_lse=False, valid=None, **options):
     call = new_call(*inputs, recipe, return_lse=return_lse, valid=valid, **options)
-    quantizer = TritonNVFP4Quantizer() if valid is None else TritonQuantizer()
+    quantizer = CudaNVFP4Quantizer() if valid is None else TritonNVFP4Quantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if valid is None else valid[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
@@ -128,7 +128,7 @@ def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
     inputs = random_inputs(q_len, kv_len, 4, 2, head_dim, v_head_dim=72, dtype=dtype)
     valid = None if kind == "all" else keys_that_exist(kind, kv_len)
     call = new_call(*inputs, recipe, return_lse=True, valid=valid, is_causal=True, causal_offset=offset)
-    quantizer = TritonNVFP4Quantizer() if valid is None else TritonQuantizer()
+    quantizer = CudaNVFP4Quantizer() if valid is None else TritonNVFP4Quantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if valid is None else valid[:, None, None]
     true, true_lse = sdpa.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
@@ -152,7 +152,7 @@ def test_keys_before_the_recent_ones_are_quantised(heavy_keys, row):
         query, key = torch.zeros_like(query), torch.zeros_like(key)
         query[:, :, row, :8], key[:, :, chosen, :8] = 5.0, 50.0
         call = new_call(query, key, value, recipe, is_causal=True, causal_offset=300)
-        output, _ = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+        output, _ = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
         assert torch.equal(output[0, 0, row], value[0, 0, chosen]) == (chosen >= first)
 
 
@@ -173,7 +173,7 @@ def test_what_keys_that_do_not_exist_hold_does_not_matter():
             there = valid[:, None, :, None]
             filled = (torch.where(there, x, filler) for x in (key, value))
             call = new_call(query, *filled, recipe, valid=valid, is_causal=is_causal, causal_offset=100)
-            outputs.append(nvfp4_forward.attend(call, TritonQuantizer(), native=False)[0])
+            outputs.append(nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)[0])
         assert torch.equal(*outputs)
 
 
@@ -187,16 +187,16 @@ def test_more_items_than_multiprocessors():
 def test_a_small_workspace_gives_the_same_bits(monkeypatch):
     inputs = random_inputs(600, 500, 2, 1, 64, batch=3)
     call = new_call(*inputs, SAGE3, is_causal=True)
-    whole, _ = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+    whole, _ = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
     for share in (0.0, 0.01, 0.02):
         monkeypatch.setattr(nvfp4_forward, "DELTA_SHARE", share)
-        assert torch.equal(nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)[0], whole)
+        assert torch.equal(nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)[0], whole)
 
 
 def test_rows_without_a_key_are_zero():
     inputs = random_inputs(300, 200, 2, 2, 64)
     call = new_call(*inputs, SAGE3, is_causal=True, causal_offset=-150, return_lse=True)
-    output, lse = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+    output, lse = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
     assert output[:, :, :150].count_nonzero() == 0 and (lse[:, :, :150] == -torch.inf).all()
     assert output[:, :, 150:].isfinite().all() and lse[:, :, 150:].isfinite().all()
 
@@ -205,16 +205,16 @@ def test_a_key_that_is_not_finite_spoils_the_rows_that_see_it():
     query, key, value = random_inputs(140, 300, 2, 2, 64)
     key[0, 0, 100, 5] = torch.nan
     call = new_call(query, key, value, SAGE3, is_causal=True)
-    output, _ = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+    output, _ = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
     expected, _ = reference.attention(query, key, value, SAGE3, is_causal=True, block_n=128)
     assert torch.equal(output.isnan(), expected.isnan())
 
 
 def test_equal_calls_give_equal_bits():
     call = new_call(*random_inputs(1000, 1500, 8, 8, 128), "sage3", return_lse=True)
-    first = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+    first = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
     for _ in range(5):
-        again = nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)
+        again = nvfp4_forward.attend(call, CudaNVFP4Quantizer(), native=False)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
@@ -223,7 +223,7 @@ def test_scores_of_means_match_triton(head_dim, tokens):
     from sage_kernels.triton import smooth_q_scores as of_triton
 
     call = new_call(*random_inputs(2500, tokens, 4, 2, head_dim), "sage3")
-    operands = TritonNVFP4Quantizer().quantize(call)
+    operands = CudaNVFP4Quantizer().quantize(call)
     kv_rows = operands.key.shape[2]
     found, expected = (torch.zeros(1, 4, 17, kv_rows, device="cuda") for _ in range(2))
     smooth_q_scores.smooth_q_scores(operands, call.tail, 1, 1, 3, found)
@@ -244,7 +244,7 @@ def test_replayed_calls_through_the_front_door_have_the_same_bits(monkeypatch, r
         for _ in range(5):
             inputs = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
             found = sage_attention(*inputs, recipe="sage3", fallback="error", **options)
-            expected = nvfp4_forward.attend(new_call(*inputs, SAGE3, **options), TritonNVFP4Quantizer(), native=False)
+            expected = nvfp4_forward.attend(new_call(*inputs, SAGE3, **options), CudaNVFP4Quantizer(), native=False)
             assert torch.equal(found[0] if "return_lse" in options else found, expected[0])
             if "return_lse" in options:
                 torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_hf
 from sage_hf import SageConfig, Sparse
-from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, plans
+from sage_hf.diffusers import UnsupportedAttentionError, attention_layers, parallel_plans
 from tests.helpers.families import family
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has none")
@@ -101,6 +101,6 @@ def test_a_subclass_whose_forward_pass_is_not_diffusers_has_no_plan():
     class Other(diffusers.MochiTransformer3DModel):
         pass
 
-    assert set(plans.FAMILIES) <= set(dir(diffusers))
+    assert set(parallel_plans.FAMILIES) <= set(dir(diffusers))
     with pytest.raises(UnsupportedAttentionError, match="Other"):
         sage_hf.context_parallel_plan(Other(**family("mochi").config))
