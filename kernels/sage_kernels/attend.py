@@ -14,14 +14,11 @@ from .replay import cache
 from .spec import checks
 from .spec.autocast import in_autocast_dtype
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import NO_MASK, Mask
+from .spec.call import NO_MASK, AttentionOutput, Mask
 from .spec.derivatives import has_tangent, wants_gradient
 from .spec.masks import with_leading_dims, without_causal_bias
 from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
-
-AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
-"""(output, lse); the lse is key_mask with `Options.return_lse` only."""
 
 
 def attend(
@@ -38,7 +35,7 @@ def attend(
     causality may be given together: a query then attends to the keys that both allow.
 
     Returns:
-        (output, lse): the output, laid out like query; the lse is key_mask with `return_lse` only.
+        (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
     """
     if options.tokens_first:
         return _attend_with_tokens_first(query, key, value, mask, blocks, options)
@@ -194,5 +191,5 @@ def _run_exactly(
     exactly = partial(attend_exactly, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
     result = exactly(query, key, value, mask)
     if entry is not None and plan is not None and blocks is None:
-        entry.consider(partial(cache.compared, plan, exactly, (query, key, value, mask), result))
+        entry.count_call(partial(cache.compared, plan, exactly, (query, key, value, mask), result))
     return result

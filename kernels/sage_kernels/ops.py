@@ -15,12 +15,11 @@ from .replay import cache
 from .spec import checks
 from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import Call, Mask, softmax_scale
+from .spec.call import AttentionOutput, Call, Mask
 from .spec.derivatives import refuse_tangents
 from .spec.layout import Lengths, with_tokens_first
 from .spec.masks import mask_in_dtype, without_causal_bias
 from .spec.options import Fallback, Options
-from .spec.recipe import get_recipe
 
 library = torch.library.Library("sage_kernels", "DEF")
 for _schema in (
@@ -168,7 +167,7 @@ def call_operator(
 
 def run_call(
     call: Call, mask: torch.Tensor | None, fallback: Fallback, entry: cache.ReplayEntry | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> AttentionOutput:
     """Plan, announce and run a call without gradients, outside of operators; return the result of `execution.compute`.
 
     Args:
@@ -181,7 +180,7 @@ def run_call(
     execution.announce(plan)
     result = execution.compute(call, plan)
     if entry is not None:
-        entry.consider(partial(replays.of_call, call, plan, mask, result))
+        entry.count_call(partial(replays.replay_of_call, call, plan, mask, result))
     return result
 
 
@@ -208,18 +207,7 @@ def new_call(
     else:
         check_blocks(blocks, query, key, lengths)
         call_mask = Mask.of_blocks(blocks, bias, key.shape[2])
-    return Call(
-        query,
-        key,
-        value,
-        get_recipe(options.recipe),
-        call_mask,
-        is_causal=bool(options.is_causal),
-        causal_offset=options.causal_offset,
-        scale=softmax_scale(options.scale, query.shape[3]),
-        lengths=lengths,
-        return_lse=options.return_lse,
-    )
+    return Call.of(query, key, value, call_mask, options, lengths)
 
 
 def _attention(

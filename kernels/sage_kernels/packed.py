@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from . import ops, training
-from .attend import AttentionOutput, attend
+from .attend import attend
 from .dispatch.decide import decide
 from .runtime import dynamo
 from .spec import checks
 from .spec.autocast import in_autocast_dtype
-from .spec.call import NO_MASK
+from .spec.call import NO_MASK, AttentionOutput
 from .spec.derivatives import has_tangent, wants_gradient
 from .spec.layout import Lengths, sequence_slices
 from .spec.options import Options

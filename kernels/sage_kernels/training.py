@@ -15,7 +15,7 @@ from .replay import cache
 from .spec import checks, transforms
 from .spec.arguments import SCHEMA, OperatorArguments
 from .spec.block_list import BlockList, check_blocks
-from .spec.call import NO_MASK, BackwardCall, Call, Mask, softmax_scale
+from .spec.call import NO_MASK, AttentionOutput, BackwardCall, Call, Mask, softmax_scale
 from .spec.derivatives import refuse_tangents
 from .spec.layout import Lengths, with_tokens_first
 from .spec.operands import Saved
@@ -154,7 +154,7 @@ def call_operator(
     blocks: BlockList | None,
     lengths: Lengths | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> AttentionOutput:
     """Run `attention` for tensors without tangents that `checks.check_kinds` accepts.
 
     With `lengths`, sequences are packed into one batch element, and there is no LSE.
@@ -189,19 +189,10 @@ def run_call(
     Returns:
         The output, with gradients.
     """
-    call = Call(
-        query,
-        key,
-        value,
-        get_recipe(options.recipe),
-        mask,
-        is_causal=options.is_causal,
-        causal_offset=options.causal_offset,
-        scale=softmax_scale(options.scale, query.shape[3]),
-    )
+    call = Call.of(query, key, value, mask, options)
     execution.announce(plan)
-    output = replays.train(call, plan, options)
-    entry.consider(partial(replays.of_training, call, plan, options))
+    output = replays.attend_with_gradients(call, plan, options)
+    entry.count_call(partial(replays.replay_of_training, call, plan, options))
     return output
 
 
@@ -220,17 +211,7 @@ def _call(
     key_mask: torch.Tensor | None,
     arguments: OperatorArguments,
 ) -> Call:
-    return Call(
-        query,
-        key,
-        value,
-        get_recipe(arguments.recipe),
-        _mask(key_mask, arguments.blocks),
-        is_causal=arguments.is_causal,
-        causal_offset=arguments.causal_offset,
-        scale=softmax_scale(arguments.scale, query.shape[3]),
-        lengths=arguments.lengths,
-    )
+    return Call.of(query, key, value, _mask(key_mask, arguments.blocks), arguments.options, arguments.lengths)
 
 
 def _training_attention(

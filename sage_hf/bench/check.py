@@ -14,7 +14,7 @@ import torch
 from sage_hf.bench.prewarm import call_in_processes
 from sage_hf.text import text_table
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
+from sage_kernels.backends import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import examination, execution, registry, self_check, verdicts
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, CheckCase, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError

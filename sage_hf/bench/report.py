@@ -14,7 +14,7 @@ from sage_hf.bench.results import BenchmarkResult, Row, facts
 from sage_hf.bench.timing import copy_bandwidth
 from sage_hf.nominal import nominal_request
 from sage_hf.text import text_table
-from sage_kernels.cuda.registration import enforce_nvfp4_forward
+from sage_kernels.backends import enforce_nvfp4_forward
 from sage_kernels.dispatch.select import select
 from sage_kernels.spec.recipe import RECIPES
 

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from sage_kernels.backends import router_kernels
 from sage_kernels.spec.block_list import BLOCK_SIZES, BlockList
 from sage_kernels.spec.checks import check_memory
-from sage_kernels.triton.registration import router_kernels
 
 SCORES_AT_ONCE = 2**25
 """Number of parts' scores that `SubBlockRouter` holds at once."""

@@ -20,7 +20,7 @@ from sage_hf.bench.timing import TimingStream
 from sage_hf.nominal import nominal_request
 from sage_hf.tune.cases import BACKENDS, compile_kernels, prepare
 from sage_hf.tune.fit import MeasuredTime, fit
-from sage_kernels.cuda.registration import CONSUMER_BLACKWELL, enforce_nvfp4_forward
+from sage_kernels.backends import CONSUMER_BLACKWELL, enforce_nvfp4_forward
 from sage_kernels.dispatch import cost_model
 from sage_kernels.dispatch.cost_model import DECODED_QUERIES, CostTable
 from sage_kernels.dispatch.curves import CostCurve, Regime

@@ -26,7 +26,7 @@ from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperFusedBackwa
 from sage_kernels.dispatch import registry
 from sage_kernels.spec.kv_cache import STRIP, KVCache, get_format
 from sage_kernels.spec.recipe import get_recipe
-from sage_kernels.triton.registration import TritonNVFP4Quantizer as TritonQuantizer
+from sage_kernels.triton.registration import TritonNVFP4Quantizer
 from tests.helpers.blocks import draw_blocks
 from tests.helpers.calls import new_call
 from tests.helpers.judge import LOW_BIT, attend
@@ -80,7 +80,7 @@ def attend_emulated() -> None:
         for is_causal in (False, True):
             for key_mask in (None, torch.rand(batch, kv_len, device="cuda") < 0.5):
                 options = {"is_causal": is_causal, "causal_offset": 30, "key_mask": key_mask, "return_lse": is_causal}
-                quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonQuantizer()
+                quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonNVFP4Quantizer()
                 for recipe in (get_recipe("sage3_paper"), unsearched):
                     nvfp4_forward.attend(new_call(*inputs, recipe, **options), quantizer, native=False)
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from sage_kernels.spec.call import recent_start
 from sage_kernels.spec.layout import BLOCK
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.common import padding as in_triton
-from sage_kernels.triton.registration import TritonNVFP4Quantizer as TritonQuantizer
+from sage_kernels.triton.registration import TritonNVFP4Quantizer
 from tests.helpers.calls import new_call
 
 # Kernel and reference differ by sums in another order and by approximate logarithms, which move single elements of P
@@ -47,7 +47,7 @@ def error(x, true):
 
 def check(inputs, recipe, return_lse=False, key_mask=None, **options):
     call = new_call(*inputs, recipe, return_lse=return_lse, key_mask=key_mask, **options)
-    quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonQuantizer()
+    quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonNVFP4Quantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if key_mask is None else key_mask[:, None, None]
     expected, expected_lse = reference.attention(*inputs, recipe, block_n=128, mask=mask, **options)
@@ -128,7 +128,7 @@ def test_causal_rows_of_recent_keys_alone_are_exact(offset, kind, dtype):
     inputs = random_inputs(q_len, kv_len, 4, 2, head_dim, v_head_dim=72, dtype=dtype)
     key_mask = None if kind == "all" else keys_that_exist(kind, kv_len)
     call = new_call(*inputs, recipe, return_lse=True, key_mask=key_mask, is_causal=True, causal_offset=offset)
-    quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonQuantizer()
+    quantizer = CudaNVFP4Quantizer() if key_mask is None else TritonNVFP4Quantizer()
     output, lse = nvfp4_forward.attend(call, quantizer, native=False)
     mask = None if key_mask is None else key_mask[:, None, None]
     true, true_lse = sdpa.attention(*(x.double() for x in inputs), mask=mask, is_causal=True, causal_offset=offset)
@@ -173,7 +173,7 @@ def test_what_keys_that_do_not_exist_hold_does_not_matter():
             there = key_mask[:, None, :, None]
             filled = (torch.where(there, x, filler) for x in (key, value))
             call = new_call(query, *filled, recipe, key_mask=key_mask, is_causal=is_causal, causal_offset=100)
-            outputs.append(nvfp4_forward.attend(call, TritonQuantizer(), native=False)[0])
+            outputs.append(nvfp4_forward.attend(call, TritonNVFP4Quantizer(), native=False)[0])
         assert torch.equal(*outputs)
 
 

@@ -131,7 +131,7 @@ def test_a_replayed_call_launches_and_gives_the_same(device, replayed, name, kin
     if reason := get_exact(name).unsupported(execution.request_of(call)):
         pytest.skip(reason)
     plan = exact_plan(execution.request_of(call), kernel=name)
-    replay = replays.of_call(call, plan, call.mask.tensor, execution.compute(call, plan))
+    replay = replays.replay_of_call(call, plan, call.mask.tensor, execution.compute(call, plan))
     for seed in range(1, 3):
         other = draw_call(device, sizes, 64, kind, seed=seed)
         expected, _ = execution.compute(other, plan)

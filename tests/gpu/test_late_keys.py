@@ -7,8 +7,7 @@ import torch
 
 from sage_kernels import attention
 from sage_kernels.cuda import compiler, nvfp4_forward
-from sage_kernels.cuda.registration import CudaNVFP4Quantizer as CudaNVFP4Quantizer
-from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperQuantizer
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.operands import KeyPadding

@@ -114,7 +114,7 @@ def test_its_output_equals_the_calls_output(operator, causal, scale):
     expected, _ = sdpa.attention(query, key, key, **options)
     output, _ = execution.compute(call, plan)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-    replayed, _ = replays.of_call(call, plan, None, (output, None))(query, key, key, None)
+    replayed, _ = replays.replay_of_call(call, plan, None, (output, None))(query, key, key, None)
     assert torch.equal(replayed, output)
     assert operator == [(abs(scale), causal, 0)] * 3
 

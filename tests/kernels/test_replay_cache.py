@@ -272,10 +272,10 @@ def test_a_replay_that_gives_another_output_is_dropped_with_one_warning(caplog):
     for kind in ("attention", "backward"):
         entry = cache.find(kind, [x], ())
         for _ in range(3):
-            entry.consider(lambda: cache.compared("plan", lambda x: [x + 1], [x], [x]))
+            entry.count_call(lambda: cache.compared("plan", lambda x: [x + 1], [x], [x]))
         assert entry.replay is None
     assert [record.getMessage() for record in caplog.records] == [
-        "a call is not replayed but run anew each time: its replay gives a different output"
+        "a call is not replayed but run anew each time: NotReplayableError: its replay gives a different output"
     ]
 
 

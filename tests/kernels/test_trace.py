@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from sage_kernels import backends  # noqa: F401 - `backends` registers the kernels
 from sage_kernels.cuda import quantize_nvfp4
-from sage_kernels.cuda.registration import CudaNVFP4Quantizer as CudaNVFP4Quantizer
+from sage_kernels.cuda.registration import CudaNVFP4Quantizer
 from sage_kernels.dispatch.registry import get_forward
 from sage_kernels.formats import nvfp4
 from sage_kernels.replay.trace import (

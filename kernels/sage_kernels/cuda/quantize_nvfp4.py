@@ -12,8 +12,7 @@ from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
 from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
-from ..spec.operands import HeavyKeys, NVFP4Operands
-from ..spec.operands import KVStatistics as OperandStatistics
+from ..spec.operands import HeavyKeys, KVStatistics, NVFP4Operands
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
     EQUALIZER_QUERIES,
@@ -40,7 +39,7 @@ KEY_LINES, VALUE_LINES = 2, 4  # lines of statistics of a block of K or a head's
 
 
 @dataclass(slots=True)
-class KVStatistics:
+class Statistics:
     """Buffers that `reduce` and `means` write, and sizes. A pair is a (batch, kv head) of K and V.
 
     Attributes:
@@ -139,14 +138,14 @@ class ReduceParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: KVStatistics
+    statistics: Statistics
 
 
 @dataclass(slots=True)
 class MeansParameters:
     """Parameters of the kernel `means`."""
 
-    statistics: KVStatistics
+    statistics: Statistics
 
 
 @dataclass(slots=True)
@@ -156,7 +155,7 @@ class NVFP4QuantizeParameters:
     query: Tokens
     key: Tokens
     value: Tokens
-    statistics: KVStatistics
+    statistics: Statistics
     operands: Operands
 
 
@@ -312,7 +311,7 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NV
     if call.heavy_keys:
         shape, late = (batch, kv_heads, call.heavy_keys, channels), chosen if call.late_keys else None
         heavy = HeavyKeys(new(*shape, dtype=query.dtype), new(*shape, dtype=query.dtype), late)
-    operand_statistics = OperandStatistics(
+    operand_statistics = KVStatistics(
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
         new(batch, kv_heads, channels),
@@ -339,7 +338,7 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NV
     )
     run = _blocks_in_a_row(2 * pairs * blocks + batch * q_heads * q_blocks, query.get_device())
     sum_run = _blocks_in_a_row(2 * pairs * key_sequences.blocks, query.get_device())
-    statistics = KVStatistics(
+    statistics = Statistics(
         lines=new(operand_batch, kv_heads, sum_blocks, KEY_LINES + VALUE_LINES, channels),
         query_lines=new(batch, q_heads, KEY_LINES, channels) if recipe.equalize else None,
         factors=new(pairs, 4, channels),

@@ -139,18 +139,7 @@ def _decide_training(
         head_dims = operator.index(query.shape[3]), operator.index(value.shape[3])
         facts = str(query.device), str(query.dtype), mask.kind, lengths is not None, *head_dims
         return _why_exact_at_any_size(recipe, fallback, *facts), None
-    call = Call(
-        query,
-        key,
-        value,
-        get_recipe(recipe),
-        mask,
-        options.is_causal,
-        options.causal_offset,
-        lengths=lengths,
-        return_lse=options.return_lse,
-    )
-    request = execution.request_of(call, grad=True)
+    request = execution.request_of(Call.of(query, key, value, mask, options, lengths), grad=True)
     if request.packed and runs_one_by_one(request, fallback):
         return ONE_BY_ONE, None
     plan = execution.select_checked(request, fallback)

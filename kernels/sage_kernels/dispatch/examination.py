@@ -17,7 +17,7 @@ from ..exact import sdpa
 from ..exact.gradients import exact_gradients
 from ..spec import transforms
 from ..spec.block_list import BlockList
-from ..spec.call import NO_MASK, BackwardCall, Call, Mask, MaskKind, softmax_scale
+from ..spec.call import NO_MASK, AttentionOutput, BackwardCall, Call, Mask, MaskKind, softmax_scale
 from ..spec.kv_cache import KVCache, get_format
 from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
@@ -299,7 +299,7 @@ def _judge_kernel(
         )
         noise, is_reference = uncertainty(call, None, 0.0)[0], forward == "reference"
 
-        def distance(results: tuple[torch.Tensor, torch.Tensor | None]) -> float:
+        def distance(results: AttentionOutput) -> float:
             rounding = rounding_of(call.recipe, 4) if is_reference else 0.0
             of_output = _head_distance(results[0], expected, truth, noise, rounding)
             return (
@@ -375,7 +375,7 @@ def _lse_distance(call: Call, lse: torch.Tensor | None, expected: torch.Tensor |
     return float(moved.max() / tolerance) if moved.isfinite().all() else RAISED
 
 
-def _attend(call: Call, grad: bool, forward: str, quantizer: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend(call: Call, grad: bool, forward: str, quantizer: str) -> AttentionOutput:
     """Return output and LSE of a kernel; with `grad`, by the pass that saves tensors for gradients."""
     kernel = get_forward(forward)
     if grad:
@@ -404,9 +404,7 @@ def _gradients(
     return get_backward(backward).backward(backward_call)
 
 
-def _for_each_sequence(
-    call: Call, attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _for_each_sequence(call: Call, attend: Callable[[Call], AttentionOutput]) -> AttentionOutput:
     """Return output and LSE: of packed sequences one after another, of an ordinary batch at once."""
     if call.lengths is None:
         return attend(call)

@@ -14,7 +14,7 @@ from ..exact import sdpa
 from ..exact.attend import attend_exactly
 from ..runtime import dynamo, torch_private
 from ..spec.block_list import BlockList
-from ..spec.call import BackwardCall, Call, Mask
+from ..spec.call import AttentionOutput, BackwardCall, Call, Mask
 from ..spec.checks import check_memory
 from ..spec.derivatives import wants_gradient
 from ..spec.layout import at_aligned_address, is_aligned, sequence_slices
@@ -62,7 +62,7 @@ def select_checked(request: Request, fallback: Fallback) -> Plan:
     return plan
 
 
-def compute(call: Call, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+def compute(call: Call, plan: Plan) -> AttentionOutput:
     """Run a call without gradients by the kernels of its plan.
 
     Returns:
@@ -138,7 +138,7 @@ def run_and_save(call: Call, plan: Plan) -> tuple[torch.Tensor, Saved]:
 
 
 def select_training(request: Request, fallback: Fallback) -> Plan:
-    """Choose the kernels of a forward and a backward pass.
+    """Select the kernels of a forward and a backward pass.
 
     Raises:
         KernelUnavailableError: no kernel with gradients serves the request. Exact attention, whose gradients PyTorch
@@ -212,7 +212,7 @@ def _announce_while_compiling(recipe: str, reason: str) -> None:
         listener(recipe, reason)
 
 
-def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_by_pytorch(call: Call, kernel: str) -> AttentionOutput:
     """Attend by PyTorch's attention, through any of its backends ("sdpa"), or any except cuDNN's."""
     query, key, value = call.query, call.key, call.value
     shape, backend = query.shape, None if kernel == "sdpa" else sdpa.without_cudnn
@@ -233,9 +233,7 @@ def _attend_by_pytorch(call: Call, kernel: str) -> tuple[torch.Tensor, torch.Ten
     return output, lse
 
 
-def attend_one_by_one(
-    attend: Callable[[Call], tuple[torch.Tensor, torch.Tensor | None]], call: Call
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_one_by_one(attend: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:
     """Run packed sequences one by one by a function that takes ordinary batches; the host reads the lengths."""
     assert call.lengths is not None
     output, lse = call.new_outputs()

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..spec.call import BackwardCall, Call
+from ..spec.call import AttentionOutput, BackwardCall, Call
 from ..spec.operands import KeyPadding, Saved
 from ..spec.recipe import Recipe
 from .request import Request
@@ -66,7 +66,7 @@ class ForwardKernel(Kernel, Protocol):
     def packs(self) -> bool:
         """Return whether it takes packed sequences; otherwise it is called once for each sequence."""
 
-    def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call: Call, quantizer: Quantizer | None) -> AttentionOutput:
         """Return (output, lse) as documented for `ops.attention`; lse may be None if it is not wanted."""
 
 

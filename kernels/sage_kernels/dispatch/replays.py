@@ -18,7 +18,7 @@ from ..replay.cache import Replay
 from ..runtime import torch_private
 from ..spec.arguments import OperatorArguments
 from ..spec.block_list import BlockList
-from ..spec.call import BackwardCall, Call, Mask, softmax_scale
+from ..spec.call import AttentionOutput, BackwardCall, Call, Mask, softmax_scale
 from ..spec.layout import with_tokens_first
 from ..spec.masks import as_key_mask
 from ..spec.operands import Saved
@@ -30,10 +30,8 @@ from .kernels import ExactOperatorKernel, TrainingForwardKernel
 from .plan import Plan
 from .registry import get_backward, get_exact, get_forward, get_quantizer
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
 
-
-def of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: Result) -> Replay | None:
+def replay_of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: AttentionOutput) -> Replay | None:
     """Make the replay of a call without gradients: (query, key, value, mask, counts, tiles) -> (output, lse).
 
     Counts and tiles are fields of the block list; calls without a list may leave them out.
@@ -118,7 +116,7 @@ def _outputs(make_call: Callable[..., Call], plan: Plan, *tensors: torch.Tensor 
     return [with_tokens_first(output), lse]
 
 
-def _without_lse(outputs: list[torch.Tensor]) -> Result:
+def _without_lse(outputs: list[torch.Tensor]) -> AttentionOutput:
     return outputs[0], None
 
 
@@ -161,7 +159,7 @@ class _Training:
         if entry is not None:
             # A kernel may sum dQ in any order.
             replayed = partial(cache.traced, None, self.gradients, tensors, gradients, rounds=True)
-            entry.consider(replayed, at_once=True)
+            entry.count_call(replayed, at_once=True)
         return gradients
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -182,8 +180,8 @@ class _Training:
         return [with_tokens_first(x) for x in get_backward(self.kernel).backward(call)]
 
 
-def train(call: Call, plan: Plan, options: Options) -> torch.Tensor:
-    """Run a call with gradients by its plan, and return the output; `of_training` says for which calls."""
+def attend_with_gradients(call: Call, plan: Plan, options: Options) -> torch.Tensor:
+    """Run a call with gradients by its plan, and return the output; `replay_of_training` says for which calls."""
     make_call = calls_like(call, plan)
 
     def forward(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -199,7 +197,7 @@ def _with_own_memory(output: torch.Tensor, saved: Saved) -> list[torch.Tensor]:
     return [with_tokens_first(output), *(part.contiguous() for part in saved)]
 
 
-def of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
+def replay_of_training(call: Call, plan: Plan, options: Options) -> Replay | None:
     """Make the replay of a call with gradients: (query, key, value, mask) -> (output, None), the output with gradients.
 
     The backward pass is replayed too, from its second run on.

@@ -92,7 +92,7 @@ def _exact_kernel(request: Request) -> str:
 
 @lru_cache(maxsize=4096)
 def select(request: Request, fallback: Fallback = "native") -> Plan:
-    """Choose the kernels for a request.
+    """Select the kernels for a request.
 
     Args:
         request: the facts of the call.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..spec.block_list import BlockList
+from ..spec.call import AttentionOutput
 from ..spec.masks import with_causality
 from ..spec.options import Options
 from . import block_lists, masked_rows, sdpa
@@ -23,7 +24,7 @@ def attend_exactly(
     options: Options,
     zero_rows: bool = True,
     backend: Callable[..., torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> AttentionOutput:
     """Run PyTorch's attention with its gradients.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec.block_list import BlockList
+from ..spec.call import AttentionOutput
 from ..spec.masks import attended_rows, with_causality
 from ..spec.options import Options
 from . import sdpa
@@ -18,7 +19,7 @@ def attend_to_list(
     *,
     mask: torch.Tensor | None,
     options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> AttentionOutput:
     """Attend exactly to the tiles of a list by PyTorch's scaled_dot_product_attention, some rows at a time.
 
     It computes all tiles and masks unlisted tiles, so it is no faster than dense attention. Without gradients its

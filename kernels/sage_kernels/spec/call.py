@@ -12,12 +12,15 @@ from .block_list import BlockList
 from .layout import BLOCK, Lengths, Sequences, at_aligned_address, padded_channels, token_axes
 from .masks import as_key_mask
 from .operands import Saved
-from .recipe import Recipe
+from .options import Options
+from .recipe import Recipe, get_recipe
 from .transforms import LATE_SHARE, MIN_LATE
 
 PADDING_BIAS = -1e4
 """Value of an additive mask at and below which a key counts as padding, if each query has another key left."""
 
+AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
+"""(output, lse): the lse may be None, or have any value, if it is not wanted."""
 MaskKind = Literal["none", "keys", "bool", "additive", "blocks", "block_keys"]
 
 
@@ -118,6 +121,30 @@ class Call:
     def __post_init__(self) -> None:
         if self.lengths is not None and self.mask.kind not in ("none", "blocks"):
             raise ValueError("packed sequences take no mask: their lengths say which keys exist")
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Mask,
+        options: Options,
+        lengths: Lengths | None = None,
+    ) -> Call:
+        """Return a call with a caller's options; raise ValueError if their recipe is unknown."""
+        return cls(
+            query,
+            key,
+            value,
+            get_recipe(options.recipe),
+            mask,
+            is_causal=bool(options.is_causal),
+            causal_offset=options.causal_offset,
+            scale=softmax_scale(options.scale, query.shape[3]),
+            lengths=lengths,
+            return_lse=options.return_lse,
+        )
 
     @property
     def batch(self) -> int:
@@ -241,7 +268,7 @@ class Call:
         mask = Mask.of_keys(None if self.mask.key_mask is None else empty(self.mask.key_mask))
         return replace(self, query=empty(self.query), key=empty(self.key), value=empty(self.value), mask=mask)
 
-    def new_outputs(self, saves_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def new_outputs(self, saves_lse: bool = False) -> AttentionOutput:
         """Allocate the output, laid out as (batch, q_len, q_heads, v_head_dim), and the LSE if it is wanted or saved.
 
         They are filled with 0 and -inf if a kernel may leave rows unwritten: in empty calls, and for packed sequences,
