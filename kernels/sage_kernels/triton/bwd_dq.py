@@ -127,7 +127,7 @@ def int8_bwd_dq(
     LIST_M: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute dQ of BLOCK_M rows of one (batch, q head); LIST_M rows share a block list; 0: no list."""
+    """Compute dQ of BLOCK_M rows of one (batch, q head); LIST_M rows share `entries` of a block list; 0: no list."""
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -264,7 +264,8 @@ def int8_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    With MASK "blocks" or "block_keys" (some keys are missing), LIST_M rows share a block list, and FIRST is 0.
+    `mask` and `entries`, whose meaning depends on MASK, are those of `ForwardMask`. With MASK "blocks" or "block_keys"
+    (some keys are missing), LIST_M rows share a block list, and FIRST is 0.
 
     `kv_len`, `causal_offset`, `mask` and `entries` include the FIRST heavy keys; `key` and `value` do not. The place of
     each LATE key holds the first key that it displaced.

@@ -358,11 +358,11 @@ def nvfp4_forward(
 ):
     """Compute BLOCK_M rows, from `first_row` on, of one (batch, q head), batch elements from `first_sequence` on.
 
-    With MASK "blocks" or "block_keys" (some keys are missing), LIST_M rows share a block list, and FIRST and RECENT_N
-    are 0. `kv_len`, `causal_offset` and `mask` include the FIRST keys; `key`, `value` and `delta` do not. The place of
-    each LATE key holds the first key that gave way to it. `source_query`, `source_key` and `source_value` are the
-    caller's tensors. The program attends to RECENT_N recent keys at once, from `call.recent_start` on; 0: no key is
-    recent.
+    `mask` and `entries`, whose meaning depends on MASK, are those of `ForwardMask`. With MASK "blocks" or "block_keys"
+    (some keys are missing), LIST_M rows share a block list, and FIRST and RECENT_N are 0. `kv_len`, `causal_offset`
+    and `mask` include the FIRST keys; `key`, `value` and `delta` do not. The place of each LATE key holds the first key
+    that gave way to it. `source_query`, `source_key` and `source_value` are the caller's tensors. The program attends
+    to RECENT_N recent keys at once, from `call.recent_start` on; 0: no key is recent.
     """
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
