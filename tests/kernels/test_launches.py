@@ -9,7 +9,7 @@ import triton
 from sage_kernels.spec.layout import Lengths
 from sage_kernels.spec.recipe import RECIPES
 from sage_kernels.triton.common.launch import RecordedLaunch, recording
-from sage_kernels.triton.common.repeated import RepeatedLaunches
+from sage_kernels.triton.common.replayed_launches import ReplayedLaunches
 from tests.helpers.calls import new_backward_call, new_call
 from tests.helpers.triton_calls import attend, attend_and_save, backward
 
@@ -69,7 +69,7 @@ def test_both_passes_of_a_recipe_with_gradients_name_every_parameter(recipe, kin
 
 def test_repeated_launches_refuse_values_that_no_kernel_takes():
     with pytest.raises(ValueError, match="adress"):
-        RepeatedLaunches([], {"adress": 1})
+        ReplayedLaunches([], {"adress": 1})
 
 
 @pytest.mark.parametrize("recipe", ["sage1", "sage2", "sage_bwd"])
