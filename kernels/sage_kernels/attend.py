@@ -21,7 +21,7 @@ from .spec.options import Options, check_fallback
 from .spec.recipe import get_recipe
 
 AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
-"""(output, lse); the lse is key_mask with `Options.return_lse` only."""
+"""(output, lse); the lse is valid with `Options.return_lse` only."""
 
 
 def attend(
@@ -38,7 +38,7 @@ def attend(
     causality may be given together: a query then attends to the keys that both allow.
 
     Returns:
-        (output, lse): the output, laid out like query; the lse is key_mask with `return_lse` only.
+        (output, lse): the output, laid out like query; the lse is valid with `return_lse` only.
     """
     if options.tokens_first:
         return _attend_with_tokens_first(query, key, value, mask, blocks, options)
