@@ -17,6 +17,7 @@ from sage_kernels.dispatch import select
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
+from sage_kernels.spec.block_list import BlockList
 from sage_kernels.spec.recipe import RECIPES
 from tests.helpers.calls import draw_tensors
 
@@ -251,6 +252,20 @@ def test_a_compiled_mask_may_have_dynamic_sizes_in_every_dimension():
         query, key, value = (x[:batch] for x in draw())
         mask = torch.rand(batch, 4, 70, 90, generator=torch.Generator().manual_seed(3)) < 0.5
         assert torch.equal(compiled(query, key, value, mask), sage_attention(query, key, value, attn_mask=mask))
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["mask", "block list"])
+def test_a_compiled_call_may_have_dynamic_sizes_with_a_mask_or_list_of_fixed_ones(listed):
+    """A module's buffers have fixed sizes in a graph whose queries and keys have dynamic ones."""
+    query, key, value = draw()
+    mask = torch.rand(2, 4, 70, 90, generator=torch.Generator().manual_seed(3)) < 0.5
+    counts, tiles = torch.ones(2, 4, 1, dtype=torch.int32), torch.zeros(2, 4, 1, 1, dtype=torch.int32)
+    for x in (mask, counts, tiles):
+        torch._dynamo.mark_static(x)
+    options = {"blocks": BlockList(counts, tiles)} if listed else {"attn_mask": mask}
+    attend = functools.partial(sage_attention, recipe="exact", **options)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(query, key, value), attend(query, key, value))
 
 
 def test_autocast_applies_as_it_does_to_pytorchs_attention():

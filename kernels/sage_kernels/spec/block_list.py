@@ -131,7 +131,9 @@ def check_blocks(blocks: BlockList, query: torch.Tensor, key: torch.Tensor, leng
             "blocks.counts must be (batch or 1, q_heads or 1, blocks of rows), blocks.tiles the same with places; got "
             f"{tuple(counts.shape)} and {tuple(tiles.shape)}"
         )
-    if counts.shape[0] not in (1, batch) or counts.shape[1] not in (1, q_heads) or counts.shape[2] != row_blocks:
+    sizes = zip(counts.shape[:2], (batch, q_heads), strict=True)
+    # Not `size not in (1, target)`, as in `checks.check_tensors`.
+    if any(size != 1 and size != target for size, target in sizes) or counts.shape[2] != row_blocks:
         raise ValueError(
             f"blocks.counts {tuple(counts.shape)} must be ({batch} or 1, {q_heads} or 1, {row_blocks}) for {q_len} "
             f"queries in blocks of {blocks.block_m}"

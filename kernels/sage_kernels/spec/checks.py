@@ -122,7 +122,8 @@ def check_tensors(
             )
         full = (*query.shape[:3], key.shape[2])
         sizes = (1,) * (4 - mask.dim()) + mask.shape
-        if mask.dim() > 4 or any(size not in (1, target) for size, target in zip(sizes, full, strict=True)):
+        # Not `size not in (1, target)`, which torch.compile decides without a guard if the target is a dynamic size.
+        if mask.dim() > 4 or any(size != 1 and size != target for size, target in zip(sizes, full, strict=True)):
             raise ValueError(
                 f"the mask of shape {tuple(mask.shape)} does not broadcast to (batch, q_heads, q_len, kv_len) = {full}"
             )
