@@ -139,7 +139,7 @@ def permute_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class SparsityStatistics:
-    """KVStatistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
+    """Statistics of the tiles that a layer's calls kept. Sums stay on their device until they are read.
 
     Attributes:
         calls: number of sparse calls.

@@ -175,7 +175,6 @@ def _attend_by_recipe(
     """
     query, key, value = call.query, call.key, call.value
     mask, is_causal, scale = call.mask, call.is_causal, call.scale
-    enable_gqa = bool(query.shape[1] != key.shape[1])  # no SymBool
     wants_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, sinks)
     )
@@ -204,7 +203,6 @@ def _attend_by_recipe(
             is_causal=is_causal,
             causal_offset=causal_offset,
             scale=scale,
-            enable_gqa=enable_gqa,
             dropout_p=call.dropout,
             recipe=call.recipe,
             fallback=call.fallback,

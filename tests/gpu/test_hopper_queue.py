@@ -56,7 +56,7 @@ def test_rows_do_not_depend_on_the_blocks_that_take_them(recipe, head_dim, dtype
     options = {"is_causal": True, "causal_offset": SIZES[sizes][5], "key_mask": key_mask, "return_lse": return_lse}
     call = new_call(*inputs, recipe, **options).for_kernel()
     padding = None if key_mask is None else KeyPadding.of(call.mask.key_mask)
-    config = int8_forward.Config.of_call(call, may_leave_query=not return_lse)
+    config = int8_forward.Int8ForwardConfig.of_call(call, may_leave_query=not return_lse)
     operands = quantize.quantize_operands(call, padding, leaves_query=config.quantizes_query)
 
     def attend(operands):

@@ -105,6 +105,7 @@ def test_patterns_may_be_names_as_explain_prints_them():
             "unknown key 'layer'; keys are recipe, fallback, layers, steps, training, note",
         ),
         ({"recipe": "sage3", "fallback": "maybe"}, "fallback: 'maybe' is not one of native, emulate, error"),
+        ({"recipe": "sage3", "kv_cache": ["int4"]}, r"KV cache: \['int4'\] is not one of int8, int4, nvfp4"),
         ({"recipe": "sage3", "layers": {}}, "layers: expected a list"),
         ({"recipe": "sage3", "layers": ["a"]}, r"layers\[0\]: expected an object"),
         ({"recipe": "sage3", "layers": [{"pattern": "a"}]}, r"layers\[0\]: the key 'recipe' is missing"),

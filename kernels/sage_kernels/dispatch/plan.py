@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         request: the request that the plan serves.
-        kernel: name of the forward kernel, or of an `Exact` one; "sdpa" is PyTorch's exact attention, and
+        kernel: name of the forward kernel, or of an `ExactKernel`; "sdpa" is PyTorch's exact attention, and
             "sdpa_without_cudnn" the same without its cuDNN backend.
         recipe: the recipe that runs.
         numerics: "native", "emulated" or "exact".

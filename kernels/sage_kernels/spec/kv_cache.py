@@ -52,7 +52,7 @@ def get_format(name: str) -> KVFormat:
     Raises:
         ValueError: no format has that name.
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"KV cache: {name!r} is not one of {', '.join(FORMATS)}")
     return FORMATS[name]
 

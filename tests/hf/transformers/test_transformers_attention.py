@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -297,3 +298,12 @@ def test_compiles_into_one_graph_for_every_length(recipe: str, keywords: str) ->
     for length in (TOKENS, TOKENS + 9):
         states = torch.randn(3, 2, length, 64, generator=torch.Generator().manual_seed(0)).unbind()
         torch.testing.assert_close(compiled(*states), call(*states))
+
+
+def test_grouped_queries_compile_for_dynamic_numbers_of_heads() -> None:
+    call = partial(sage_attention_forward, Layer(), attention_mask=None, recipe="exact")
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for heads in (4, 6):
+        query, key, value = torch.randn(2, heads, TOKENS, 16), *torch.randn(2, 2, 2, TOKENS, 16)
+        output, _ = compiled(query=query, key=key, value=value)
+        torch.testing.assert_close(output, call(query=query, key=key, value=value)[0])
