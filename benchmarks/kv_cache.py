@@ -1,6 +1,6 @@
 """Measure append and decode of one layer with a low-bit KV cache, and compare with exact 16-bit attention.
 
-With --model, measure a whole model instead, into the same file, and compare with transformers' caches. With --dry, run
+With --model, measure a whole model instead, and compare with transformers' caches. With --dry, run
 one small shape on a CPU, to check that the program runs; nothing is written.
 
 A row's time is the GPU time of a step, by replaying a graph of many copies of the layer, which are several times as
@@ -228,12 +228,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> None:
-    """Measure, and write <gpu>-kv_cache.json after each row; a file of the same commit is continued."""
+    """Measure, and write <gpu>-kv_cache.json after each row; a file of the same commit is continued.
+
+    With --model, the file is <gpu>-kv_cache_models.json.
+    """
     if args.dry:
         run_dry()
         return
     facts = results.facts(command.gpu("cuda"))
-    stored = results.ResumedResult(results.path_of(args.output, facts, "kv_cache"), facts, ("rows", "models"))
+    path = results.path_of(args.output, facts, "kv_cache_models" if args.model else "kv_cache")
+    stored = results.ResumedResult(path, facts, ("rows",))
     if args.model:
         measure_models(stored)
     else:
@@ -279,10 +283,10 @@ def measure_models(stored: results.ResumedResult) -> None:
         ours = itertools.product(("bf16", "int8", "int4"), (False, True))
         for format, static in (*ours, *((backend, False) for backend in BACKENDS)):
             row = {"batch": batch, "tokens": tokens, "format": format, "static": static}
-            if stored.has("models", **row):
+            if stored.has("rows", **row):
                 continue
             try:
-                stored.add("models", row | model_row(model, batch, tokens, format, static, 20))
+                stored.add("rows", row | model_row(model, batch, tokens, format, static, 20))
             except Exception as error:
                 print(f"left out: {row}: {results.reason(error)}", flush=True)
             torch.cuda.empty_cache()

@@ -397,11 +397,11 @@ def kv_speed(result: dict[str, Any]) -> str:
 def kv_models(result: dict[str, Any]) -> str:
     """Return a table of the time of a token of a whole model, with growing and with static caches."""
     found: dict[tuple[int, int], dict[tuple[str, bool], dict[str, Any]]] = {}
-    for row in result["models"]:
+    for row in result["rows"]:
         found.setdefault((row["batch"], row["tokens"]), {})[row["format"], row["static"]] = row
-    layers = {row["layers"] for row in result["models"]}
+    layers = {row["layers"] for row in result["rows"]}
     assert len(layers) == 1
-    commits = dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["models"])
+    commits = dict.fromkeys(row.get("commit", result["commit"])[:7] for row in result["rows"])
     versions = f"transformers {result['packages']['transformers']}, commits {' and '.join(commits)}"
     head = (
         f"ms of a token of {layers.pop()} of Llama-3-8B's 32 layers on one {result['gpu']}, {versions}; with "
@@ -550,7 +550,7 @@ SECTIONS = {
         (f"python studies/kv_cache_perplexity.py MODEL TEXT {INTO}",),
     ),
     "kv-speed": Section(kv_speed, ("nvidia-h200-kv_cache",), (f"{RUN} kv-cache {INTO}",)),
-    "kv-models": Section(kv_models, ("nvidia-h200-kv_cache",), (f"{RUN} kv-cache --model {INTO}",)),
+    "kv-models": Section(kv_models, ("nvidia-h200-kv_cache_models",), (f"{RUN} kv-cache --model {INTO}",)),
     "parallel-speed": Section(
         parallel_speed, ("*x2-parallel",), (f"torchrun --nproc-per-node 2 {BENCHMARKS}/run.py parallel {INTO}",)
     ),
