@@ -52,7 +52,7 @@ def attend(
     grad = wants_gradient(query, key, value, mask)
     lists, sizes = ((), ()) if blocks is None else (blocks.tensors, blocks.sizes)
     entry = None
-    if not options.dropout_p:
+    if not options.dropout_p and not torch.compiler.is_compiling():
         entry = cache.find("sage_attention", (query, key, value, mask, *lists), (*options, *sizes), grad)
     if entry is not None and entry.replay is not None:
         execution.announce(entry.replay.plan)

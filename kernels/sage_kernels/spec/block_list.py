@@ -74,7 +74,7 @@ class BlockList(NamedTuple):
         """Return which tiles rows attend to: bool (batch or 1, q_heads or 1, rows, tiles of kv_len keys)."""
         first = first_row // self.block_m
         lists = slice(first, ceil_div(stop_row, self.block_m))
-        part = self._replace(counts=self.counts[:, :, lists], tiles=self.tiles[:, :, lists])
+        part = BlockList(self.counts[:, :, lists], self.tiles[:, :, lists], self.block_m, self.block_n)
         rows = torch.arange(first_row, stop_row, device=self.tiles.device) // self.block_m - first
         return part.kept(kv_len)[:, :, rows]
 
