@@ -1,4 +1,4 @@
-"""Operations of both forward kernels: masking a tile of scores, and storing the output."""
+"""Operations of kernels: mask scores (`int8_forward`, `nvfp4_forward`), and store outputs (these and exact kernels)."""
 
 import math
 
