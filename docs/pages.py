@@ -514,8 +514,8 @@ SECTIONS = {
     ),
     "errors": Section(
         lambda result: output_errors.markdown(result["rows"]),
-        ("cpu-error_table",),
-        (f"{VIDEO.format('output_errors')} {BENCHMARKS}/results/cpu-error_table.json",),
+        ("cpu-output_errors",),
+        (f"{VIDEO.format('output_errors')} {BENCHMARKS}/results/cpu-output_errors.json",),
     ),
     "peaked-errors": Section(
         peaked_errors,
@@ -542,7 +542,7 @@ SECTIONS = {
     "speed-summary": Section(speed_summary, ("nvidia-h200-forward",)),
     "phases": Section(tables.phases_markdown, ("nvidia-h200-phases",), (f"{RUN} --phases {INTO}",)),
     "qk-norm-rope": Section(qk_norm_rope, ("nvidia-h200-qk_norm_rope",), (f"{RUN} qk-norm-rope {INTO}",)),
-    "host": Section(host, ("nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"), (f"{RUN} --host {INTO}",)),
+    "host": Section(host, ("nvidia-h200-host", "nvidia-h100-host"), (f"{RUN} --host {INTO}",)),
     "first-calls": Section(first_calls, ("nvidia-h200-first_calls",), (f"{RUN} first-calls {INTO}",)),
     "kv-accuracy": Section(
         partial(on_each_device, trained_models_table.cache_markdown),
@@ -566,8 +566,8 @@ SECTIONS = {
     "training-routes": Section(training_routes, ("nvidia-h200-grid",), (f"{RUN} --grid {INTO}",)),
     "gradient-errors": Section(
         lambda result: gradients.summary(result["rows"]),
-        ("cpu-gradient_table",),
-        (f"{VIDEO.format('gradient_errors')} {BENCHMARKS}/results/cpu-gradient_table.json",),
+        ("cpu-gradient_errors",),
+        (f"{VIDEO.format('gradient_errors')} {BENCHMARKS}/results/cpu-gradient_errors.json",),
     ),
     "trained-models": Section(
         training_report.summary,
