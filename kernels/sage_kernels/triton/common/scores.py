@@ -1,4 +1,6 @@
-"""Operations of kernels: mask scores (`int8_forward`, `nvfp4_forward`), and store outputs (these and exact kernels)."""
+"""Operations of kernels: `int8_forward` and `nvfp4_forward` mask tiles of scores; these two, `masked_forward`,
+`nonprefix_forward`, `splitkv_forward` and `kv_decode` store outputs.
+"""
 
 import math
 
