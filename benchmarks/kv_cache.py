@@ -33,7 +33,8 @@ from sage_hf.bench.providers import fa3_attention
 from sage_hf.bench.timing import TimingStream, synchronize
 from sage_hf.transformers.kv_cache import cache_keyword
 from sage_kernels import kv_cache
-from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.spec.kv_cache import KVCache
+from sage_kernels.spec.kv_format import get_format
 
 SHAPES = [(batch, tokens) for batch in (1, 4, 16) for tokens in (4096, 32768, 131072) if batch * tokens <= 2**19]
 HEADS = [(32, 8, 128), (32, 8, 64), (32, 32, 128), (32, 16, 128), (64, 8, 128)]
@@ -270,7 +271,7 @@ def measure_layers(stored: results.ResumedResult) -> None:
                         if provider == "sage_hf":
                             row["kernel"] = steps[0]()[1]
                         stored.add("rows", row | {"ms": milliseconds(steps, stream)})
-                    except Exception as error:
+                    except Exception as error:  # A provider may raise any error: other rows go on.
                         print(f"left out: {row}: {results.reason(error)}", flush=True)
                     steps = []
                     torch.cuda.empty_cache()
@@ -287,6 +288,6 @@ def measure_models(stored: results.ResumedResult) -> None:
                 continue
             try:
                 stored.add("rows", row | model_row(model, batch, tokens, format, static, 20))
-            except Exception as error:
+            except Exception as error:  # A provider may raise any error: other rows go on.
                 print(f"left out: {row}: {results.reason(error)}", flush=True)
             torch.cuda.empty_cache()

@@ -120,7 +120,7 @@ class Bench:
         if not any(failures := self.everyones(failed)):
             try:
                 row = {**row, **self._measured(row["model"], step)}
-            except Exception as error:
+            except Exception as error:  # the row holds the reason
                 failed = reason(error)
             failures = self.everyones(failed)
         if any(failures):

@@ -1,9 +1,8 @@
-"""Imports among the modules of both packages and of the tests, read from their source without importing them."""
+"""Imports among the modules of both packages, read from their source without importing them."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +23,11 @@ def find_modules() -> dict[str, Path]:
 MODULES = find_modules()
 
 
-def names_in(path: Path, package: list[str]) -> set[str]:
-    """Return the absolute names that a file of a package imports, in functions and for type checkers too."""
+@cache
+def imported_names(name: str) -> set[str]:
+    """Return the absolute names that a module of the packages imports, in functions and for type checkers too."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -36,13 +38,6 @@ def names_in(path: Path, package: list[str]) -> set[str]:
             # `from package import module` imports the module.
             found |= {full if (full := f"{module}.{alias.name}") in MODULES else module for alias in node.names}
     return found
-
-
-@cache
-def imported_names(name: str) -> set[str]:
-    """Return the absolute names that a module of the packages imports."""
-    path = MODULES[name]
-    return names_in(path, name.split(".") if path.name == "__init__.py" else name.split(".")[:-1])
 
 
 def imported_modules(name: str) -> set[str]:
@@ -62,21 +57,3 @@ def arrows() -> dict[str, list[str]]:
     for name in MODULES:
         found.setdefault(folder_of(name), set()).update(map(folder_of, imported_modules(name)))
     return {folder: sorted(others - {folder}) for folder, others in sorted(found.items())}
-
-
-def tests_of_folders() -> dict[str, list[str]]:
-    """Return each folder of the packages with the test modules that cover it, by their imports.
-
-    A module that few tests import says more about a test's subject than a common module, so its weight is one over the
-    number of its importers.
-    """
-    tests = {path: names_in(path, []) & MODULES.keys() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    importers = Counter(name for names in tests.values() for name in names)
-    found: dict[str, list[str]] = {folder: [] for folder in arrows()}
-    for path, names in tests.items():
-        weights = dict.fromkeys(sorted(map(folder_of, names)), 0.0)
-        for name in names:
-            weights[folder_of(name)] += 1 / importers[name]
-        if weights:
-            found[max(weights, key=weights.__getitem__)].append(path.relative_to(ROOT).as_posix())
-    return {folder: held for folder, held in found.items() if held}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sage_hf.app.calibrate import calibrate
     from sage_hf.app.layer_errors import record_layer_errors
     from sage_hf.apply import apply, restore
-    from sage_hf.attention import sage_attention, set_default_fallback, set_routing
+    from sage_hf.attention import BlockList, sage_attention, set_default_fallback, set_routing
     from sage_hf.config import LayerRule, SageConfig, StepRule
     from sage_hf.diffusers import context_parallel_plan, enable_vsa
     from sage_hf.diffusers.processor import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockList",
     "LayerRule",
     "QuantizedKVCache",
     "SageAttn1Processor",
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "BlockList": "attention",
     "LayerRule": "config",
     "QuantizedKVCache": "transformers.kv_cache",
     "SageConfig": "config",

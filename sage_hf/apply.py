@@ -82,7 +82,7 @@ def apply(
         config: a SageConfig, the name of a recipe ("sage3"), the name of a configuration that ships with sage-hf
             ("cogvideox-2b"), or the path of a JSON file.
         fallback: "native", "emulate" or "error"; None: the configuration's fallback.
-        kv_cache: "int8", "int4" or "nvfp4"; None: the configuration's KV cache.
+        kv_cache: as in `SageConfig`; None: the configuration's KV cache.
 
     Returns:
         A handle that puts back the objects from before the first `apply`: `handle.restore()`, or

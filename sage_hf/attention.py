@@ -10,7 +10,7 @@ import torch
 from sage_hf import record
 from sage_kernels.attend import attend as kernels_attend
 from sage_kernels.dispatch.select import set_routing as set_routing
-from sage_kernels.spec.block_list import BlockList
+from sage_kernels.spec.block_list import BlockList as BlockList
 from sage_kernels.spec.options import Fallback, Options, check_fallback
 
 

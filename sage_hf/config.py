@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from sage_hf.patterns import matches
 from sage_hf.sparse.config import Sparse
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
@@ -80,8 +81,9 @@ class SageConfig:
             any.
         sparse: the choice of tiles that self-attention of a diffusers model computes; "model": as in the
             `sparse_attention_config` of NVIDIA ModelOpt that the model ships; None: all tiles.
-        kv_cache: "int8", "int4" or "nvfp4": each `generate()` of a transformers model without a given cache makes a
-            `QuantizedKVCache` of that format, and refuses a `cache_implementation`; None: the model's own cache.
+        kv_cache: the name of a format in `sage_kernels.spec.kv_format.FORMATS`, such as "int4": each `generate()` of a
+            transformers model without a given cache makes a `QuantizedKVCache` of that format, and refuses a
+            `cache_implementation`; None: the model's own cache.
 
     Raises:
         ValueError: a recipe or fallback is unknown, an entry is not a rule, or a pattern or a range of steps is empty.
@@ -109,8 +111,6 @@ class SageConfig:
         if self.sparse not in (None, "model") and not isinstance(self.sparse, Sparse):
             raise ValueError(f'sparse: expected a Sparse or "model", got {self.sparse!r}')
         if self.kv_cache is not None:
-            from sage_kernels.spec.kv_cache import get_format  # imported here, because it imports torch
-
             get_format(self.kv_cache)
         for key, kind in (("layers", LayerRule), ("steps", StepRule)):
             rules = getattr(self, key)

@@ -80,11 +80,11 @@ _plans: WeakKeyDictionary[nn.Module, deque[Plan]] = WeakKeyDictionary()
 with_qk_norm_rope: WeakSet[nn.Module] = WeakSet()
 """Layers whose QK-norm or RoPE `sage_kernels.qk_norm_rope` has computed."""
 bypassed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Reason why the latest such call of a layer with a recipe did not run our attention."""
+"""Layers with a recipe in which other attention has run, with the reason of the latest such run."""
 _uncounted: deque[Plan] = deque()
 _outside_layers: Counter[Outcome] = Counter()
 observers: list[Callable[[AttentionCall], None]] = []
-"""Functions that `observe` has called with every eager call."""
+"""Functions that run after every eager call of `sage_attention`, while their `observe` is open."""
 _logged: set[tuple[str, ...]] = set()
 _known: dict[int, Plan] = {}
 """Plans that were filed before, by identity, at most KNOWN; they have nothing left to log."""

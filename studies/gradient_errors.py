@@ -1,7 +1,7 @@
 """Measure the effect of each choice in the recipes with gradients: errors of O, dQ, dK, dV against float64.
 
     python studies/gradient_errors.py --video examples/tiny_video --text FOLDER_OR_ID \\
-        --output benchmarks/results/cpu-gradient_table.json
+        --output benchmarks/results/cpu-gradient_errors.json
 
 All tensors are bfloat16. For random tensors dO is Gaussian. For trained models it is the gradient that the layer
 receives: in the video model from a Gaussian gradient of the model's output, in the language model from its loss.

@@ -1,7 +1,7 @@
 """Measure the effect of each choice in the FP4 and INT8 recipes: relative L1 error of the output against float64.
 
     python studies/output_errors.py --video examples/tiny_video --text FOLDER_OR_ID \\
-        --output benchmarks/results/cpu-error_table.json
+        --output benchmarks/results/cpu-output_errors.json
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ def growth_of_perplexity() -> str:
 
 
 def share_of_the_published_error() -> str:
-    ratios = pages.read_result("cpu-error_table")["sage3_over_paper"].values()
+    ratios = pages.read_result("cpu-output_errors")["sage3_over_paper"].values()
     share = math.prod(ratios) ** (1 / len(ratios))
     return f"`sage3` has {share:.2f} of the published recipe's error on the trained models (geometric mean)."
 
 
 def errors_of_variants() -> dict[str, dict[str, float]]:
-    return {row["variant"]: row["rel_l1"] for row in pages.read_result("cpu-error_table")["rows"]}
+    return {row["variant"]: row["rel_l1"] for row in pages.read_result("cpu-output_errors")["rows"]}
 
 
 def share_on_gaussian_tensors() -> str:
@@ -94,7 +94,7 @@ def largest_errors_with_sinks() -> str:
 
 def gradient_errors_of(variant: str) -> dict[str, dict[str, float]]:
     """Return the relative L1 errors of a variant's gradients, by tensors and gradient."""
-    (row,) = (row for row in pages.read_result("cpu-gradient_table")["rows"] if row["variant"] == variant)
+    (row,) = (row for row in pages.read_result("cpu-gradient_errors")["rows"] if row["variant"] == variant)
     tensors = ("Gaussian σ=1", "Gaussian σ=3", "Gaussian σ=10", "DiT-like", "tiny video", "tiny_llama")
     return {name: {one: row[name][one]["rel_l1"] for one in ("dQ", "dK", "dV")} for name in tensors}
 

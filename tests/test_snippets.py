@@ -248,7 +248,7 @@ def sparse_pipeline(code: str, capsys: pytest.CaptureFixture) -> None:
     assert "transformer_blocks.0-2.attn1: " in capsys.readouterr().out
 
 
-@claim("blocks = BlockList(counts, tiles")
+@claim("sage_hf.BlockList(counts, tiles")
 def sparse_by_hand(code: str) -> None:
     query, key, value = torch.randn(3, 1, 2, 256, 32)
     counts, tiles = torch.ones(1, 2, 2, dtype=torch.int32), torch.zeros(1, 2, 2, 1, dtype=torch.int32)

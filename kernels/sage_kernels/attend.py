@@ -86,7 +86,7 @@ def _attend_anew(
     elif grad and options.recipe != "exact":
         call_mask = Mask.of(mask, key.shape[2])
     decision = decide(query, key, value, call_mask, options, grad)
-    if decision.runs_exactly:
+    if decision.bypasses_kernels:
         return _run_exactly(query, key, value, mask, blocks, options, decision.reason, entry)
     if grad:
         plan = decision.plan

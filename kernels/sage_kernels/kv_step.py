@@ -12,7 +12,8 @@ import torch
 
 from .dispatch.kv_kernels import select_kv_kernel
 from .kv_cache import check_tokens, kernel_name
-from .spec.kv_cache import KVCache, get_format
+from .spec.kv_cache import KVCache
+from .spec.kv_format import get_format
 
 WRITTEN = (*KVCache.PER_TOKEN, "exact_key", "exact_value", "counts")
 EMULATED = "kv_step_emulated"

@@ -121,7 +121,7 @@ def _is_served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, leng
         return not options.dropout_p
     if options.return_lse:
         return False
-    return not decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths).runs_exactly
+    return not decide(query, key, value, NO_MASK, options, wants_gradient=True, lengths=lengths).bypasses_kernels
 
 
 @dynamo.run_uncompiled(READS_LENGTHS)

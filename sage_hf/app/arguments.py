@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sage_hf
 from sage_hf.config import SageConfig
+from sage_kernels.spec.kv_format import FORMATS
 from sage_kernels.spec.options import FALLBACKS
 from sage_kernels.spec.recipe import RECIPES
 
@@ -126,7 +127,11 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=float, nargs="+", default=(), metavar="SHARE", help="shares of sparse self-attention to try"
     )
     parser.add_argument(
-        "--kv-cache", nargs="+", default=(), metavar="FORMAT", help="formats of the KV cache to try: int4 int8 nvfp4"
+        "--kv-cache",
+        nargs="+",
+        default=(),
+        metavar="FORMAT",
+        help=f"formats of the KV cache to try: {' '.join(FORMATS)}",
     )
     parser.add_argument("--keep-sensitive", type=int, default=0, metavar="N", help="layers that always stay exact")
     parser.add_argument(

@@ -19,7 +19,7 @@ from sage_kernels.dispatch import examination, execution, registry, self_check, 
 from sage_kernels.dispatch.examination import KV_LEN, Q_LEN, CheckCase, Verdict
 from sage_kernels.dispatch.plan import KernelUnavailableError
 from sage_kernels.dispatch.select import select
-from sage_kernels.spec.kv_cache import FORMATS
+from sage_kernels.spec.kv_format import FORMATS
 from sage_kernels.spec.recipe import RECIPES, get_recipe
 
 SECONDS = 60.0

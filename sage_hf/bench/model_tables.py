@@ -85,7 +85,7 @@ def model_gain(result: BenchmarkResult) -> str:
             left out. If a row's "layers" is below "layers_of_model", the table says so.
     """
     gains = model_gains(result)
-    header = ["model", "mode", "baseline, ms", "with sage-hf, ms", "recipe", "faster by", "what ran"]
+    header = ["model", "mode", "baseline, ms", "with sage-hf, ms", "asked for", "faster by", "what ran"]
     split = any(gain.saved_ms for gain in gains)
     header += [*(f"{part} saves, ms" for part in PARTS), "without FA3, ms"] if split else []
     cells = []

@@ -181,7 +181,7 @@ def complete_model_class(model_class: Any) -> None:
             removed = _remove_backend(self)
             try:
                 set_backend(self, backend)
-            except Exception:
+            except Exception:  # undo for any error, and raise it again
                 for module, processor in removed:
                     exchange_processor(module, processor, by_backend=True)
                 raise

@@ -325,7 +325,7 @@ def replaceable(model: torch.nn.Module) -> Iterator[None]:
     served = _set_originals(model)
     try:
         yield
-    except Exception:
+    except Exception:  # undo for any error, and raise it again
         for module, sage in served.items():
             module.set_processor(sage)
         raise

@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 from sage_hf import kv_record
 from sage_hf.transformers.kv_layer import QuantizedLayer, warn_once
 from sage_hf.transformers.static_kv_layer import StaticQuantizedLayer
-from sage_kernels.spec.kv_cache import STRIP, get_format
+from sage_kernels.spec.kv_cache import STRIP
+from sage_kernels.spec.kv_format import get_format
 
 
 class QuantizedKVCache(Cache):
@@ -27,7 +28,7 @@ class QuantizedKVCache(Cache):
 
     Args:
         config: the model's config, `model.config`.
-        format: "int8", "int4" or "nvfp4" (numerics of Blackwell, emulated).
+        format: the name of a format in `sage_kernels.spec.kv_format.FORMATS`.
         max_cache_len: capacity in tokens, rounded up to a multiple of 512, for static shapes: `generate` compiles
             decoding as it does with transformers' `StaticCache`. None: the cache grows with its tokens.
         offloading: not supported.
@@ -107,7 +108,7 @@ class QuantizedKVCache(Cache):
         try:
             for layer, _ in plain_layers:
                 layer.crop(tokens_to_remove)
-        except Exception:
+        except Exception:  # undo for any error, and raise it again
             for layer, before in plain_layers:
                 vars(layer).update(before)
             raise

@@ -25,7 +25,8 @@ from sage_hf.transformers.keywords import has_eager_attention, sort_keywords
 from sage_hf.transformers.masks import causality_of
 from sage_kernels import kv_cache
 from sage_kernels.spec.checks import SUPPORTED_DTYPES
-from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache, get_format
+from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache
+from sage_kernels.spec.kv_format import get_format
 
 logger = logging.get_logger(__name__)
 

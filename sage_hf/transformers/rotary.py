@@ -182,7 +182,7 @@ def _agrees(original: RopeFunction, dtype: torch.dtype, head_dim: int, device: t
     samples = [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
     try:
         return all(map(torch.equal, _by_kernel(*samples), original(*samples)))
-    except Exception as error:
+    except Exception as error:  # whatever fails here, the model's own function serves
         logger.warning(
             f"{original.__module__}.{ROPE_FUNCTION} stays in use: comparing it with our kernel failed: {error!r}"
         )

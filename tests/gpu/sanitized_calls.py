@@ -24,7 +24,8 @@ from sage_kernels import kv_cache, kv_step, ops
 from sage_kernels.cuda import compiler, nvfp4_forward
 from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperFusedBackward
 from sage_kernels.dispatch import registry
-from sage_kernels.spec.kv_cache import STRIP, KVCache, get_format
+from sage_kernels.spec.kv_cache import STRIP, KVCache
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.spec.recipe import get_recipe
 from sage_kernels.triton.registration import TritonNVFP4Quantizer
 from tests.helpers.blocks import draw_blocks

@@ -9,7 +9,8 @@ import sage_hf
 from sage_kernels import kv_cache, kv_step
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
-from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.spec.kv_cache import KVCache
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.triton import kv_decode
 from tests.helpers.cached_models import NEW, build, new_cache, prompt
 from tests.helpers.calls import draw_for_cache

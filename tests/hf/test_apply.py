@@ -1,3 +1,5 @@
+"""`apply` switches the layers that a configuration names, and `restore` puts back the same objects and bits."""
+
 import copy
 import gc
 import pickle

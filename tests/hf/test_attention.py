@@ -565,14 +565,13 @@ import torch
 torch.set_default_device("meta")
 torch.set_default_dtype(torch.float64)
 import sage_hf
-from sage_kernels.spec.block_list import BlockList
 from sage_kernels.formats import nvfp4
 from sage_kernels.spec.layout import heavy_order
 
 device = {"device": "cpu"}
 generator = torch.Generator("cpu").manual_seed(0)
 query, key, value = (torch.randn(1, 1, 140, 32, generator=generator, dtype=torch.float32, **device) for _ in range(3))
-blocks = BlockList.of_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool, **device))
+blocks = sage_hf.BlockList.of_kept(torch.ones(1, 1, 2, 2, dtype=torch.bool, **device))
 
 def results():
     options = [{"recipe": name, "fallback": "emulate"} for name in ("sage3", "sage2")]

@@ -1,3 +1,5 @@
+"""Calibration stays within its budget, remembers its measurements, and writes a configuration and a report."""
+
 import json
 import math
 import re

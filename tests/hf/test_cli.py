@@ -1,3 +1,5 @@
+"""The commands of `sage-hf`: their output, their files, and their messages for wrong arguments."""
+
 import errno
 import json
 import runpy

@@ -1,3 +1,5 @@
+"""Configurations: the rule that decides for a layer and a step, JSON, and entries that are refused."""
+
 import json
 import re
 

@@ -1,3 +1,5 @@
+"""`explain` tells the kernels of each layer, before and after a run, and the reasons."""
+
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,3 +1,5 @@
+"""Rendering and comparing videos: files, reports, progress and errors."""
+
 import functools
 import json
 import math

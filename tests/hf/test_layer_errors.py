@@ -1,3 +1,5 @@
+"""Errors of low-bit attention, recorded layer by layer while a model runs."""
+
 from dataclasses import replace
 
 import pytest

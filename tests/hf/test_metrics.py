@@ -1,3 +1,5 @@
+"""Errors of outputs, SSIM and PSNR agree with their formulas."""
+
 import math
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""The heaviest keys and the loudest channels of calls."""
+
 import math
 
 import pytest

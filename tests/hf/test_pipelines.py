@@ -1,3 +1,5 @@
+"""Loading a pipeline: devices, incomplete checkpoints and generation.json."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""The denoising step to which a timestep belongs."""
+
 import copy
 import pickle
 import weakref

@@ -1,3 +1,5 @@
+"""Writing videos and images, alone and side by side."""
+
 import resource
 
 import imageio.v3 as imageio

@@ -9,7 +9,8 @@ import torch
 
 from sage_kernels.reference import kv_cache as reference
 from sage_kernels.replay import cache as replay
-from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.spec.kv_cache import KVCache
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.triton import kv_append, kv_decode
 from sage_kernels.triton.common import launch, replayed_launches
 from tests.helpers.calls import draw_for_cache

@@ -8,7 +8,8 @@ import torch
 
 from sage_kernels import kv_cache
 from sage_kernels.reference import kv_cache as reference
-from sage_kernels.spec.kv_cache import FIRST_TOKENS, FORMATS, WINDOW, KVCache, get_format
+from sage_kernels.spec.kv_cache import FIRST_TOKENS, WINDOW, KVCache
+from sage_kernels.spec.kv_format import FORMATS, get_format
 from tests.helpers.calls import draw_for_cache
 
 

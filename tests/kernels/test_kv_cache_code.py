@@ -5,7 +5,8 @@ import torch
 import triton
 
 from sage_kernels.dispatch.support import NVIDIA_CAPABILITIES
-from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.spec.kv_cache import KVCache
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import kv_append, kv_decode
 from sage_kernels.triton.common.launch import recording

@@ -23,7 +23,8 @@ from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
 from sage_kernels.dispatch.select import select
 from sage_kernels.reference.registration import ReferenceForward, ReferenceKVKernel, ReferenceQKNormRopeKernel
-from sage_kernels.spec.kv_cache import KVCache, get_format
+from sage_kernels.spec.kv_cache import KVCache
+from sage_kernels.spec.kv_format import get_format
 from sage_kernels.spec.recipe import get_recipe
 from tests.helpers.kernels import FakeBackward, FakeForward, FakeQuantizer, FakeTraining, only_the_reference
 

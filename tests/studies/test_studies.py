@@ -31,7 +31,7 @@ QUALITY_RESULTS = sorted(pages.RESULTS.glob("nvidia-*-sparse_quality.json"))
 
 
 def test_the_stored_output_errors_are_those_of_every_variant():
-    rows = pages.read_result("cpu-error_table")["rows"]
+    rows = pages.read_result("cpu-output_errors")["rows"]
     assert [row["variant"] for row in rows] == list(output_errors.VARIANTS)
     triple = tensors.dit_like(1, 1, 140, 64)
     truth, _ = sdpa.attention(*triple)
@@ -58,7 +58,7 @@ def test_the_gradients_of_a_recipe_are_those_that_the_recipe_ships_with(name, kv
 
 
 def test_the_stored_gradients_have_every_variant_and_result():
-    rows = pages.read_result("cpu-gradient_table")["rows"]
+    rows = pages.read_result("cpu-gradient_errors")["rows"]
     assert [row["variant"] for row in rows] == list(gradient_errors.VARIANTS)
     sets = {name for name in rows[0] if name != "variant"}
     assert {"Gaussian σ=1", "Gaussian σ=3", "Gaussian σ=10", "tiny video"} <= sets

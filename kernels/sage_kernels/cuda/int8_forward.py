@@ -1,4 +1,4 @@
-"""Attend in INT8 on Hopper: operands of `quantize`, or of `triton.int8_forward`, by `int8_forward.cu`.
+"""Attend in INT8 on Hopper: operands of `quantize`, or of `triton.quantize.int8`, by `int8_forward.cu`.
 
 Block lists of 128 × 128 are sorted by `block_lists`; an item's rows are then the rows of a list.
 """

@@ -220,8 +220,8 @@ def sizes_of(request: Request) -> CallSizes:
 def why_slower(request: Request, provider: str, exact_kernels: Sequence[str] = ()) -> str:
     """Return why low bits by `provider` would not be faster than exact attention; "" if they would.
 
-    Low bits are always faster for packed sequences, which exact attention runs one by one, and if the LSE is wanted,
-    which exact attention computes separately.
+    Low bits count as faster, without a measurement, for packed sequences, which exact attention runs one by one, and if
+    the LSE is wanted, which exact attention computes separately.
 
     Args:
         request: the facts of the call.
@@ -271,7 +271,7 @@ def why_slower_training(
 ) -> str:
     """Return why these kernels would not train faster than exact attention; "" if they would.
 
-    Low bits are always faster for packed sequences and if the LSE is wanted: see `why_slower`.
+    Low bits count as faster for packed sequences and if the LSE is wanted: see `why_slower`.
 
     Args:
         request: the facts of the call.

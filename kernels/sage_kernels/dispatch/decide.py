@@ -30,18 +30,19 @@ ONE_BY_ONE = "no native kernel takes packed sequences: each is a call of its own
 class Decision:
     """Decision between exact attention and a recipe. There are three outcomes.
 
-    - Exact attention runs: `runs_exactly` is True. Of packed sequences, each then is a call of its own, which may run
-      by kernels.
+    - The call bypasses kernels: exact attention runs. Of packed sequences, each then is a call of its own, which may
+      run by kernels.
     - The kernels of `plan` run both passes of a call with gradients.
-    - Neither: kernels are selected later, by an operator. No gradient is wanted, or a graph is compiled.
+    - Neither: an operator selects a plan later, whose kernels may be exact. No gradient is wanted, or a graph is
+      compiled.
 
     Attributes:
-        runs_exactly: whether exact attention runs.
+        bypasses_kernels: whether exact attention runs without a selection of kernels by an operator.
         reason: why it takes the recipe's place; "" if it does not, or if the caller asked for it.
         plan: the kernels of a call with gradients; None for the other outcomes.
     """
 
-    runs_exactly: bool = False
+    bypasses_kernels: bool = False
     reason: str = ""
     plan: Plan | None = None
 
@@ -62,7 +63,8 @@ def decide(
     `training.attention` then raises KernelUnavailableError.
 
     Args:
-        query, key, value, mask: the call's tensors; with gradients, the mask is none, key padding or a block list.
+        query, key, value: the call's tensors.
+        mask: the call's mask, read only with gradients; exact attention then runs for the kinds "bool" and "additive".
         options: the call's options.
         wants_gradient: whether a derivative is wanted of one of the tensors.
         lengths: the lengths of packed sequences; None: an ordinary batch.
@@ -72,7 +74,7 @@ def decide(
             with gradients.
     """
     if options.recipe == "exact":
-        return Decision(runs_exactly=True)
+        return Decision(bypasses_kernels=True)
     reason = _why_exact(query, key, value, mask, options, wants_gradient)
     if reason and options.fallback == "error":
         advice = "set it to 0" if options.dropout_p else "run under torch.no_grad() if no gradient is needed"
@@ -80,7 +82,7 @@ def decide(
     plan = None
     if wants_gradient and not reason:
         reason, plan = _decide_training(query, key, value, mask, options, lengths)
-    return Decision(runs_exactly=reason != "", reason=reason, plan=plan)
+    return Decision(bypasses_kernels=reason != "", reason=reason, plan=plan)
 
 
 def _why_exact(

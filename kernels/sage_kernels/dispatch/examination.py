@@ -18,7 +18,8 @@ from ..exact.gradients import exact_gradients
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import NO_MASK, AttentionOutput, BackwardCall, Call, Mask, MaskKind, softmax_scale
-from ..spec.kv_cache import KVCache, get_format
+from ..spec.kv_cache import KVCache
+from ..spec.kv_format import get_format
 from ..spec.layout import Lengths, ceil_div, sequence_slices
 from ..spec.masks import with_causality
 from ..spec.qk_norm_rope import Norm, Rope
@@ -274,7 +275,7 @@ def _judge(name: str, run: Callable[[], Found], distance_of: Callable[[Found], f
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # a kernel may raise any error: its verdict holds it
         return Verdict(name, RAISED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
     distance = distance_of(results)
     if distance <= 1:

@@ -23,6 +23,7 @@ from ..spec.layout import padded_channels
 logger = logging.getLogger(__name__)
 
 SWITCH = "SAGE_HF_SELF_CHECK"
+"""The environment variable that switches the self-check off; SAGE_HF stands for the distribution, sage-hf."""
 FAILED = "failed its self-check"
 QK_NORM_ROPE = "qk_norm_rope"
 """Name in place of a recipe for a kernel of QK-norm and RoPE."""

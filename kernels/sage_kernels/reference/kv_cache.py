@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from ..formats import nvfp4
 from ..spec import transforms
-from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache, KVFormat
+from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache
+from ..spec.kv_format import KVFormat
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""

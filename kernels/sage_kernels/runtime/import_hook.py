@@ -94,7 +94,7 @@ def _run_pending(name: str) -> None:
     for action, purpose in actions:
         try:
             action(sys.modules[name])
-        except Exception as error:
+        except Exception as error:  # the caller's import must not fail, whatever its module holds
             logger.warning(
                 f"{purpose} will not work: {name} is not as expected: {type(error).__name__}: {error}. Install a "
                 "version that sage-hf supports",

@@ -1,12 +1,13 @@
-"""The data of a low-bit cache of keys and values: its formats, and the tensors of one attention layer."""
+"""The data of a low-bit cache of keys and values: the tensors of one attention layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .kv_format import KVFormat
 
 FIRST_TOKENS = 64
 """First tokens of a sequence, which stay in 16 bits."""
@@ -21,40 +22,6 @@ STRIP = 512
 MAX_QUERIES = 16
 """Most tokens that one step of decoding appends and attends with."""
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 128
-
-
-@dataclass(frozen=True)
-class KVFormat:
-    """A format of stored K and V.
-
-    Attributes:
-        name: "int8", "int4" or "nvfp4".
-        bits: bits of a code.
-        group: channels that share a scale; 0: all channels of a token share a scale and a lowest value, each in
-            float16.
-    """
-
-    name: str
-    bits: int
-    group: int = 0
-
-    def words(self, channels: int) -> int:
-        """Return the number of 16-bit words of a token's codes."""
-        return channels * self.bits // 16
-
-
-FORMATS = {one.name: one for one in (KVFormat("int8", 8), KVFormat("int4", 4), KVFormat("nvfp4", 4, group=16))}
-
-
-def get_format(name: str) -> KVFormat:
-    """Return a format by its name.
-
-    Raises:
-        ValueError: no format has that name.
-    """
-    if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"KV cache: {name!r} is not one of {', '.join(FORMATS)}")
-    return FORMATS[name]
 
 
 class KVCache:

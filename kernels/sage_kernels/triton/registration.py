@@ -40,7 +40,7 @@ BLACKWELL_TRAINING_TRITON = (3, 6)  # older versions do not compile the backward
 # The oldest Triton that compiles native NVFP4 for a GPU, and the oldest Triton whose assembler knows the GPU.
 NVFP4_TRITON = {(10, 0): (3, 9), (10, 3): (3, 9), (12, 0): (3, 6), (12, 1): (3, 7)}
 ASSEMBLER_TRITON = {(10, 3): (3, 5), (12, 1): (3, 5)}
-EVERY_REQUEST = SupportedRequests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
+NVIDIA_REQUESTS = SupportedRequests(dtypes=SUPPORTED_DTYPES, packed=True, grid=True)
 
 
 def nvfp4_unsupported(capability: tuple[int, int], triton: tuple[int, int]) -> str:
@@ -60,7 +60,7 @@ class TritonKernel(DeclaredKernel):
     """A kernel of this folder, in a module that its first call imports."""
 
     native = True
-    requests = EVERY_REQUEST
+    requests = NVIDIA_REQUESTS
 
     def unsupported(self, request: Request) -> str:
         """Name the first limit of the kernel, of Triton or of the launch grid that a request exceeds; or ""."""

@@ -1,4 +1,4 @@
-"""Heavy keys in both forward kernels: attended to in the caller's dtype, and merged with the sums of the other keys."""
+"""Heavy keys in `int8_forward` and `nvfp4_forward`: attended to in the caller's dtype, merged with the other keys."""
 
 import triton
 import triton.language as tl

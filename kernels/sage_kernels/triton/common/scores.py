@@ -1,4 +1,6 @@
-"""Operations of both forward kernels: masking a tile of scores, and storing the output."""
+"""Operations of kernels: `int8_forward` and `nvfp4_forward` mask tiles of scores; these two, `masked_forward`,
+`nonprefix_forward`, `splitkv_forward` and `kv_decode` store outputs.
+"""
 
 import math
 
