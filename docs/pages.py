@@ -548,7 +548,7 @@ SECTIONS = {
     "speed-summary": Section(speed_summary, ("nvidia-h200-forward",)),
     "phases": Section(tables.phases_markdown, ("nvidia-h200-phases",), (f"{RUN} --phases {INTO}",)),
     "qk-norm-rope": Section(qk_norm_rope, ("nvidia-h200-qk_norm_rope",), (f"{RUN} qk-norm-rope {INTO}",)),
-    "host": Section(host, ("nvidia-h200-host", "nvidia-h100-host"), (f"{RUN} --host {INTO}",)),
+    "host": Section(host, ("nvidia-h200-host", "nvidia-h100-80gb-hbm3-host"), (f"{RUN} --host {INTO}",)),
     "first-calls": Section(first_calls, ("nvidia-h200-first_calls",), (f"{RUN} first-calls {INTO}",)),
     "kv-accuracy": Section(
         partial(on_each_device, trained_models_table.cache_markdown),

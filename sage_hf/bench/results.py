@@ -68,9 +68,8 @@ def reason(error: Exception) -> str:
 
 
 def path_of(folder: Path, result: BenchmarkResult, benchmark: str) -> Path:
-    """Return the file of a benchmark's result: <gpu>-<benchmark>.json, where the GPU's name says nothing of memory."""
-    gpu = re.sub(r"[ -]\d+gb( hbm\d)?", "", result["gpu"].lower())
-    return folder / f"{re.sub('[^a-z0-9]+', '-', gpu)}-{benchmark}.json"
+    """Return the file of a benchmark's result: <gpu>-<benchmark>.json."""
+    return folder / f"{re.sub('[^a-z0-9]+', '-', result['gpu'].lower())}-{benchmark}.json"
 
 
 def read(path: Path) -> BenchmarkResult | None:

@@ -296,17 +296,3 @@ def test_our_calls_take_at_most_the_memory_of_their_inputs(path):
             case = BenchCase.of_row(row)
             compared = case.output_bytes if case.output_bytes <= MOST_BYTES else 0
             assert row["peak_extra_bytes"] <= case.input_bytes + compared, row
-
-
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
-        ("NVIDIA H100 80GB HBM3x2", "nvidia-h100x2"),
-        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4"),
-        ("cpu", "cpu"),
-    ],
-)
-def test_a_results_file_has_the_name_of_its_gpu_without_its_memory(tmp_path, gpu, name):
-    assert results.path_of(tmp_path, {"gpu": gpu}, "host") == tmp_path / f"{name}-host.json"

@@ -84,7 +84,7 @@ def test_curves_choose_the_fastest_kernel_of_calls_that_they_have_not_seen():
 
     Where the fastest takes the GPU less than FlashAttention 3 takes the host, the host's time counts, not the curves.
     """
-    calls, elsewhere = map(measured_without_masks, ("nvidia-h200-grid", "nvidia-h100-unseen"))
+    calls, elsewhere = map(measured_without_masks, ("nvidia-h200-grid", "nvidia-h100-80gb-hbm3-unseen"))
     known = [
         MeasuredTime(provider, "none", causal, sizes, one)
         for causal, sizes, us in calls[::2]
