@@ -146,7 +146,7 @@ def test_calls_with_tokens_before_heads_equal_transposed_calls(replayed, recipe,
     for _ in range(4):
         with record.observe(seen.append):
             output, _ = attend_observed(
-                *inputs, MASKS[mask], Options(recipe=recipe, enable_gqa=False, tokens_first=True)
+                *inputs, MASKS[mask], None, Options(recipe=recipe, enable_gqa=False, tokens_first=True)
             )
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
