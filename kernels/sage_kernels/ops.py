@@ -180,7 +180,7 @@ def run_call(
     execution.announce(plan)
     result = execution.compute(call, plan)
     if entry is not None:
-        entry.count_call(partial(replays.replay_of_call, call, plan, mask, result))
+        entry.prepare_when_repeated(partial(replays.replay_of_call, call, plan, mask, result))
     return result
 
 

@@ -192,7 +192,7 @@ def run_call(
     call = Call.of(query, key, value, mask, options)
     execution.announce(plan)
     output = replays.attend_with_gradients(call, plan, options)
-    entry.count_call(partial(replays.replay_of_training, call, plan, options))
+    entry.prepare_when_repeated(partial(replays.replay_of_training, call, plan, options))
     return output
 
 

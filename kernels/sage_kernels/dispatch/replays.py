@@ -54,14 +54,14 @@ def replay_of_call(call: Call, plan: Plan, mask: torch.Tensor | None, result: At
     if call.query.is_cuda and (plan.numerics != "exact" or (exact_kernel is not None and exact_kernel.traceable)):
         launched = partial(_outputs, make_call, plan)
         if call.return_lse:
-            return cache.traced(plan, launched, tensors, result)
-        return cache.traced(plan, launched, tensors, (result[0], None), _without_lse)
+            return cache.replay_of_launches(plan, launched, tensors, result)
+        return cache.replay_of_launches(plan, launched, tensors, (result[0], None), _without_lse)
     if plan.numerics != "exact":
         return None
     attend = _exact_function(call, plan)
     if attend is None:
-        return cache.compared(plan, lambda *tensors: execution.compute(make_call(*tensors), plan), tensors, result)
-    return cache.compared(plan, lambda query, key, value, *_: (attend(query, key, value), None), tensors, result)
+        return cache.replay_of_function(plan, lambda *tensors: execution.compute(make_call(*tensors), plan), tensors, result)
+    return cache.replay_of_function(plan, lambda query, key, value, *_: (attend(query, key, value), None), tensors, result)
 
 
 def _exact_function(call: Call, plan: Plan) -> Callable[..., torch.Tensor] | None:
@@ -158,8 +158,8 @@ class _Training:
         )
         if entry is not None:
             # A kernel may sum dQ in any order.
-            replayed = partial(cache.traced, None, self.gradients, tensors, gradients, rounds=True)
-            entry.count_call(replayed, at_once=True)
+            replayed = partial(cache.replay_of_launches, None, self.gradients, tensors, gradients, rounds=True)
+            entry.prepare_when_repeated(replayed, at_once=True)
         return gradients
 
     def gradients(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -226,7 +226,7 @@ def replay_of_training(call: Call, plan: Plan, options: Options) -> Replay | Non
     with torch.no_grad():
         output, saved = execution.run_and_save(call, plan)
     tensors = call.query, call.key, call.value, call.mask.tensor
-    forward = cache.traced(plan, launched, tensors, [output, *saved])
+    forward = cache.replay_of_launches(plan, launched, tensors, [output, *saved])
     if forward is None:
         return None
     training = _Training(forward, call.query.shape[3], plan.backward, options, is_replayed=True)
