@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import execution, replays
+from .dispatch import execution, training_calls
 from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
 from .replay import cache
@@ -191,8 +191,8 @@ def run_call(
     """
     call = Call.of(query, key, value, mask, options)
     execution.announce(plan)
-    output = replays.attend_with_gradients(call, plan, options)
-    entry.prepare_when_repeated(partial(replays.replay_of_training, call, plan, options))
+    output = training_calls.attend_with_gradients(call, plan, options)
+    entry.prepare_when_repeated(partial(training_calls.replay_of_training, call, plan, options))
     return output
 
 
