@@ -79,7 +79,7 @@ def append_launch(
             times the row's sum with the factors of the codes.
         overlap: whether the next kernel may start before this kernel has ended.
     """
-    # Never `dependent`: `attend_to_part` reads `counts` and `start` before it waits, which is safe only because this
+    # Never `dependent`: `attend_to_kv_part` reads `counts` and `start` before it waits, which is safe only because this
     # kernel starts after the stream's earlier kernels have ended: the step before writes `counts` in its last kernel.
     arguments = dict(
         **_arguments(cache, key, value, cache.coded_after(key.shape[2])),

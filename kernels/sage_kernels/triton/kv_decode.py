@@ -17,7 +17,7 @@ from .common.replayed_launches import KernelLaunch, run_step
 from .common.rotation import sign_bits
 from .configs import LITTLE_SHARED_MEMORY
 from .kv_append import append_launch
-from .kv_decode_kernels import OTHER_PARTS, attend_to_part, merge_kv_parts
+from .kv_decode_kernels import OTHER_PARTS, attend_to_kv_part, merge_kv_parts
 
 MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
@@ -31,7 +31,7 @@ MERGE_WARPS = 4
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tokens that a warp takes at once, warps and stages of `attend_to_part`."""
+    """Tokens that a warp takes at once, warps and stages of `attend_to_kv_part`."""
 
     warp_tokens: int
     num_warps: int
@@ -233,6 +233,6 @@ def _launches(
     )
     return [
         append_launch(cache, query, key, value, scale, rows, constants, overlap),
-        (attend_to_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
+        (attend_to_kv_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
         (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
     ]

@@ -112,7 +112,7 @@ def apply_key_mask(key_mask, column, exists, stride, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "length", "coded_after", "group_rows", "code_parts", "capacity",
                                "key_mask_stride_key"])  # fmt: skip
-def attend_to_part(
+def attend_to_kv_part(
     rows,
     constants,
     exact_key,

@@ -57,7 +57,7 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
         bits, kind = key_mask.view(torch.uint8), "few keys"
         mask_strides = stride_of(key_mask), 0, key_mask.stride(1)
     elif mask is not None:
-        bits, entries = list_tiles(mask, call, config)
+        bits, entries = pack_bool_mask(mask, call, config)
         mask_strides, entry_strides = (
             tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
             for x in (bits, entries)
@@ -126,7 +126,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
     return copy
 
 
-def list_tiles(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_bool_mask(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a bool mask once: pack it, and list the tiles of scores in which some query may attend to some key.
 
     Args:
@@ -243,7 +243,7 @@ def pack_rows(
     BITS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `list_tiles`."""
+    """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `pack_bool_mask`."""
     inside_row = (row < rows)[:, None]
     listed = 0
     lane = tl.arange(0, WIDTH)
@@ -389,7 +389,7 @@ def masked_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `list_tiles`. Strides of the
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `pack_bool_mask`. Strides of the
     mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask itself,
     which WIDTH covers.
     """

@@ -148,7 +148,7 @@ def nonprefix_forward(
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the schedule, where they do.
 
-    Each program has its own `bits` and `entries`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
+    Each program has its own `bits` and `entries`: as in `masked_forward.pack_bool_mask`, for one row of a mask. COUNTED is
     the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
