@@ -30,7 +30,7 @@ def test_no_kernel_spills_and_all_fit(counted, format, head_dim, q_len, capabili
     with recording() as launches:
         kv_append.append(cache, key, key)
         if counted:
-            cache.fix(1024)
+            cache.fix_capacity(1024)
             cache.counts_on_device = True
         kv_decode.decode(cache, query, key[:, :, :q_len], key[:, :, :q_len], None, 0.1, capability)
     assert [launch.kernel.__name__ for launch in launches] == [

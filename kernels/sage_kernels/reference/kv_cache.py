@@ -77,17 +77,17 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value: (batch, kv_heads, tokens, head_dim).
     """
     tokens, first = key.shape[2], cache.length
-    end, coded = first + tokens, cache.coded_after(tokens)
+    end, coded_columns = first + tokens, cache.coded_after(tokens)
     cache.reserve(end)
     columns = torch.arange(first, end, device=cache.device)
-    before = torch.arange(cache.coded, min(coded, first), device=cache.device)
+    before = torch.arange(cache.coded_columns, min(coded_columns, first), device=cache.device)
     places = cache.start.long()[:, None] + torch.arange(FIRST_TOKENS, device=cache.device)
     is_new = ((places >= first) & (places < end))[:, None, :, None]
     places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     for operand, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
         exact = getattr(cache, f"exact_{operand}")
         _store_codes(cache, operand, before, exact[:, :, FIRST_TOKENS + before % RING])
-        _store_codes(cache, operand, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
+        _store_codes(cache, operand, columns[: max(coded_columns - first, 0)], x[:, :, : max(coded_columns - first, 0)])
         exact[:, :, :FIRST_TOKENS] = torch.where(is_new, x.gather(2, places), exact[:, :, :FIRST_TOKENS])
         newest = columns[-RING:]
         exact[:, :, FIRST_TOKENS + newest % RING] = x[:, :, -RING:]
@@ -119,7 +119,7 @@ def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Te
     from_start = column - cache.start.long()[:, None]
     is_first = (from_start >= 0) & (from_start < FIRST_TOKENS)
     slot = torch.where(is_first, from_start, slot)
-    in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
+    in_16_bits = (is_first | (column >= cache.coded_columns))[:, None, :, None]
     index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     dequantized = []
     for operand in ("key", "value"):

@@ -92,7 +92,7 @@ def decode(
     changing |= buffers.addresses()
     changing["query"], changing["key"], changing["value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     changing["output"], changing["length"], changing["capacity"] = output.data_ptr(), cache.length, cache.capacity
-    changing["coded"], changing["coded_after"] = cache.coded, coded_after
+    changing["coded_columns"], changing["coded_after"] = cache.coded_columns, coded_after
     if key_mask is not None:
         changing["key_mask"], changing["key_mask_stride"] = key_mask.data_ptr(), key_mask.stride(0)
     if counts is not None:

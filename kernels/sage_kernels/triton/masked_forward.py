@@ -389,9 +389,9 @@ def masked_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `pack_bool_mask`. Strides of the
-    mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask itself,
-    which WIDTH covers.
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `pack_bool_mask`. Strides of
+    the mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask
+    itself, which WIDTH covers.
     """
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)

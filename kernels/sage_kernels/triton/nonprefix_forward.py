@@ -148,8 +148,8 @@ def nonprefix_forward(
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the schedule, where they do.
 
-    Each program has its own `bits` and `entries`: as in `masked_forward.pack_bool_mask`, for one row of a mask. COUNTED is
-    the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
+    Each program has its own `bits` and `entries`: as in `masked_forward.pack_bool_mask`, for one row of a mask. COUNTED
+    is the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
     base = key_mask + batch.to(tl.int64) * key_mask_stride
