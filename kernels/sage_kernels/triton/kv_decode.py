@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -101,8 +101,19 @@ def decode(
         *(cache.format.name, parts, scale, capability, counts is None),
         None if key_mask is None else (key_mask.stride(1), key_mask.data_ptr() % DIVISIBILITY),
     )
-    make_launches = partial(_launches, cache, query, key, value, key_mask, scale, output, buffers, config, capability)
-    run_step("kv_decode", make_launches, output, counts, changing, (query, key, value), facts)
+    step = _Step(
+        cache=cache,
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        key_mask=key_mask,
+        output=output,
+        buffers=buffers,
+        config=config,
+        overlap=capability >= (9, 0) and not INTERPRETED.value,
+    )
+    run_step("kv_decode", step.launches, output, counts, changing, (query, key, value), facts)
     if counts is None:
         cache.advance(q_len)
     return output
@@ -151,88 +162,101 @@ def _places(
     return places, end
 
 
-def _launches(
-    cache: KVCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    output: torch.Tensor,
-    buffers: _Buffers,
-    config: DecodeConfig,
-    capability: tuple[int, int],
-) -> list[KernelLaunch]:
-    """Return the launches of a step."""
-    batch, q_heads, q_len, head_dim = query.shape
-    group, parts = q_heads // cache.kv_heads, buffers.parts
-    rows, constants, partial, statistics = map(buffers.tensor, ("rows", "constants", "partial", "statistics"))
-    padded_rows, overlap = rows.shape[1], capability >= (9, 0) and not INTERPRETED.value
-    block_m = min(padded_rows, MAX_TILE_ROWS)
-    attend = dict(
-        rows=rows,
-        constants=constants,
-        exact_key=cache.exact_key,
-        exact_value=cache.exact_value,
-        key_codes=cache.key_codes,
-        value_codes=cache.value_codes,
-        key_scales=cache.key_scales.view(torch.int32),
-        value_scales=cache.value_scales.view(torch.int32),
-        start=cache.start,
-        counts=cache.counts if cache.counts_on_device else None,
-        key_mask=key_mask,
-        partial=partial,
-        statistics=statistics,
-        length=cache.length,
-        coded_after=cache.coded_after(q_len),
-        q_len=q_len,
-        group_rows=group * q_len,
-        code_parts=parts - OTHER_PARTS.value,
-        capacity=cache.capacity,
-        key_mask_stride=0 if key_mask is None else key_mask.stride(0),
-        key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
-        CHANNELS=cache.channels,
-        BITS=cache.format.bits,
-        ROWS=padded_rows,
-        BLOCK_M=block_m,
-        WARPS=config.num_warps,
-        WARP_TOKENS=config.warp_tokens,
-        WARP_WINDOW=RING // config.num_warps,
-        STAGES=config.num_stages,
-        FIRST=FIRST_TOKENS,
-        RING=RING,
-        PAGE=PAGE,
-        WINDOW=WINDOW,
-        PADDED=key_mask is not None,
-        OVERLAP=overlap,
-        dependent=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    merge = dict(
-        partial=partial,
-        statistics=statistics,
-        output=output,
-        value_unit=cache.value_unit,
-        counts=cache.counts if cache.counts_on_device else None,
-        part_count=parts,
-        q_len=q_len,
-        group=group,
-        capacity=cache.capacity,
-        head_dim=head_dim,
-        **strides("output", output.stride()[:3]),
-        CHANNELS=cache.channels,
-        ROWS=padded_rows,
-        PARTS=power_of_two(parts),
-        AT_ONCE=min(64, power_of_two(parts)),
-        SIGN_BITS=sign_bits(cache.channels),
-        WINDOW=WINDOW,
-        OVERLAP=overlap,
-        dependent=overlap,
-        num_warps=MERGE_WARPS,
-    )
-    return [
-        append_launch(cache, query, key, value, scale, rows, constants, overlap),
-        (attend_to_kv_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
-        (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
-    ]
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step of decoding.
+
+    Attributes:
+        cache, query, key, value, scale: as in `decode`.
+        key_mask: uint8 (batch, columns); None: all keys exist.
+        output: written.
+        buffers: memory that the launches share.
+        config: the configuration of `attend_to_kv_part`.
+        overlap: whether a kernel may start before the kernel before it has ended.
+    """
+
+    cache: KVCache
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    key_mask: torch.Tensor | None
+    output: torch.Tensor
+    buffers: _Buffers
+    config: DecodeConfig
+    overlap: bool
+
+    def launches(self) -> list[KernelLaunch]:
+        """Return the launches that append the tokens, attend to the parts and merge them."""
+        cache, key_mask, config, buffers, overlap = self.cache, self.key_mask, self.config, self.buffers, self.overlap
+        batch, q_heads, q_len, head_dim = self.query.shape
+        group, parts = q_heads // cache.kv_heads, buffers.parts
+        rows, constants, partial, statistics = map(buffers.tensor, ("rows", "constants", "partial", "statistics"))
+        padded_rows, block_m = rows.shape[1], min(rows.shape[1], MAX_TILE_ROWS)
+        attend = dict(
+            rows=rows,
+            constants=constants,
+            exact_key=cache.exact_key,
+            exact_value=cache.exact_value,
+            key_codes=cache.key_codes,
+            value_codes=cache.value_codes,
+            key_scales=cache.key_scales.view(torch.int32),
+            value_scales=cache.value_scales.view(torch.int32),
+            start=cache.start,
+            counts=cache.counts if cache.counts_on_device else None,
+            key_mask=key_mask,
+            partial=partial,
+            statistics=statistics,
+            length=cache.length,
+            coded_after=cache.coded_after(q_len),
+            q_len=q_len,
+            group_rows=group * q_len,
+            code_parts=parts - OTHER_PARTS.value,
+            capacity=cache.capacity,
+            key_mask_stride=0 if key_mask is None else key_mask.stride(0),
+            key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
+            CHANNELS=cache.channels,
+            BITS=cache.format.bits,
+            ROWS=padded_rows,
+            BLOCK_M=block_m,
+            WARPS=config.num_warps,
+            WARP_TOKENS=config.warp_tokens,
+            WARP_WINDOW=RING // config.num_warps,
+            STAGES=config.num_stages,
+            FIRST=FIRST_TOKENS,
+            RING=RING,
+            PAGE=PAGE,
+            WINDOW=WINDOW,
+            PADDED=key_mask is not None,
+            OVERLAP=overlap,
+            dependent=overlap,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        merge = dict(
+            partial=partial,
+            statistics=statistics,
+            output=self.output,
+            value_unit=cache.value_unit,
+            counts=cache.counts if cache.counts_on_device else None,
+            part_count=parts,
+            q_len=q_len,
+            group=group,
+            capacity=cache.capacity,
+            head_dim=head_dim,
+            **strides("output", self.output.stride()[:3]),
+            CHANNELS=cache.channels,
+            ROWS=padded_rows,
+            PARTS=power_of_two(parts),
+            AT_ONCE=min(64, power_of_two(parts)),
+            SIGN_BITS=sign_bits(cache.channels),
+            WINDOW=WINDOW,
+            OVERLAP=overlap,
+            dependent=overlap,
+            num_warps=MERGE_WARPS,
+        )
+        return [
+            append_launch(cache, self.query, self.key, self.value, self.scale, rows, constants, overlap),
+            (attend_to_kv_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
+            (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
+        ]
