@@ -11,7 +11,7 @@ from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
-from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
+from ..spec.layout import BLOCK, ceil_div, power_of_two, round_up, stride_of
 from ..spec.operands import HeavyKeys, KVStatistics, NVFP4Operands
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
@@ -243,7 +243,7 @@ def kernels(config: NVFP4QuantizeConfig) -> tuple[ConfiguredKernel, ConfiguredKe
 
 
 def _rotation(recipe: Recipe, head_dim: int) -> int:
-    return rotation_block(head_dim + -head_dim % GROUP) if recipe.rotate else 1
+    return rotation_block(round_up(head_dim, GROUP)) if recipe.rotate else 1
 
 
 @cache

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ..formats import nvfp4
 from ..spec import transforms
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache, KVFormat
+from ..spec.layout import ceil_div
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
@@ -50,13 +51,13 @@ def freeze(
     if key_mask is not None:
         cache.start.copy_(key_mask.int().argmax(1))
         key_mask = key_mask[:, None, :, None]
-    step = -(-tokens // FROZEN_TOKENS)
+    step = ceil_div(tokens, FROZEN_TOKENS)
     some_key, some_value = _padded(cache, key[:, :, ::step]), _padded(cache, value[:, :, ::step])
     some_key_mask = None if key_mask is None else key_mask[:, :, ::step]
     quiet = transforms.quiet_keys(some_key, some_key_mask)
     cache.key_mean.copy_(transforms.mean_of_tokens(some_key, quiet)[:, :, 0])
     if query is not None and tokens >= FEWEST_TOKENS:
-        rows = -(-tokens // transforms.EQUALIZER_QUERIES)
+        rows = ceil_div(tokens, transforms.EQUALIZER_QUERIES)
         valid_rows = None if key_mask is None else key_mask[:, :, ::rows]
         some_query = _padded(cache, query[:, :, ::rows])
         ratio = transforms.loudness_ratio(some_query, some_key, quiet, valid_rows)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .layout import round_up
+
 FIRST_TOKENS = 64
 """First tokens of a sequence, which stay in 16 bits."""
 WINDOW = 64
@@ -172,14 +174,14 @@ class KVCache:
                 f"KV cache: {length} tokens do not fit into a cache of {self.capacity}: make one with a larger "
                 "max_cache_len"
             )
-        pages = -(-max(length, self.capacity + self.capacity // 8) // STRIP) * (STRIP // PAGE)
+        capacity = round_up(max(length, self.capacity + self.capacity // 8), STRIP)
         for name in self.PER_TOKEN:
             stored = getattr(self, name)
-            size = (*stored.shape[:2], pages if name == "value_codes" else pages * PAGE, *stored.shape[3:])
+            size = (*stored.shape[:2], capacity // PAGE if name == "value_codes" else capacity, *stored.shape[3:])
             grown = torch.zeros(size, dtype=stored.dtype, device=self.device)
             grown[:, :, : stored.shape[2]] = stored
             setattr(self, name, grown)
-        self.capacity = pages * PAGE
+        self.capacity = capacity
 
     def fix_capacity(self, columns: int) -> None:
         """Fix the capacity at so many columns, and let the device count them: no tensor is replaced from now on."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
-from ..spec.layout import power_of_two
+from ..spec.layout import ceil_div, power_of_two
 from .common.launch import UNSPECIALIZED, launch, strides
 from .common.replayed_launches import KernelLaunch
 from .common.rotation import channel_factor, rotate, sign_bits
@@ -43,7 +43,7 @@ def _append(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after:
     leaving = max(0, min(coded_after, cache.length) - cache.coded_columns)
     launch(
         append_tokens,
-        (-(-max(tokens, leaving) // BLOCK_T), cache.kv_heads, cache.batch * 2),
+        (ceil_div(max(tokens, leaving), BLOCK_T), cache.kv_heads, cache.batch * 2),
         **_arguments(cache, key, value, coded_after),
         query=key,
         rows=None,

@@ -11,7 +11,7 @@ import torch
 from ..replay.cache import MAX_ENTRIES
 from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
-from ..spec.layout import power_of_two
+from ..spec.layout import ceil_div, power_of_two
 from .common.launch import DIVISIBILITY, INTERPRETED, strides
 from .common.replayed_launches import KernelLaunch, run_step
 from .common.rotation import sign_bits
@@ -82,7 +82,8 @@ def decode(
     most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config = config_for(capability, cache.format.bits, min(rows, MAX_TILE_ROWS))
-    parts = _code_parts(pairs, -(-most_coded // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
+    tiles = ceil_div(most_coded, config.warp_tokens * config.num_warps)
+    parts = _code_parts(pairs, tiles, device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if key_mask is not None:
         key_mask = key_mask.expand(batch, -1).view(torch.uint8)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..spec.call import Call
-from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
+from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, round_up, stride_of
 from ..spec.masks import unexpanded
 from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from .common.padding import key_tiles
@@ -112,7 +112,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
         # Nothing reads the stride of a dimension of size 1, but the accelerator must accept it.
         pitches = [elements if size == 1 else stride for size, stride in zip(sizes[:3], bias.stride(), strict=False)]
         return bias.as_strided(sizes, (*pitches, 1))
-    copy = bias.new_empty((*sizes[:3], ceil_div(kv_len, elements) * elements))[..., :kv_len]
+    copy = bias.new_empty((*sizes[:3], round_up(kv_len, elements)))[..., :kv_len]
     launch(
         copy_rows,
         (sizes[2], sizes[1], sizes[0]),
