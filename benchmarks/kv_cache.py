@@ -83,11 +83,11 @@ def quantized_steps(shape: Shape, format: str) -> list[Step]:
         cache.reserve(shape.tokens)
         kv_cache.store(cache, None, shape.key[:, :, :-1], shape.value[:, :, :-1])
         caches.append(cache)
-    coded, length = caches[0].coded, caches[0].length
+    coded_columns, length = caches[0].coded_columns, caches[0].length
 
     def step_of(cache: KVCache) -> Step:
         def step() -> tuple[Tensor, str, str]:
-            cache.coded, cache.length = coded, length
+            cache.coded_columns, cache.length = coded_columns, length
             return kv_cache.decode(cache, shape.query, *shape.new, None, shape.head_dim**-0.5)
 
         return step

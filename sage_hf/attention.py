@@ -161,7 +161,7 @@ def sage_attention(
         fallback=chosen_fallback(fallback),
         return_lse=return_lse,
     )
-    output, lse = attend_observed(query, key, value, attn_mask, options, blocks)
+    output, lse = attend_observed(query, key, value, attn_mask, blocks, options)
     return output if lse is None or not return_lse else (output, lse)
 
 
@@ -169,21 +169,22 @@ def attend_observed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    blocks: BlockList | None,
     options: Options,
-    blocks: BlockList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `sage_attention`, but accept a mask and causality together, and let observers see the call.
 
     Args:
-        query, key, value, attn_mask, blocks: as in `sage_attention`; with `options.tokens_first`, query, key, value and
-            the output are (batch, tokens, heads, channels).
+        query, key, value, blocks: as in `sage_attention`; with `options.tokens_first`, query, key, value and the output
+            are (batch, tokens, heads, channels).
+        mask: as `attn_mask` in `sage_attention`.
         options: all other arguments; a query attends to the keys that mask and causality both allow.
 
     Returns:
         (output, lse); the lse is valid only with `options.return_lse`.
     """
-    output, lse = kernels_attend(query, key, value, attn_mask, blocks, options)
+    output, lse = kernels_attend(query, key, value, mask, blocks, options)
     if record.observers and not torch.compiler.is_compiling():
-        record.notify_observers(query, key, value, attn_mask, blocks, options, output)
+        record.notify_observers(query, key, value, mask, blocks, options, output)
     return output, lse

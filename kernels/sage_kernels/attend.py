@@ -191,5 +191,5 @@ def _run_exactly(
     exactly = partial(attend_exactly, blocks=blocks, options=options, zero_rows=options.recipe != "exact")
     result = exactly(query, key, value, mask)
     if entry is not None and plan is not None and blocks is None:
-        entry.count_call(partial(cache.compared, plan, exactly, (query, key, value, mask), result))
+        entry.prepare_when_repeated(partial(cache.replay_of_function, plan, exactly, (query, key, value, mask), result))
     return result

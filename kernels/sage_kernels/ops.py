@@ -71,15 +71,7 @@ def attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    options = Options(
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        dropout_p=0.0,  # a default of type float would become an input of compiled graphs
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
-    )
+    options = Options.of_operator(is_causal, causal_offset, scale, recipe, fallback, return_lse)
     return call_operator(query, key, value, mask, blocks, None, options)
 
 
@@ -128,15 +120,7 @@ def packed_attention(
         KernelUnavailableError: see `select.select`.
         NotImplementedError: on backward, or in forward-mode differentiation.
     """
-    options = Options(
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        dropout_p=0.0,
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
-    )
+    options = Options.of_operator(is_causal, causal_offset, scale, recipe, fallback, return_lse)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     query, key, value = map(as_one_sequence, (query, key, value))
@@ -180,7 +164,7 @@ def run_call(
     execution.announce(plan)
     result = execution.compute(call, plan)
     if entry is not None:
-        entry.count_call(partial(replays.replay_of_call, call, plan, mask, result))
+        entry.prepare_when_repeated(partial(replays.replay_of_call, call, plan, mask, result))
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import execution, replays
+from .dispatch import execution, training_calls
 from .dispatch.plan import Plan
 from .ops import as_one_sequence, library
 from .replay import cache
@@ -81,15 +81,7 @@ def attention(
         KernelUnavailableError: no kernel with gradients serves the call.
         NotImplementedError: on a second derivative, or in forward-mode differentiation.
     """
-    options = Options(
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        dropout_p=0.0,  # a default of type float would become an input of compiled graphs
-        recipe=recipe,
-        fallback=fallback,
-        return_lse=return_lse,
-    )
+    options = Options.of_operator(is_causal, causal_offset, scale, recipe, fallback, return_lse)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
     output, lse = call_operator(query, key, value, key_mask, blocks, None, options)
@@ -130,14 +122,7 @@ def packed_attention(
         TypeError, KernelUnavailableError, NotImplementedError: see `attention`.
         ValueError: see `attention` and `ops.packed_attention`.
     """
-    options = Options(
-        is_causal=is_causal,
-        causal_offset=causal_offset,
-        scale=scale,
-        dropout_p=0.0,
-        recipe=recipe,
-        fallback=fallback,
-    )
+    options = Options.of_operator(is_causal, causal_offset, scale, recipe, fallback)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     checks.check_kinds(query, key, value, None, options)
     refuse_tangents(query, key, value)
@@ -191,8 +176,8 @@ def run_call(
     """
     call = Call.of(query, key, value, mask, options)
     execution.announce(plan)
-    output = replays.attend_with_gradients(call, plan, options)
-    entry.count_call(partial(replays.replay_of_training, call, plan, options))
+    output = training_calls.attend_with_gradients(call, plan, options)
+    entry.prepare_when_repeated(partial(training_calls.replay_of_training, call, plan, options))
     return output
 
 

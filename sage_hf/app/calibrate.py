@@ -191,7 +191,13 @@ def calibrate(
     power, limit = 1 / subject.exponent, budget**subject.exponent
     extra, spent = _choose_extra(subject, prompts, extras, stored, limit)
     measured = _measure(subject, prompts, names, stored)
-    mix, config, losses = _choose_mix(subject, prompts, names, stored, measured, limit, keep_sensitive, extra, spent)
+    mix, config, losses = _choose_mix(
+        *(subject, prompts, names, stored, measured),
+        limit=limit,
+        keep_sensitive=keep_sensitive,
+        extra=extra,
+        spent=spent,
+    )
     held_out_losses = [_loss(subject, prompt, config, stored) for prompt in held_out]
     result = Calibration(
         config=config,
@@ -342,6 +348,7 @@ def _choose_mix(
     recipes: Sequence[str],
     stored: Measurements,
     measured: _Measured,
+    *,
     limit: float,
     keep_sensitive: int,
     extra: SageConfig,

@@ -109,7 +109,7 @@ def ours(recipe: str, fallback: Literal["error", "native"] = "error") -> Prepare
         options: dict[str, Any] = {"enable_gqa": inputs.grouped, "recipe": recipe, "fallback": fallback}
         if case.mask == "lower_right":  # as in transformers, whose masks state causality
             behind = Options(is_causal=True, causal_offset=case.causal_offset, **options)
-            return PreparedCall(lambda: attend_observed(query, key, value, None, behind)[0])
+            return PreparedCall(lambda: attend_observed(query, key, value, None, None, behind)[0])
         options["is_causal"] = case.upper_left
         return PreparedCall(lambda: sage_attention(query, key, value, mask, **options))
 

@@ -126,7 +126,7 @@ def _make_backend(recipe: str, fallback: str | None) -> Callable[..., Any]:
                 fallback=chosen_fallback(fallback),
                 tokens_first=True,
             )
-            return attend_observed(query, key, value, attn_mask, options)[0]
+            return attend_observed(query, key, value, attn_mask, None, options)[0]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if scores_are_skipped(query, value):
             if return_lse:

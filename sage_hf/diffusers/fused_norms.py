@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from sage_hf.identity import name_in_diffusers, path_of
 from sage_kernels.qk_norm_rope import is_served, qk_norm_rope
+from sage_kernels.spec.layout import ceil_div
 from sage_kernels.spec.qk_norm_rope import Norm, Rope
 
 logger = logging.get_logger(__name__)
@@ -383,7 +384,7 @@ class _Attended(Exception):
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
-        self.tensors = tuple(x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)] for x in tensors)
+        self.tensors = tuple(x[:, :, :: ceil_div(x.shape[2], SAMPLED_TOKENS)] for x in tensors)
 
 
 class _TrialState(threading.local):

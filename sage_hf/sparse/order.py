@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sage_kernels.spec.layout import ceil_div
+
 TILE = (4, 4, 4)
 TILE_TOKENS = math.prod(TILE)
 
@@ -109,7 +111,7 @@ def _order(grid: tuple[int, int, int], device: torch.device) -> TileOrder:
         t, h, w = torch.meshgrid(*places, indexing="ij")
         tile_of = torch.zeros_like(t)
         for place, side, size in zip((t, h, w), grid, TILE, strict=True):
-            tile_of = tile_of * -(-side // size) + place // size
+            tile_of = tile_of * ceil_div(side, size) + place // size
         # A tile's tokens are in raster order too, so a stable sort by tile keeps their order.
         tokens = tile_of.flatten().argsort(stable=True)
         places_of = tokens.argsort()

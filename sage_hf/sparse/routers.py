@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from sage_kernels.backends import router_kernels
 from sage_kernels.spec.block_list import BLOCK_SIZES, BlockList
 from sage_kernels.spec.checks import check_memory
+from sage_kernels.spec.layout import ceil_div
 
 SCORES_AT_ONCE = 2**25
 """Number of parts' scores that `SubBlockRouter` holds at once."""
@@ -79,7 +80,7 @@ class SubBlockRouter:
         q_means = block_means(query, self.block_m // self.parts_m)
         k_means = block_means(key, self.block_n // self.parts_n)
         batch, q_heads, q_parts, _ = q_means.shape
-        row_blocks, tiles = -(-q_parts // self.parts_m), -(-k_means.shape[2] // self.parts_n)
+        row_blocks, tiles = ceil_div(q_parts, self.parts_m), ceil_div(k_means.shape[2], self.parts_n)
         scores = q_means.new_empty(batch, q_heads, row_blocks, tiles)
         at_once = max(1, SCORES_AT_ONCE // max(1, batch * q_heads * self.parts_m * tiles * self.parts_n))
         for first in range(0, row_blocks, at_once):
@@ -308,8 +309,8 @@ def _flags(dense: Sequence[slice], x: torch.Tensor, size: int) -> torch.Tensor |
         start, stop, _ = tokens.indices(x.shape[2])
         if stop > start:
             if flags is None:
-                flags = torch.zeros((1, 1, -(-x.shape[2] // size)), dtype=torch.uint8, device=x.device)
-            flags[..., start // size : -(-stop // size)] = 1
+                flags = torch.zeros((1, 1, ceil_div(x.shape[2], size)), dtype=torch.uint8, device=x.device)
+            flags[..., start // size : ceil_div(stop, size)] = 1
     return flags
 
 
@@ -342,8 +343,8 @@ def _with_dense(
     for tokens in dense:
         start, stop, _ = tokens.indices(query.shape[2])
         if stop > start:
-            kept[:, :, start // block_m : -(-stop // block_m)] = True
+            kept[:, :, start // block_m : ceil_div(stop, block_m)] = True
         start, stop, _ = tokens.indices(key.shape[2])
         if stop > start:
-            kept[..., start // block_n : -(-stop // block_n)] = True
+            kept[..., start // block_n : ceil_div(stop, block_n)] = True
     return BlockList.of_kept(kept, block_m, block_n)

@@ -199,6 +199,7 @@ def _attend_by_recipe(
         key,
         value,
         mask,
+        None,
         Options(
             is_causal=is_causal,
             causal_offset=causal_offset,

@@ -13,6 +13,7 @@ from sage_hf.transformers.kv_layer import QuantizedLayer, warn_once
 from sage_hf.transformers.static_kv_layer import StaticQuantizedLayer
 from sage_kernels.spec.kv_cache import STRIP
 from sage_kernels.spec.kv_format import get_format
+from sage_kernels.spec.layout import round_up
 
 
 class QuantizedKVCache(Cache):
@@ -69,7 +70,7 @@ class QuantizedKVCache(Cache):
         layers: list[Any] = list(
             DynamicCache(config=config).layers
             if max_cache_len is None
-            else StaticCache(config, -(-max_cache_len // STRIP) * STRIP).layers
+            else StaticCache(config, round_up(max_cache_len, STRIP)).layers
         )
         latest: QuantizedLayer | None = None
         for number, layer in enumerate(layers):

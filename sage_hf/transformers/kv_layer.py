@@ -25,7 +25,7 @@ from sage_hf.transformers.keywords import has_eager_attention, sort_keywords
 from sage_hf.transformers.masks import causality_of
 from sage_kernels import kv_cache
 from sage_kernels.spec.checks import SUPPORTED_DTYPES
-from sage_kernels.spec.kv_cache import MAX_HEAD_DIM, MAX_QUERIES, MIN_HEAD_DIM, KVCache
+from sage_kernels.spec.kv_cache import KV_HEAD_DIMS, MAX_QUERIES, KVCache
 from sage_kernels.spec.kv_format import get_format
 
 logger = logging.get_logger(__name__)
@@ -84,9 +84,9 @@ class QuantizedLayer(DynamicLayer):
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Decide from the first K and V whether the layer is quantised."""
         head_dim, v_head_dim = key.shape[-1], value.shape[-1]
-        reason = ""
-        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-            reason = f"head_dim {head_dim} is outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"
+        reason, (least, most) = "", KV_HEAD_DIMS
+        if not least <= head_dim <= most:
+            reason = f"head_dim {head_dim} is outside {least}…{most}"
         elif head_dim != v_head_dim:
             reason = f"V has head_dim {v_head_dim}, K {head_dim}"
         elif key.dtype not in SUPPORTED_DTYPES:

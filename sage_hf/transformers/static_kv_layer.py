@@ -57,7 +57,7 @@ class StaticQuantizedLayer(QuantizedLayer):
     def _decide(self, key: torch.Tensor, value: torch.Tensor) -> None:
         super()._decide(key, value)
         if self.cache is not None:
-            self.cache.fix(self.max_cache_len)
+            self.cache.fix_capacity(self.max_cache_len)
             for name in KVCache.FIXED:
                 mark_static(getattr(self.cache, name))
 

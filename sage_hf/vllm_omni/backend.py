@@ -55,7 +55,7 @@ class Sage2Impl(AttentionImpl):
             fallback=chosen_fallback(None),
             tokens_first=True,
         )
-        output, _ = attend_observed(query, key, value, mask, options)
+        output, _ = attend_observed(query, key, value, mask, None, options)
         return output
 
 

@@ -142,7 +142,7 @@ def decode(format: str) -> None:
             key_mask = torch.ones(2, capacity, dtype=torch.bool, device="cuda")
             key_mask[0, : tokens // 3] = not is_padded
             if is_fixed:
-                cache.fix(capacity)
+                cache.fix_capacity(capacity)
             kv_cache.store(cache, *(x[:, :, :tokens] for x in (query, key, value)), key_mask[:, :tokens])
             ends = range(tokens + 1, tokens + 10) if is_fixed else (tokens + 1, tokens + 8, tokens + 9)
             for first, end in pairwise((tokens, *ends)):

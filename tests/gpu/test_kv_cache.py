@@ -23,7 +23,7 @@ def draw(batch: int, head_dim: int, group: int, tokens: int, dtype: torch.dtype)
 
 
 def assert_same(one: KVCache, two: KVCache) -> None:
-    end = one.coded
+    end = one.coded_columns
     for name in ("key_codes", "key_scales", "value_scales"):
         assert torch.equal(getattr(one, name)[:, :, :end], getattr(two, name)[:, :, :end]), name
     assert torch.equal(*(x.value_codes.transpose(3, 4).flatten(2, 3)[:, :, :end] for x in (one, two)))
@@ -107,7 +107,7 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
     key_mask[0, :7] = not padded
     first = [x[:, :, :prompt] for x in (query, key, value)]
     cache, other = (KVCache(get_format(format), key) for _ in "ab")
-    cache.fix(512)
+    cache.fix_capacity(512)
     kv_cache.store(cache, *first, key_mask[:, :prompt])
     reference.freeze(other, *first, key_mask[:, :prompt])
     reference.append(other, *first[1:])
@@ -121,7 +121,7 @@ def test_a_replayed_step_goes_on_over_the_borders_of_window_and_tiles(format, he
         expected = reference.attend_to_cache(other, new[0].double(), seen, head_dim**-0.5)
         assert (output.double() - expected).norm() <= 0.01 * expected.norm(), length
     cache.read_counts()
-    assert (cache.length, cache.coded) == (other.length, other.coded) == (330, 266)
+    assert (cache.length, cache.coded_columns) == (other.length, other.coded_columns) == (330, 266)
     assert_same(cache, other)
 
 
@@ -131,7 +131,7 @@ def test_steps_one_by_one_store_what_replayed_steps_store(format):
     replay.forget()
     query, key, value = draw(1, 128, 4, 220, torch.bfloat16)
     one = KVCache(get_format(format), key)
-    one.fix(512)
+    one.fix_capacity(512)
     kv_cache.store(one, *(x[:, :, :200] for x in (query, key, value)))
     two, outputs = copy.deepcopy(one), []
     new = [[x[:, :, length : length + 1] for x in (query, key, value)] for length in range(200, 220)]
@@ -147,7 +147,7 @@ def test_steps_one_by_one_store_what_replayed_steps_store(format):
 def test_a_replay_without_room_stores_nothing_and_gives_nan():
     query, key, value = draw(1, 128, 4, 512, torch.bfloat16)
     cache = KVCache(get_format("int4"), key)
-    cache.fix(512)
+    cache.fix_capacity(512)
     kv_cache.store(cache, *(x[:, :, :510] for x in (query, key, value)))
     new = [x[:, :, 510:511] for x in (query, key, value)]
     replayed = Replayed(cache, new, None)

@@ -255,7 +255,7 @@ def call(kind: Kind, inputs: Inputs, query: torch.Tensor, key: torch.Tensor, val
         return ops.attention(query, key, value, mask=mask, blocks=blocks, **options)
     if kind.entry_point == "attend" and blocks is None:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        output, lse = attend_observed(*tensors, mask, Options(inputs.is_causal, tokens_first=True, **options))
+        output, lse = attend_observed(*tensors, mask, None, Options(inputs.is_causal, tokens_first=True, **options))
         return (output, lse) if kind.return_lse else output
     return sage_attention(query, key, value, mask, 0.0, inputs.is_causal, enable_gqa=True, blocks=blocks, **options)
 

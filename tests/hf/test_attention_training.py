@@ -193,7 +193,12 @@ def test_one_compiled_graph_trains_at_all_lengths_as_eager_does(call):
         mask = key_mask[:, None, None] if "padding" in call else None
         mask = torch.where(key_mask, 0.0, -3.0)[:, None, None] if call == "additive" else mask
         output, lse = attend_observed(
-            query, key, value, mask, Options("causal" in call, enable_gqa=True, recipe="sage_bwd", return_lse=True)
+            query,
+            key,
+            value,
+            mask,
+            None,
+            Options("causal" in call, enable_gqa=True, recipe="sage_bwd", return_lse=True),
         )
         return output * 2, lse
 
@@ -231,12 +236,12 @@ def test_padding_with_causality_is_the_mask_of_both(recipe, grad, no_recent_keys
     inputs = [x.requires_grad_(grad) for x in draw(q_len=90)]
     padding = VALID[:, None, None]
     full = padding & torch.ones(90, 90, dtype=torch.bool).tril()
-    output, lse = attend_observed(*inputs, padding, Options(True, recipe=recipe, return_lse=True))
+    output, lse = attend_observed(*inputs, padding, None, Options(True, recipe=recipe, return_lse=True))
     seen = full.any(-1).expand(2, 4, 90)
     assert torch.equal(lse != -torch.inf, seen)
     assert not output[~seen].any() and (~seen).any()
     if not grad or RECIPES[recipe].backward is None:
-        with_full_mask = attend_observed(*inputs, full, Options(recipe=recipe, return_lse=True))
+        with_full_mask = attend_observed(*inputs, full, None, Options(recipe=recipe, return_lse=True))
         assert torch.equal(output, with_full_mask[0]) and torch.equal(lse, with_full_mask[1])
     if grad:
         gradients = gradients_of(output, inputs)

@@ -479,7 +479,11 @@ def test_a_faster_mix_is_sought_within_the_budget():
     costs = np.broadcast_to([1.0, 2.0], losses.shape)
     measured = module._Measured(names, (None,), losses, costs, False, (weights.sum(),))
     chosen, config, found = module._choose_mix(
-        Stepwise(), ["text"], ("sage3", "exact"), Measurements({}, None), measured, 12.0, 0, SageConfig("exact"), 0.0
+        *(Stepwise(), ["text"], ("sage3", "exact"), Measurements({}, None), measured),
+        limit=12.0,
+        keep_sensitive=0,
+        extra=SageConfig("exact"),
+        spent=0.0,
     )
     # It aims at 12, then at 3.6, then between them.
     assert found == [6.0] and [config.resolve(name) for name in names].count("sage3") == 3

@@ -107,7 +107,7 @@ def test_an_infinite_value_never_becomes_a_finite_number():
 def test_the_tiles_listed_are_those_in_which_a_query_may_attend(mask, causal):
     call = draw_call((2, 1), 150, 200, 64, mask, -20 if causal else None)
     config = masked_forward_config(64, call.mask.kind)
-    bits, listed = masked_forward.list_tiles(mask, call, config)
+    bits, listed = masked_forward.pack_bool_mask(mask, call, config)
     allowed = mask
     if causal and mask.shape[2] > 1:
         allowed = allowed & torch.ones(150, 200, dtype=torch.bool).tril(-20)

@@ -32,11 +32,12 @@ def draw(head_dim: int, group: int, tokens: int):
 
 
 def assert_same(one: KVCache, two: KVCache) -> None:
-    assert (one.length, one.coded, one.capacity) == (two.length, two.coded, two.capacity)
-    codes = [x.transpose(3, 4).flatten(2, 3)[:, :, : one.coded] for x in (one.value_codes, two.value_codes)]
+    assert (one.length, one.coded_columns, one.capacity) == (two.length, two.coded_columns, two.capacity)
+    codes = [x.transpose(3, 4).flatten(2, 3)[:, :, : one.coded_columns] for x in (one.value_codes, two.value_codes)]
     assert torch.equal(*codes)
     for name in ("key_codes", "key_scales", "value_scales"):
-        assert torch.equal(getattr(one, name)[:, :, : one.coded], getattr(two, name)[:, :, : one.coded]), name
+        found, expected = (getattr(cache, name)[:, :, : one.coded_columns] for cache in (one, two))
+        assert torch.equal(found, expected), name
     for name in ("exact_key", "exact_value"):
         assert torch.equal(getattr(one, name), getattr(two, name)), name
 
@@ -181,7 +182,7 @@ def test_steps_are_replayed_if_the_first_replay_gives_their_output(error, fixed,
     one = KVCache(get_format("int4"), key)
     reference.freeze(one, *(x[:, :, :200] for x in (query, key, value)))
     if fixed:
-        one.fix(512)
+        one.fix_capacity(512)
     kv_append.append(one, key[:, :, :200], value[:, :, :200])
     two = copy.deepcopy(one)
     for length in range(200, 205):
@@ -243,7 +244,7 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
     one = KVCache(get_format(format), key)
     reference.freeze(one, *(x[:, :, :prompt] for x in (query, key, value)), key_mask[:, :prompt])
     two = copy.deepcopy(one)
-    two.fix(512)
+    two.fix_capacity(512)
     pointers = [getattr(two, name).data_ptr() for name in KVCache.FIXED]
     for cache in (one, two):
         kv_append.append(cache, key[:, :, :prompt], value[:, :, :prompt])
@@ -252,7 +253,7 @@ def test_steps_that_the_device_counts_are_the_steps_that_the_host_counts(
         seen = key_mask[:, : length + 1].contiguous() if padded else None
         expected = decode(one, *new, seen, head_dim**-0.5)
         assert torch.equal(step(two, *new, key_mask if padded else None, head_dim**-0.5), expected)
-        assert two.counts.tolist() == [one.length, one.coded]
+        assert two.counts.tolist() == [one.length, one.coded_columns]
     two.read_counts()
     assert_same(one, two)
     assert pointers == [getattr(two, name).data_ptr() for name in KVCache.FIXED]
@@ -262,7 +263,7 @@ def test_a_step_without_room_stores_nothing_and_gives_nan():
     query, key, value = draw(64, 2, 513)
     cache = KVCache(get_format("int4"), key)
     reference.freeze(cache, *(x[:, :, :511] for x in (query, key, value)))
-    cache.fix(512)
+    cache.fix_capacity(512)
     kv_append.append(cache, key[:, :, :511], value[:, :, :511])
     new = [x[:, :, 511:512] for x in (query, key, value)]
     assert step(cache, *new, None, 0.125).isfinite().all()

@@ -27,10 +27,10 @@ compiles = pytest.mark.skipif(bool(compiler.unavailable()), reason=compiler.unav
 
 def compiled(channels, rotation, dtype, recipe, capability, return_lse=False, padded=False, packed=False, late=False):
     places = recipe.heavy_keys // (LATE_SHARE if late else 1) if recipe.heavy_choice == "heaviest" else 0
-    kernels = quantize_nvfp4.kernels(
+    config = quantize_nvfp4.NVFP4QuantizeConfig(
         *(channels, rotation, dtype, recipe, recipe.heavy_keys, places, late), *(padded, packed, return_lse)
     )
-    return kernels[0].source.compile(architecture(capability))
+    return quantize_nvfp4.kernels(config)[0].source.compile(architecture(capability))
 
 
 @pytest.mark.audit

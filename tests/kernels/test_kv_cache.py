@@ -63,7 +63,7 @@ def test_tokens_that_come_one_by_one_are_stored_as_a_whole_prompt_is(format):
     for start in range(100, 300):
         kv_cache.store(cache, None, key[:, :, start : start + 1], value[:, :, start : start + 1])
     kv_cache.store(other, None, key[:, :, 100:], value[:, :, 100:])
-    assert (cache.length, cache.coded) == (other.length, other.coded) == (300, 236)
+    assert (cache.length, cache.coded_columns) == (other.length, other.coded_columns) == (300, 236)
     for one, two in zip(reference.read_all(cache), reference.read_all(other), strict=True):
         assert torch.equal(one, two)
 
@@ -114,7 +114,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been_there(removed):
         error = (found - x[:, :, : kept + 1]).norm(dim=-1) / x[:, :, : kept + 1].norm(dim=-1)
         assert error.max() < 0.02
         assert error[..., -1].max() < 0.002  # in 16 bits
-    assert cache.coded >= kept + 1 - WINDOW or removed <= WINDOW
+    assert cache.coded_columns >= kept + 1 - WINDOW or removed <= WINDOW
 
 
 def test_sequences_are_selected_repeated_and_dropped():

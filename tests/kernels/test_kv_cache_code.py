@@ -10,7 +10,7 @@ from sage_kernels.spec.kv_format import get_format
 from sage_kernels.testing.aot import compile_launch, machine_code
 from sage_kernels.triton import kv_append, kv_decode
 from sage_kernels.triton.common.launch import recording
-from sage_kernels.triton.kv_decode_kernels import attend_to_part
+from sage_kernels.triton.kv_decode_kernels import attend_to_kv_part
 
 pytestmark = [
     pytest.mark.audit,
@@ -31,16 +31,16 @@ def test_no_kernel_spills_and_all_fit(counted, format, head_dim, q_len, capabili
     with recording() as launches:
         kv_append.append(cache, key, key)
         if counted:
-            cache.fix(1024)
+            cache.fix_capacity(1024)
             cache.counts_on_device = True
         kv_decode.decode(cache, query, key[:, :, :q_len], key[:, :, :q_len], None, 0.1, capability)
     assert [launch.kernel.__name__ for launch in launches] == [
-        *["append_tokens"] * 2, "attend_to_part", "merge_kv_parts",
+        *["append_tokens"] * 2, "attend_to_kv_part", "merge_kv_parts",
     ]  # fmt: skip
     for launch in launches:
         kernel = compile_launch(launch, capability)
         assert kernel.metadata.shared <= SHARED_BYTES.get(capability, SMALLEST_SHARED), launch.kernel.__name__
         code = machine_code(kernel.asm["cubin"])
         assert code.instructions.spills == 0, launch.kernel.__name__
-        if launch.kernel is attend_to_part:
+        if launch.kernel is attend_to_kv_part:
             assert code.instructions.matrix_products > 0

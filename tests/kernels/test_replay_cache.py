@@ -146,7 +146,7 @@ def test_calls_with_tokens_before_heads_equal_transposed_calls(replayed, recipe,
     for _ in range(4):
         with record.observe(seen.append):
             output, _ = attend_observed(
-                *inputs, MASKS[mask], Options(recipe=recipe, enable_gqa=False, tokens_first=True)
+                *inputs, MASKS[mask], None, Options(recipe=recipe, enable_gqa=False, tokens_first=True)
             )
         assert torch.equal(output.transpose(1, 2), expected)
     for call in seen:
@@ -272,7 +272,7 @@ def test_a_replay_that_gives_another_output_is_dropped_with_one_warning(caplog):
     for kind in ("attention", "backward"):
         entry = cache.find(kind, [x], ())
         for _ in range(3):
-            entry.count_call(lambda: cache.compared("plan", lambda x: [x + 1], [x], [x]))
+            entry.prepare_when_repeated(lambda: cache.replay_of_function("plan", lambda x: [x + 1], [x], [x]))
         assert entry.replay is None
     assert [record.getMessage() for record in caplog.records] == [
         "a call is not replayed but run anew each time: NotReplayableError: its replay gives a different output"
@@ -282,9 +282,9 @@ def test_a_replay_that_gives_another_output_is_dropped_with_one_warning(caplog):
 def test_a_call_whose_results_are_large_runs_anew_each_time(monkeypatch):
     """To compare them would take the memory that it needs."""
     x = torch.randn(8)
-    assert cache.compared("plan", lambda x: [x], [x], [x]).plan == "plan"
+    assert cache.replay_of_function("plan", lambda x: [x], [x], [x]).plan == "plan"
     monkeypatch.setattr(cache, "MOST_BYTES", 4 * 7)
-    assert cache.compared("plan", lambda x: [x], [x], [x]) is None
+    assert cache.replay_of_function("plan", lambda x: [x], [x], [x]) is None
 
 
 def test_outputs_are_compared_bit_by_bit():

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
-from ..spec.layout import ceil_div
+from ..spec.layout import ceil_div, round_up
 from ..spec.operands import KeyPadding
 from .launch import ConfiguredKernel, KernelSource, launch
 from .parameters import ConstInts, Int, Int64, Ints
@@ -43,7 +43,7 @@ class SortedLists:
         batches, heads, row_blocks, places = blocks.tiles.shape
         if padding is not None:
             batches = max(batches, padding.key_mask_u8.shape[0])
-        list_stride = ceil_div(LIST_HEAD + places + 2, 4) * 4
+        list_stride = round_up(LIST_HEAD + places + 2, 4)
         return cls(
             call.query.new_empty((batches, heads, row_blocks, list_stride), dtype=torch.int32),
             call.query.new_empty((1 + batch * q_heads * row_blocks,), dtype=torch.int32),

@@ -6,7 +6,7 @@ An item of the forward kernel is a block of queries of one head; an item of the 
 from __future__ import annotations
 
 from ..spec.call import BackwardCall, Call
-from ..spec.layout import BLOCK, ceil_div, power_of_two
+from ..spec.layout import BLOCK, power_of_two, round_up
 
 L2_BYTES = 32 * 2**20  # of the cache's 50 MiB, for keys and values that blocks read at the same time
 LONG_KV_LEN = 8192  # keys
@@ -25,7 +25,7 @@ SUMS_BYTES = 32 * 2**20
 def heads_in_cache(call: Call, cache_bytes: int = L2_BYTES) -> int:
     """Return the number of heads of Q whose K and V stay in so many bytes of the L2 cache together."""
     _, kv_heads, kv_len, head_dim = call.key.shape
-    bytes_of_head = 2 * ceil_div(kv_len, BLOCK) * BLOCK * power_of_two(head_dim)
+    bytes_of_head = 2 * round_up(kv_len, BLOCK) * power_of_two(head_dim)
     return max(1, cache_bytes // bytes_of_head) * (call.query.shape[1] // kv_heads)
 
 

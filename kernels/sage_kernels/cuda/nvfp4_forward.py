@@ -19,7 +19,7 @@ from ..formats.nvfp4 import GROUP
 from ..formats.weights import P_SCALE
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, late_keys_of
-from ..spec.layout import BLOCK, ceil_div, power_of_two
+from ..spec.layout import BLOCK, power_of_two, round_up
 from ..spec.operands import KeyPadding, NVFP4Operands
 from ..spec.recipe import get_recipe
 from . import padding, smooth_q_scores, tokens
@@ -63,7 +63,7 @@ class NVFP4ForwardConfig:
         scales = (BLOCK + BLOCK) * self.channels // GROUP
         stage = BLOCK * self.channels + scales + 8 * BLOCK + 4
         heavy = 2 * HEAVY_KEYS * self.channels if self.heavy else STAGE_ALIGNMENT
-        return STAGES * ceil_div(stage, STAGE_ALIGNMENT) * STAGE_ALIGNMENT + 2 * heavy
+        return STAGES * round_up(stage, STAGE_ALIGNMENT) + 2 * heavy
 
 
 @dataclass(slots=True)

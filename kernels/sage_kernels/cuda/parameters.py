@@ -27,6 +27,8 @@ from typing import Annotated, Any, NewType, get_args, get_type_hints
 
 import torch
 
+from ..spec.layout import round_up
+
 HEADER = "parameters.cuh"
 
 TensorMap = NewType("TensorMap", bytes)
@@ -212,10 +214,10 @@ def layout(member: CType | type) -> StructLayout:
     end, alignment = 0, 1
     for name, inside in members(member).items():
         inner = layout(inside)
-        start = _round_up(end, inner.alignment)
+        start = round_up(end, inner.alignment)
         placed += (Field(f"{name}.{x.path}".rstrip("."), x.type, start + x.offset) for x in inner.fields)
         end, alignment = start + inner.size, max(alignment, inner.alignment)
-    return StructLayout(tuple(placed), _round_up(end, alignment), alignment)
+    return StructLayout(tuple(placed), round_up(end, alignment), alignment)
 
 
 def _declare(member: CType | type, structs: dict[type, str]) -> None:
@@ -240,7 +242,3 @@ def _declare(member: CType | type, structs: dict[type, str]) -> None:
 def _name(member: CType | type) -> str:
     """Return the name of a type in C++."""
     return member.name if isinstance(member, CType) else member.__name__
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple

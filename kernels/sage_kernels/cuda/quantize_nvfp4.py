@@ -11,7 +11,7 @@ from ..dispatch.request import Request
 from ..formats.nvfp4 import BIN_SHIFT, BINS, FIRST_BIN, GROUP, MAX_STEPS, SEARCH_LIMIT, search_table
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call, chooses_heavy_keys, has_recent_keys, heavy_keys_of, late_keys_of
-from ..spec.layout import BLOCK, ceil_div, power_of_two, stride_of
+from ..spec.layout import BLOCK, ceil_div, power_of_two, round_up, stride_of
 from ..spec.operands import HeavyKeys, KVStatistics, NVFP4Operands
 from ..spec.recipe import Recipe, get_recipe
 from ..spec.transforms import (
@@ -159,22 +159,11 @@ class NVFP4QuantizeParameters:
     operands: Operands
 
 
-@cache
-def kernels(
-    channels: int,
-    rotation: int,
-    dtype: torch.dtype,
-    recipe: Recipe,
-    heavy_keys: int,
-    replaceable_keys: int,
-    late: bool,
-    padded: bool,
-    packed: bool,
-    mean_score: bool,
-) -> tuple[ConfiguredKernel, ConfiguredKernel, ConfiguredKernel]:
-    """Return `reduce`, `means` and `quantize`.
+@dataclass(frozen=True)
+class NVFP4QuantizeConfig:
+    """Configuration of the three kernels.
 
-    Args:
+    Attributes:
         channels: channels of the operands, 64 or 128.
         rotation: number of channels that are rotated together; 1: no rotation.
         dtype: the dtype of Q, K and V.
@@ -186,29 +175,46 @@ def kernels(
         packed: whether sequences lie one after the other.
         mean_score: whether Q's products with K's mean are written.
     """
+
+    channels: int
+    rotation: int
+    dtype: torch.dtype
+    recipe: Recipe
+    heavy_keys: int
+    replaceable_keys: int
+    late: bool
+    padded: bool
+    packed: bool
+    mean_score: bool
+
+
+@cache
+def kernels(config: NVFP4QuantizeConfig) -> tuple[ConfiguredKernel, ConfiguredKernel, ConfiguredKernel]:
+    """Return `reduce`, `means` and `quantize`."""
+    channels, recipe = config.channels, config.recipe
     means_threads, quantize_threads = 8 * channels, BLOCK * channels // THREAD_ELEMENTS
     macros = {
-        **tokens.macros(channels, dtype),
-        **signs(rotation),
+        **tokens.macros(channels, config.dtype),
+        **signs(config.rotation),
         "BLOCK": BLOCK,
         "REDUCE_THREADS": REDUCE_THREADS,
         "MEANS_THREADS": means_threads,
         "QUANTIZE_THREADS": quantize_threads,
         "RESIDENT_THREADS": RESIDENT_THREADS,
-        "ROTATION": rotation,
-        "HEAVY_KEYS": heavy_keys,
-        "CHOICE": replaceable_keys > 0,
-        "LATE": late,
-        "PLACES": replaceable_keys or 1,
-        "FIRST_KEYS": heavy_keys - late * replaceable_keys,
-        "PADDED": padded,
-        "PACKED": packed,
+        "ROTATION": config.rotation,
+        "HEAVY_KEYS": config.heavy_keys,
+        "CHOICE": config.replaceable_keys > 0,
+        "LATE": config.late,
+        "PLACES": config.replaceable_keys or 1,
+        "FIRST_KEYS": config.heavy_keys - config.late * config.replaceable_keys,
+        "PADDED": config.padded,
+        "PACKED": config.packed,
         "EQUALIZER_QUERIES": EQUALIZER_QUERIES,
         "HEAVY_QUERIES": HEAVY_QUERIES,
         "HEAVY_MARGIN": HEAVY_MARGIN,
         "LOUD_GROUPS": LOUD_GROUPS,
         "LOUD": LOUD,
-        "MEAN_SCORE": mean_score,
+        "MEAN_SCORE": config.mean_score,
         "SMOOTH_Q": recipe.smooth_q,
         "SMOOTH_K": recipe.smooth_k,
         "SMOOTH_V": recipe.smooth_v,
@@ -237,7 +243,7 @@ def kernels(
 
 
 def _rotation(recipe: Recipe, head_dim: int) -> int:
-    return rotation_block(head_dim + -head_dim % GROUP) if recipe.rotate else 1
+    return rotation_block(round_up(head_dim, GROUP)) if recipe.rotate else 1
 
 
 @cache
@@ -253,31 +259,26 @@ def _blocks_in_a_row(blocks: int, index: int) -> int:
 
 def unsupported(request: Request) -> str:
     """Return why the kernels for a request of `registration.CudaNVFP4Quantizer` are unavailable; "" if available."""
-    recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
+    recipe = get_recipe(request.recipe)
     heavy_keys = heavy_keys_of(recipe, request.kv_len, request.mask)
     late_keys = late_keys_of(recipe, request.kv_len, request.mask, request.is_causal)
     replaceable_keys = late_keys or heavy_keys * chooses_heavy_keys(
         recipe, request.kv_len, request.mask, request.is_causal
     )
-    rotation = _rotation(recipe, request.head_dim)
-    padded = request.mask not in ("none", "blocks")
-    mean_score = request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal)
-    reduce, _, _ = kernels(
-        *(
-            channels,
-            rotation,
-            request.dtype,
-            recipe,
-            heavy_keys,
-            replaceable_keys,
-            late_keys > 0,
-            padded,
-            request.packed,
-        ),
-        mean_score,
+    config = NVFP4QuantizeConfig(
+        channels=power_of_two(request.head_dim),
+        rotation=_rotation(recipe, request.head_dim),
+        dtype=request.dtype,
+        recipe=recipe,
+        heavy_keys=heavy_keys,
+        replaceable_keys=replaceable_keys,
+        late=late_keys > 0,
+        padded=request.mask not in ("none", "blocks"),
+        packed=request.packed,
+        mean_score=request.return_lse or has_recent_keys(recipe, request.mask, request.is_causal),
     )
     assert request.capability is not None  # a GPU has one
-    return reduce.source.unavailable(architecture(request.capability))
+    return kernels(config)[0].source.unavailable(architecture(request.capability))
 
 
 def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NVFP4Operands:
@@ -391,18 +392,19 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> NV
         q_runs=ceil_div(q_blocks, run),
         kv_runs=ceil_div(blocks, run),
     )
-    reduce, means, quantize = kernels(
-        channels,
-        _rotation(recipe, head_dim),
-        query.dtype,
-        recipe,
-        call.heavy_keys,
-        call.replaceable_keys,
-        call.late_keys > 0,
-        key_mask_u8 is not None,
-        q_sequences.packed,
-        call.wants_mean_score,
+    config = NVFP4QuantizeConfig(
+        channels=channels,
+        rotation=_rotation(recipe, head_dim),
+        dtype=query.dtype,
+        recipe=recipe,
+        heavy_keys=call.heavy_keys,
+        replaceable_keys=call.replaceable_keys,
+        late=call.late_keys > 0,
+        padded=key_mask_u8 is not None,
+        packed=q_sequences.packed,
+        mean_score=call.wants_mean_score,
     )
+    reduce, means, quantize = kernels(config)
     q, k, v = Tokens.of(query), Tokens.of(tail.key), Tokens.of(tail.value)
     sampled = batch * q_heads if recipe.equalize else 0
     everything = ReduceParameters(query=q, key=Tokens.of(call.key), value=Tokens.of(call.value), statistics=statistics)

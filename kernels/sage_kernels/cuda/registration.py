@@ -26,7 +26,7 @@ from ..dispatch.support import (
 )
 from ..formats.nvfp4 import MAX_STEPS
 from ..spec.call import BackwardCall, Call
-from ..spec.layout import BLOCK, ceil_div, power_of_two
+from ..spec.layout import BLOCK, power_of_two, round_up
 from ..spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from ..spec.recipe import Recipe, get_recipe
 from . import block_lists, int8_backward, int8_forward, nvfp4_forward, quantize, quantize_nvfp4
@@ -226,6 +226,6 @@ def _unreadable_values(request: Request) -> str:
 
 
 def _too_many_rows(request: Request) -> str:
-    rows = ceil_div(max(request.q_len, request.kv_len), BLOCK) * BLOCK
+    rows = round_up(max(request.q_len, request.kv_len), BLOCK)
     too_many = request.batch * request.q_heads * max(rows, power_of_two(request.head_dim)) >= MAX_COORDINATE
     return "batch × query heads × tokens of Q or K exceeds 2³¹" if too_many else ""

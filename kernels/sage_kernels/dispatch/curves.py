@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..spec.layout import ceil_div
+
 ItemOrder = Literal["waves", "queue", "split"]
 Regime = Literal["", "few queries", "behind a cache"]
 """Calls whose times follow curves of their own: steps of decoding, and causal calls behind a cache (`regime_of`)."""
@@ -101,8 +103,8 @@ class CostCurve:
 def work(sizes: CallSizes, causal: bool, schedule: ItemSchedule) -> CostWeights:
     """Return the work of a call, in the units of the weights."""
     group = sizes.q_heads // sizes.kv_heads if schedule.packs else 1
-    items = sizes.batch * (sizes.q_heads // group) * -(-sizes.q_len * group // schedule.rows)
-    load, tiles, seen = items / schedule.slots, float(-(-sizes.kv_len // schedule.keys)), 1.0
+    items = sizes.batch * (sizes.q_heads // group) * ceil_div(sizes.q_len * group, schedule.rows)
+    load, tiles, seen = items / schedule.slots, float(ceil_div(sizes.kv_len, schedule.keys)), 1.0
     rounds = float(math.ceil(load)) if schedule.order == "waves" else max(1.0, load)
     if causal:
         # On average, a row sees half of the last q_len keys and all keys before them; the longest rows run first.

@@ -17,11 +17,10 @@ from ..spec.call import Call, Mask, MaskKind
 from ..spec.derivatives import has_tangent
 from ..spec.layout import Lengths
 from ..spec.options import Fallback, Options
-from ..spec.recipe import get_recipe
 from . import cost_model, execution
 from .plan import KernelUnavailableError, Plan
 from .request import Request
-from .select import routing, select
+from .select import routing, select, why_no_gradients
 
 ONE_BY_ONE = "no native kernel takes packed sequences: each is a call of its own"
 
@@ -94,8 +93,8 @@ def _why_exact(
         return f"{recipe} computes no attention dropout"
     if not wants_gradient:
         return ""
-    if get_recipe(recipe).backward is None:
-        return f"{recipe} is forward only and gradients are wanted"
+    if reason := why_no_gradients(recipe):
+        return reason
     if has_tangent(query, key, value, mask.tensor):
         return f"{recipe} has no forward-mode derivative"
     if not torch.compiler.is_compiling() and torch_private.transforms_are_active():

@@ -56,6 +56,11 @@ def routing() -> bool:
 _routing = os.environ.get("SAGE_KERNELS_ROUTING") != "0"
 
 
+def why_no_gradients(recipe: str) -> str:
+    """Return why a recipe serves no call with gradients; "" if it may."""
+    return "" if get_recipe(recipe).backward else f"{recipe} is forward only and gradients are wanted"
+
+
 def _why_no_gain(request: Request) -> str:
     """Return why a call of these sizes gains nothing from low bits; "" if it may gain, or if gradients are wanted."""
     if request.grad:
@@ -116,9 +121,9 @@ def select(request: Request, fallback: Fallback = "native") -> Plan:
     emulation = fallback == "emulate" or (fallback == "native" and request.device_type == "cpu")
     recipes = (request.recipe, *(SUBSTITUTES.get(request.recipe, ()) if fallback == "native" else ()))
     passed_over: list[tuple[str, str]] = []
-    if request.grad and get_recipe(request.recipe).backward is None:
+    if request.grad and (reason := why_no_gradients(request.recipe)):
         recipes = ()
-        passed_over.append(("", f"{request.recipe} is forward only and gradients are wanted"))
+        passed_over.append(("", reason))
     if not all(MIN_HEAD_DIM <= size <= MAX_HEAD_DIM for size in (request.head_dim, request.v_head_dim)):
         recipes = ()
         passed_over.append(("", f"head_dim outside {MIN_HEAD_DIM}…{MAX_HEAD_DIM}"))

@@ -17,6 +17,7 @@ from ..dispatch.registry import get_exact, register_exact
 from ..dispatch.request import Request
 from ..replay import driver, trace
 from ..spec.call import Call
+from ..spec.layout import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _ensure_context(x: torch.Tensor) -> None:
 
 def _splits(call: Call) -> int:
     """Return into how many parts the operator divides keys: 0 (the operator decides) or 1."""
-    blocks = -(-call.q_len * call.query.shape[1] // (call.key.shape[1] * ROWS))
+    blocks = ceil_div(call.q_len * call.query.shape[1], call.key.shape[1] * ROWS)
     return 0 if call.batch * call.key.shape[1] * blocks < PROGRAMS else 1
 
 

@@ -19,7 +19,7 @@ from ..formats.weights import P_SCALE
 from ..spec import transforms
 from ..spec.block_list import BlockList
 from ..spec.call import PADDING_BIAS, clamped_offset, recent_start
-from ..spec.layout import THREAD_TOKENS, natural_order, padded_channels, thread_order
+from ..spec.layout import THREAD_TOKENS, ceil_div, natural_order, padded_channels, thread_order
 from ..spec.masks import as_key_mask, unexpanded
 from ..spec.recipe import Recipe
 from .unquantized import Unquantized, attend_unquantized, per_group, take_late
@@ -339,7 +339,7 @@ def _attend_rows(
         tile = slice(column - first_keys, column - first_keys + block_n)
         scores = tile_scores(query, query_scale, operands.key[:, :, tile], operands.key_scale[:, :, tile])
         if operands.query_mean is not None and operands.smooth_key is not None:
-            mean = operands.query_mean[:, :, chunk.start // BLOCK_M : -(-chunk.stop // BLOCK_M)]
+            mean = operands.query_mean[:, :, chunk.start // BLOCK_M : ceil_div(chunk.stop, BLOCK_M)]
             smooth_key = operands.smooth_key[:, :, tile].unsqueeze(2).transpose(-1, -2)
             delta = (per_group(mean, kv_heads) @ smooth_key).flatten(1, 2)
             for block, block_scores in enumerate(scores.split(BLOCK_M, 2)):

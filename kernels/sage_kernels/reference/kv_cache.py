@@ -19,6 +19,7 @@ from ..formats import nvfp4
 from ..spec import transforms
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, KVCache
 from ..spec.kv_format import KVFormat
+from ..spec.layout import ceil_div
 
 FROZEN_TOKENS = 4096
 """Tokens, at equal distances, that decide the mean, the equalizer and V's unit."""
@@ -51,13 +52,13 @@ def freeze(
     if key_mask is not None:
         cache.start.copy_(key_mask.int().argmax(1))
         key_mask = key_mask[:, None, :, None]
-    step = -(-tokens // FROZEN_TOKENS)
+    step = ceil_div(tokens, FROZEN_TOKENS)
     some_key, some_value = _padded(cache, key[:, :, ::step]), _padded(cache, value[:, :, ::step])
     some_key_mask = None if key_mask is None else key_mask[:, :, ::step]
     quiet = transforms.quiet_keys(some_key, some_key_mask)
     cache.key_mean.copy_(transforms.mean_of_tokens(some_key, quiet)[:, :, 0])
     if query is not None and tokens >= FEWEST_TOKENS:
-        rows = -(-tokens // transforms.EQUALIZER_QUERIES)
+        rows = ceil_div(tokens, transforms.EQUALIZER_QUERIES)
         valid_rows = None if key_mask is None else key_mask[:, :, ::rows]
         some_query = _padded(cache, query[:, :, ::rows])
         ratio = transforms.loudness_ratio(some_query, some_key, quiet, valid_rows)
@@ -78,17 +79,17 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value: (batch, kv_heads, tokens, head_dim).
     """
     tokens, first = key.shape[2], cache.length
-    end, coded = first + tokens, cache.coded_after(tokens)
+    end, coded_columns = first + tokens, cache.coded_after(tokens)
     cache.reserve(end)
     columns = torch.arange(first, end, device=cache.device)
-    before = torch.arange(cache.coded, min(coded, first), device=cache.device)
+    before = torch.arange(cache.coded_columns, min(coded_columns, first), device=cache.device)
     places = cache.start.long()[:, None] + torch.arange(FIRST_TOKENS, device=cache.device)
     is_new = ((places >= first) & (places < end))[:, None, :, None]
     places = (places - first).clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     for operand, x in (("key", transform_key(cache, key)), ("value", transform_value(cache, value))):
         exact = getattr(cache, f"exact_{operand}")
         _store_codes(cache, operand, before, exact[:, :, FIRST_TOKENS + before % RING])
-        _store_codes(cache, operand, columns[: max(coded - first, 0)], x[:, :, : max(coded - first, 0)])
+        _store_codes(cache, operand, columns[: max(coded_columns - first, 0)], x[:, :, : max(coded_columns - first, 0)])
         exact[:, :, :FIRST_TOKENS] = torch.where(is_new, x.gather(2, places), exact[:, :, :FIRST_TOKENS])
         newest = columns[-RING:]
         exact[:, :, FIRST_TOKENS + newest % RING] = x[:, :, -RING:]
@@ -120,7 +121,7 @@ def read_all(cache: KVCache, dtype: torch.dtype | None = None) -> tuple[torch.Te
     from_start = column - cache.start.long()[:, None]
     is_first = (from_start >= 0) & (from_start < FIRST_TOKENS)
     slot = torch.where(is_first, from_start, slot)
-    in_16_bits = (is_first | (column >= cache.coded))[:, None, :, None]
+    in_16_bits = (is_first | (column >= cache.coded_columns))[:, None, :, None]
     index = slot[:, None, :, None].expand(-1, cache.kv_heads, -1, cache.channels)
     dequantized = []
     for operand in ("key", "value"):

@@ -43,7 +43,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """Replay of a call, made by `traced` or `compared`.
+    """Replay of a call, made by `replay_of_launches` or `replay_of_function`.
 
     Attributes:
         plan: the plan that runs, to be announced.
@@ -70,7 +70,7 @@ class ReplayEntry:
     replay: Replay | None = None
     calls: int = 0
 
-    def count_call(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
+    def prepare_when_repeated(self, make: Callable[[], Replay | None], at_once: bool = False) -> None:
         """Count a call that has just run the ordinary way; prepare a replay by `make` at the second one, or `at_once`.
 
         While a graph is captured, nothing is prepared: its launches do not run, so there are no results to compare.
@@ -145,7 +145,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def traced(
+def replay_of_launches(
     plan: Any,
     call: Callable[..., Sequence[torch.Tensor]],
     tensors: Tensors,
@@ -183,8 +183,8 @@ def traced(
     return Replay(plan, run)
 
 
-def compared(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:
-    """Return a replay by a function that skips checks and planning; arguments and errors as in `traced`."""
+def replay_of_function(plan: Any, run: Callable[..., Tensors], tensors: Tensors, expected: Tensors) -> Replay | None:
+    """Return a replay by a function that skips checks and planning; arguments and errors as in `replay_of_launches`."""
     if not is_small(expected):
         return None
     check_replay(run, tensors, expected)

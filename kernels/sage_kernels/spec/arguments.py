@@ -73,13 +73,8 @@ class OperatorArguments(NamedTuple):
     @property
     def options(self) -> Options:
         """Return the options."""
-        return Options(
-            is_causal=self.is_causal,
-            causal_offset=self.causal_offset,
-            scale=self.scale,
-            recipe=self.recipe,
-            fallback=self.fallback,
-            return_lse=self.return_lse,
+        return Options.of_operator(
+            self.is_causal, self.causal_offset, self.scale, self.recipe, self.fallback, self.return_lse
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .kv_format import KVFormat
+from .layout import round_up
 
 FIRST_TOKENS = 64
 """First tokens of a sequence, which stay in 16 bits."""
@@ -21,21 +22,23 @@ STRIP = 512
 """Tokens by which a cache grows at least: a decoding kernel reads whole strips."""
 MAX_QUERIES = 16
 """Most tokens that one step of decoding appends and attends with."""
-MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 128
+KV_HEAD_DIMS = 64, 128
+"""Least and largest head_dim of a cache."""
 
 
 class KVCache:
     """Keys and values of one attention layer, of sequences of equal length.
 
     Columns are tokens, including padding. Column c of sequence b is in 16 bits if it is one of the sequence's first
-    FIRST_TOKENS tokens, `start[b]`…, or one of the newest tokens, from `coded` on. All other columns are in low bits.
+    FIRST_TOKENS tokens, `start[b]`…, or one of the newest tokens, from `coded_columns` on. All other columns are in
+    low bits.
 
     Word w of a token's codes (int16, W words) holds channels w, w + W, w + 2 W …, the first in the lowest bits.
 
     Attributes:
         format: the format of the codes.
         length: number of columns.
-        coded: first column of the window.
+        coded_columns: number of columns before the window.
         highest: largest length so far: the ring holds columns from `highest` - RING on.
         is_frozen: the transforms are decided.
         head_dim, dtype: of K and V.
@@ -50,7 +53,7 @@ class KVCache:
         equalizer: float32, shaped as key_mean; K is divided by it.
         value_unit: float32 (batch, kv_heads), the powers of two by which V is divided.
         start: int32 (batch,), first column that is not padding.
-        counts: int32 (2,), `length` and `coded` on the device, if the capacity is fixed; else None.
+        counts: int32 (2,), `length` and `coded_columns` on the device, if the capacity is fixed; else None.
         counts_on_device: only `counts` are up to date, until `read_counts`.
     """
 
@@ -66,11 +69,12 @@ class KVCache:
             ValueError: head_dim is outside 64…128.
         """
         batch, heads, _, self.head_dim = key.shape
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"KV cache: head_dim {self.head_dim} is not supported ({MIN_HEAD_DIM}…{MAX_HEAD_DIM})")
+        least, most = KV_HEAD_DIMS
+        if not least <= self.head_dim <= most:
+            raise ValueError(f"KV cache: head_dim {self.head_dim} is not supported ({least}…{most})")
         self.format, self.dtype = format, key.dtype
-        self.channels = MIN_HEAD_DIM if self.head_dim == MIN_HEAD_DIM else MAX_HEAD_DIM
-        self.length = self.coded = self.highest = self.capacity = 0
+        self.channels = least if self.head_dim == least else most
+        self.length = self.coded_columns = self.highest = self.capacity = 0
         self.is_frozen = False
         words = format.words(self.channels)
 
@@ -100,7 +104,7 @@ class KVCache:
         cache.format, cache.head_dim, cache.dtype = format, head_dim, dtype
         cache.is_frozen = cache.counts_on_device = True
         cache.channels, cache.capacity = cache.exact_key.shape[3], cache.key_codes.shape[2]
-        cache.length = cache.coded = cache.highest = 0
+        cache.length = cache.coded_columns = cache.highest = 0
         return cache
 
     @property
@@ -136,46 +140,46 @@ class KVCache:
                 f"KV cache: {length} tokens do not fit into a cache of {self.capacity}: make one with a larger "
                 "max_cache_len"
             )
-        pages = -(-max(length, self.capacity + self.capacity // 8) // STRIP) * (STRIP // PAGE)
+        capacity = round_up(max(length, self.capacity + self.capacity // 8), STRIP)
         for name in self.PER_TOKEN:
             stored = getattr(self, name)
-            size = (*stored.shape[:2], pages if name == "value_codes" else pages * PAGE, *stored.shape[3:])
+            size = (*stored.shape[:2], capacity // PAGE if name == "value_codes" else capacity, *stored.shape[3:])
             grown = torch.zeros(size, dtype=stored.dtype, device=self.device)
             grown[:, :, : stored.shape[2]] = stored
             setattr(self, name, grown)
-        self.capacity = pages * PAGE
+        self.capacity = capacity
 
-    def fix(self, length: int) -> None:
+    def fix_capacity(self, columns: int) -> None:
         """Fix the capacity at so many columns, and let the device count them: no tensor is replaced from now on."""
-        self.reserve(length)
+        self.reserve(columns)
         self.counts = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def clear(self) -> None:
         """Forget all tokens and the transforms; the tensors stay."""
-        self.length = self.coded = self.highest = 0
+        self.length = self.coded_columns = self.highest = 0
         self.is_frozen = False
         self.equalizer.fill_(1)
         self.start.zero_()
         self._write_counts()
 
     def read_counts(self) -> None:
-        """Read `length` and `coded` from the device; this waits for the device."""
+        """Read `length` and `coded_columns` from the device; this waits for the device."""
         if self.counts is not None:
-            self.length, self.coded = self.counts.tolist()
+            self.length, self.coded_columns = self.counts.tolist()
             self.highest = max(self.highest, self.length)
             self.counts_on_device = False
 
     def _write_counts(self) -> None:
         if self.counts is not None:
-            self.counts.copy_(torch.tensor((self.length, self.coded)))
+            self.counts.copy_(torch.tensor((self.length, self.coded_columns)))
 
     def coded_after(self, tokens: int) -> int:
-        """Return the window's first column once so many tokens have been appended."""
-        return max(self.coded, self.length + tokens - WINDOW)
+        """Return `coded_columns` once so many tokens have been appended."""
+        return max(self.coded_columns, self.length + tokens - WINDOW)
 
     def advance(self, tokens: int) -> None:
         """Count tokens that have been appended."""
-        self.coded = self.coded_after(tokens)
+        self.coded_columns = self.coded_after(tokens)
         self.length += tokens
         self.highest = max(self.highest, self.length)
         self._write_counts()
@@ -188,7 +192,7 @@ class KVCache:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"KV cache: {length} of {self.length} tokens cannot be kept")
-        self.coded = max(min(self.coded, max(length - WINDOW, self.highest - RING), length), 0)
+        self.coded_columns = max(min(self.coded_columns, max(length - WINDOW, self.highest - RING), length), 0)
         self.length = length
         self._write_counts()
 

@@ -26,6 +26,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def round_up(n: int, multiple: int) -> int:
+    """Return the least multiple that is not below n."""
+    return ceil_div(n, multiple) * multiple
+
+
 def power_of_two(n: int) -> int:
     """Return the least power of two that is not below n ≥ 1."""
     return 1 << (n - 1).bit_length()

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from .layout import round_up
 from .options import Options
 
 ROW_ELEMENTS = 8  # of an additive mask: PyTorch copies masks whose strides are no multiples of it
@@ -111,5 +112,5 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return mask
     mask = unexpanded(mask)
     *sizes, columns = mask.shape
-    rows = torch.empty((*sizes, -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS), dtype=dtype, device=mask.device)
+    rows = torch.empty((*sizes, round_up(columns, ROW_ELEMENTS)), dtype=dtype, device=mask.device)
     return torch.log(mask, out=rows[..., :columns])  # in one launch

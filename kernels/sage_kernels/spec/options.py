@@ -33,6 +33,20 @@ class Options(NamedTuple):
     return_lse: bool = False
     tokens_first: bool = False
 
+    @classmethod
+    def of_operator(
+        cls,
+        is_causal: bool,
+        causal_offset: int,
+        scale: float | None,
+        recipe: str,
+        fallback: Fallback,
+        return_lse: bool = False,
+    ) -> Options:
+        """Return the options of a call of an operator: grouped heads, no dropout, heads before tokens."""
+        # A default of type float would become an input of compiled graphs.
+        return cls(is_causal, causal_offset, scale, True, 0.0, recipe, fallback, return_lse)
+
     def replace(self, **fields: Any) -> Options:
         """Return the options with other values of some fields, as `_replace` does, which Dynamo 2.8 cannot trace."""
         values: Any = [fields.get(name, value) for name, value in zip(Options._fields, self, strict=True)]

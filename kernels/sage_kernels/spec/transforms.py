@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from .layout import BLOCK, KEY_BLOCK
+from .layout import BLOCK, KEY_BLOCK, ceil_div
 
 MIN_MEAN = 1 / 64
 ROTATION_SEED = 0x5A6E
@@ -197,7 +197,7 @@ def loudness_ratio(
     Returns:
         float32 (batch, kv_heads, 1, head_dim).
     """
-    step = -(-query.shape[2] // EQUALIZER_QUERIES)
+    step = ceil_div(query.shape[2], EQUALIZER_QUERIES)
     sample = query[:, :, ::step]
     if query_mask is not None:
         query_mask = query_mask.expand(-1, -1, query.shape[2], -1)[:, :, ::step]
@@ -269,7 +269,7 @@ def _choice_scores(query: torch.Tensor, key: torch.Tensor, scale: float, key_mas
     scale in INT8 (`layout.thread_order`): such a loud key would take all bits of the shared scale.
     """
     rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    sample = rows[:, :, :: -(-rows.shape[2] // HEAVY_QUERIES)]
+    sample = rows[:, :, :: ceil_div(rows.shape[2], HEAVY_QUERIES)]
     mean = torch.where(sample.isfinite(), sample, 0.0).mean(2, keepdim=True) * scale
     scores = (torch.where(key.isfinite(), key, 0.0) * mean).sum(-1)
     exists = scores.isfinite()

@@ -104,7 +104,7 @@ def forward(
         mean_score=operands.mean_score,
         output=output,
         lse=lse,
-        heavy_query=None if heavy is None else call.query,
+        source_query=None if heavy is None else call.query,
         heavy_key=None if heavy is None else heavy.key,
         heavy_value=None if heavy is None else heavy.value,
         late=None if heavy is None else heavy.late,
@@ -122,7 +122,7 @@ def forward(
         **strides("output", batch_strides(output, q_sequences)),
         **strides("lse", (0, 0, 0) if lse is None else batch_strides(lse, q_sequences)),
         **mask.arguments,
-        **strides("heavy", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
+        **strides("source_query", (0, 0, 0, 0) if heavy is None else batch_strides(call.query, q_sequences)),
         CHANNELS=channels,
         V_CHANNELS=v_channels,
         BLOCK_M=config.block_m,
@@ -214,7 +214,7 @@ def int8_forward(
     lse,
     mask,
     entries,
-    heavy_query,
+    source_query,
     heavy_key,
     heavy_value,
     late,
@@ -243,10 +243,10 @@ def int8_forward(
     entries_stride_batch,
     entries_stride_head,
     entries_stride_row,
-    heavy_stride_batch,
-    heavy_stride_head,
-    heavy_stride_token,
-    heavy_stride_channel,
+    source_query_stride_batch,
+    source_query_stride_head,
+    source_query_stride_token,
+    source_query_stride_channel,
     CHANNELS: tl.constexpr,
     V_CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -268,7 +268,7 @@ def int8_forward(
     (some keys are missing), LIST_M rows share a block list, and FIRST is 0.
 
     `kv_len`, `causal_offset`, `mask` and `entries` include the FIRST heavy keys; `key` and `value` do not. The place of
-    each LATE key holds the first key that it displaced.
+    each LATE key holds the first key that it displaced. `source_query` is the caller's tensor.
     """
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
@@ -360,12 +360,12 @@ def int8_forward(
             kv_pair = batch * kv_heads + kv_head
             if LATE > 0:
                 late += kv_pair * LATE
-            heavy_query += batch * heavy_stride_batch + head * heavy_stride_head
+            source_query += batch * source_query_stride_batch + head * source_query_stride_head
             scores_of_mean = mean_score + operand_row(batch, head, q_heads, q_rows, q_operand_start, PACKED)
             row_max, row_sum, acc = attend_heavy_keys(
-                heavy_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
+                source_query, heavy_key + kv_pair * ((FIRST + LATE) * CHANNELS),
                 heavy_value + kv_pair * ((FIRST + LATE) * V_CHANNELS), late, mask, row, token, q_len, kv_len, head_dim,
-                causal_offset, softmax_scale, heavy_stride_token, heavy_stride_channel, mask_stride_row,
+                causal_offset, softmax_scale, source_query_stride_token, source_query_stride_channel, mask_stride_row,
                 mask_stride_column, scores_of_mean, row_max, row_sum, row_sum, acc, p_scale_log2(PV), CHANNELS,
                 V_CHANNELS, FIRST + LATE, LATE, CAUSAL, MASK, RAGGED,
             )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
-from ..spec.layout import power_of_two
+from ..spec.layout import ceil_div, power_of_two
 from .common.launch import UNSPECIALIZED, launch, strides
 from .common.replayed_launches import KernelLaunch
 from .common.rotation import channel_factor, rotate, sign_bits
@@ -29,10 +29,10 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         cache: INT8 or INT4, with its transforms frozen.
         key, value: (batch, kv_heads, tokens, head_dim), channels contiguous.
     """
-    if key.shape[2] > RING - (cache.length - cache.coded) and cache.length > cache.coded:
+    if key.shape[2] > RING - (cache.length - cache.coded_columns) and cache.length > cache.coded_columns:
         # The new tokens take the slots of tokens in the window, which are quantised first.
         _append(cache, key[:, :, :0], value[:, :, :0], cache.length)
-        cache.coded = cache.length
+        cache.coded_columns = cache.length
     _append(cache, key, value, cache.coded_after(key.shape[2]))
     cache.advance(key.shape[2])
 
@@ -40,10 +40,10 @@ def append(cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
 def _append(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_after: int) -> None:
     tokens = key.shape[2]
     cache.reserve(cache.length + tokens)
-    leaving = max(0, min(coded_after, cache.length) - cache.coded)
+    leaving = max(0, min(coded_after, cache.length) - cache.coded_columns)
     launch(
         append_tokens,
-        (-(-max(tokens, leaving) // BLOCK_T), cache.kv_heads, cache.batch * 2),
+        (ceil_div(max(tokens, leaving), BLOCK_T), cache.kv_heads, cache.batch * 2),
         **_arguments(cache, key, value, coded_after),
         query=key,
         rows=None,
@@ -79,7 +79,7 @@ def append_launch(
             times the row's sum with the factors of the codes.
         overlap: whether the next kernel may start before this kernel has ended.
     """
-    # Never `dependent`: `attend_to_part` reads `counts` and `start` before it waits, which is safe only because this
+    # Never `dependent`: `attend_to_kv_part` reads `counts` and `start` before it waits, which is safe only because this
     # kernel starts after the stream's earlier kernels have ended: the step before writes `counts` in its last kernel.
     arguments = dict(
         **_arguments(cache, key, value, cache.coded_after(key.shape[2])),
@@ -114,7 +114,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
         counts=cache.counts if cache.counts_on_device else None,
         batch_size=cache.batch,
         length=cache.length,
-        coded=cache.coded,
+        coded_columns=cache.coded_columns,
         coded_after=coded_after,
         tokens=key.shape[2],
         capacity=cache.capacity,
@@ -134,7 +134,7 @@ def _arguments(cache: KVCache, key: torch.Tensor, value: torch.Tensor, coded_aft
 
 
 @triton.jit(
-    do_not_specialize=[*UNSPECIALIZED, "batch_size", "length", "coded", "coded_after", "group", "capacity"],
+    do_not_specialize=[*UNSPECIALIZED, "batch_size", "length", "coded_columns", "coded_after", "group", "capacity"],
 )
 def append_tokens(
     key,
@@ -155,7 +155,7 @@ def append_tokens(
     counts,
     batch_size,
     length,
-    coded,
+    coded_columns,
     coded_after,
     tokens,
     capacity,
@@ -186,7 +186,7 @@ def append_tokens(
     """Transform and store a block of new tokens, and quantise a block of tokens that leave the window.
 
     Grid (blocks, kv heads, K of the batch, then V, then Q if there are rows). With `counts`, these hold `length`,
-    `coded` and `coded_after`, and tokens that do not fit are not stored.
+    `coded_columns` and `coded_after`, and tokens that do not fit are not stored.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -196,7 +196,7 @@ def append_tokens(
     channel = tl.arange(0, CHANNELS)
     inside = channel < head_dim
     if counts is not None:
-        length, coded, coded_after, fits = counted_step(counts, tokens, capacity, WINDOW)
+        length, coded_columns, coded_after, fits = counted_step(counts, tokens, capacity, WINDOW)
         tokens = tl.where(fits, tokens, 0)
     if operand == 0:
         mean = tl.load(key_mean + pair * CHANNELS + channel)
@@ -205,7 +205,8 @@ def append_tokens(
         at = key + batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head
         append_block(
             at, key_stride_token, mean, factor, exact_key, key_codes, key_scales, start, block, batch, pair, length,
-            coded, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE, False,
+            coded_columns, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE,
+            False,
         )  # fmt: skip
     elif operand == 1:
         mean = tl.zeros((CHANNELS,), tl.float32)
@@ -213,8 +214,8 @@ def append_tokens(
         at = value + batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
         append_block(
             at, value_stride_token, mean, factor, exact_value, value_codes, value_scales, start, block, batch, pair,
-            length, coded, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST, RING, PAGE,
-            True,
+            length, coded_columns, coded_after, tokens, capacity, inside, CHANNELS, BITS, BLOCK_T, SIGN_BITS, FIRST,
+            RING, PAGE, True,
         )  # fmt: skip
     elif rows is not None:
         row = tl.arange(0, BLOCK_M)
@@ -241,23 +242,24 @@ def append_tokens(
 def counted_step(counts, tokens, capacity, WINDOW: tl.constexpr):
     """Return the counts before a step, the window's first column after it, and whether its tokens fit."""
     length = tl.load(counts)
-    coded = tl.load(counts + 1)
+    coded_columns = tl.load(counts + 1)
     fits = length + tokens <= capacity
-    return length, coded, tl.where(fits, tl.maximum(coded, length + tokens - WINDOW), coded), fits
+    coded_after = tl.maximum(coded_columns, length + tokens - WINDOW)
+    return length, coded_columns, tl.where(fits, coded_after, coded_columns), fits
 
 
 @triton.jit
 def append_block(
-    at, stride, mean, factor, exact, codes, scales, start, block, batch, pair, length, coded, coded_after, tokens,
-    capacity, inside, CHANNELS: tl.constexpr, BITS: tl.constexpr, BLOCK_T: tl.constexpr, SIGN_BITS: tl.constexpr,
-    FIRST: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, IS_VALUE: tl.constexpr,
+    at, stride, mean, factor, exact, codes, scales, start, block, batch, pair, length, coded_columns, coded_after,
+    tokens, capacity, inside, CHANNELS: tl.constexpr, BITS: tl.constexpr, BLOCK_T: tl.constexpr,
+    SIGN_BITS: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Append a block of tokens of K or V at `at`, of one (batch, kv head)."""
     channel = tl.arange(0, CHANNELS)
     index = block * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = exact + pair * ((FIRST + RING) * CHANNELS) + channel[None, :]
     # Tokens that leave the window. `append` ensures that no new token needs their slots.
-    column = coded + index
+    column = coded_columns + index
     leaves = column < tl.minimum(coded_after, length)
     x = tl.load(slots + (FIRST + column % RING)[:, None] * CHANNELS, mask=leaves[:, None], other=0.0)
     store_codes(codes, scales, x, pair * capacity + column, leaves, CHANNELS, BITS, PAGE, IS_VALUE)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
 from ..replay.cache import MAX_ENTRIES
 from ..runtime.hardware import multiprocessors
 from ..spec.kv_cache import FIRST_TOKENS, PAGE, RING, WINDOW, KVCache
-from ..spec.layout import power_of_two
+from ..spec.layout import ceil_div, power_of_two
 from .common.launch import DIVISIBILITY, INTERPRETED, strides
 from .common.replayed_launches import KernelLaunch, run_step
 from .common.rotation import sign_bits
 from .configs import LITTLE_SHARED_MEMORY
 from .kv_append import append_launch
-from .kv_decode_kernels import OTHER_PARTS, attend_to_part, merge_kv_parts
+from .kv_decode_kernels import OTHER_PARTS, attend_to_kv_part, merge_kv_parts
 
 MAX_TILE_ROWS = 16
 """Rows of Q in one program; more would not fit into registers."""
@@ -31,7 +31,7 @@ MERGE_WARPS = 4
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tokens that a warp takes at once, warps and stages of `attend_to_part`."""
+    """Tokens that a warp takes at once, warps and stages of `attend_to_kv_part`."""
 
     warp_tokens: int
     num_warps: int
@@ -82,7 +82,8 @@ def decode(
     most_coded = coded_after if counts is None else cache.capacity
     pairs, rows = batch * kv_heads, max(8, power_of_two(q_heads // kv_heads * q_len))
     config = config_for(capability, cache.format.bits, min(rows, MAX_TILE_ROWS))
-    parts = _code_parts(pairs, -(-most_coded // (config.warp_tokens * config.num_warps)), device) + OTHER_PARTS.value
+    tiles = ceil_div(most_coded, config.warp_tokens * config.num_warps)
+    parts = _code_parts(pairs, tiles, device) + OTHER_PARTS.value
     cache.reserve(cache.length + q_len)
     if key_mask is not None:
         key_mask = key_mask.expand(batch, -1).view(torch.uint8)
@@ -92,7 +93,7 @@ def decode(
     changing |= buffers.addresses()
     changing["query"], changing["key"], changing["value"] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     changing["output"], changing["length"], changing["capacity"] = output.data_ptr(), cache.length, cache.capacity
-    changing["coded"], changing["coded_after"] = cache.coded, coded_after
+    changing["coded_columns"], changing["coded_after"] = cache.coded_columns, coded_after
     if key_mask is not None:
         changing["key_mask"], changing["key_mask_stride"] = key_mask.data_ptr(), key_mask.stride(0)
     if counts is not None:
@@ -101,8 +102,19 @@ def decode(
         *(cache.format.name, parts, scale, capability, counts is None),
         None if key_mask is None else (key_mask.stride(1), key_mask.data_ptr() % DIVISIBILITY),
     )
-    make_launches = partial(_launches, cache, query, key, value, key_mask, scale, output, buffers, config, capability)
-    run_step("kv_decode", make_launches, output, counts, changing, (query, key, value), facts)
+    step = _Step(
+        cache=cache,
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        key_mask=key_mask,
+        output=output,
+        buffers=buffers,
+        config=config,
+        overlap=capability >= (9, 0) and not INTERPRETED.value,
+    )
+    run_step("kv_decode", step.launches, output, counts, changing, (query, key, value), facts)
     if counts is None:
         cache.advance(q_len)
     return output
@@ -151,88 +163,101 @@ def _places(
     return places, end
 
 
-def _launches(
-    cache: KVCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    output: torch.Tensor,
-    buffers: _Buffers,
-    config: DecodeConfig,
-    capability: tuple[int, int],
-) -> list[KernelLaunch]:
-    """Return the launches of a step."""
-    batch, q_heads, q_len, head_dim = query.shape
-    group, parts = q_heads // cache.kv_heads, buffers.parts
-    rows, constants, partial, statistics = map(buffers.tensor, ("rows", "constants", "partial", "statistics"))
-    padded_rows, overlap = rows.shape[1], capability >= (9, 0) and not INTERPRETED.value
-    block_m = min(padded_rows, MAX_TILE_ROWS)
-    attend = dict(
-        rows=rows,
-        constants=constants,
-        exact_key=cache.exact_key,
-        exact_value=cache.exact_value,
-        key_codes=cache.key_codes,
-        value_codes=cache.value_codes,
-        key_scales=cache.key_scales.view(torch.int32),
-        value_scales=cache.value_scales.view(torch.int32),
-        start=cache.start,
-        counts=cache.counts if cache.counts_on_device else None,
-        key_mask=key_mask,
-        partial=partial,
-        statistics=statistics,
-        length=cache.length,
-        coded_after=cache.coded_after(q_len),
-        q_len=q_len,
-        group_rows=group * q_len,
-        code_parts=parts - OTHER_PARTS.value,
-        capacity=cache.capacity,
-        key_mask_stride=0 if key_mask is None else key_mask.stride(0),
-        key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
-        CHANNELS=cache.channels,
-        BITS=cache.format.bits,
-        ROWS=padded_rows,
-        BLOCK_M=block_m,
-        WARPS=config.num_warps,
-        WARP_TOKENS=config.warp_tokens,
-        WARP_WINDOW=RING // config.num_warps,
-        STAGES=config.num_stages,
-        FIRST=FIRST_TOKENS,
-        RING=RING,
-        PAGE=PAGE,
-        WINDOW=WINDOW,
-        PADDED=key_mask is not None,
-        OVERLAP=overlap,
-        dependent=overlap,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    merge = dict(
-        partial=partial,
-        statistics=statistics,
-        output=output,
-        value_unit=cache.value_unit,
-        counts=cache.counts if cache.counts_on_device else None,
-        part_count=parts,
-        q_len=q_len,
-        group=group,
-        capacity=cache.capacity,
-        head_dim=head_dim,
-        **strides("output", output.stride()[:3]),
-        CHANNELS=cache.channels,
-        ROWS=padded_rows,
-        PARTS=power_of_two(parts),
-        AT_ONCE=min(64, power_of_two(parts)),
-        SIGN_BITS=sign_bits(cache.channels),
-        WINDOW=WINDOW,
-        OVERLAP=overlap,
-        dependent=overlap,
-        num_warps=MERGE_WARPS,
-    )
-    return [
-        append_launch(cache, query, key, value, scale, rows, constants, overlap),
-        (attend_to_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
-        (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
-    ]
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step of decoding.
+
+    Attributes:
+        cache, query, key, value, scale: as in `decode`.
+        key_mask: uint8 (batch, columns); None: all keys exist.
+        output: written.
+        buffers: memory that the launches share.
+        config: the configuration of `attend_to_kv_part`.
+        overlap: whether a kernel may start before the kernel before it has ended.
+    """
+
+    cache: KVCache
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    key_mask: torch.Tensor | None
+    output: torch.Tensor
+    buffers: _Buffers
+    config: DecodeConfig
+    overlap: bool
+
+    def launches(self) -> list[KernelLaunch]:
+        """Return the launches that append the tokens, attend to the parts and merge them."""
+        cache, key_mask, config, buffers, overlap = self.cache, self.key_mask, self.config, self.buffers, self.overlap
+        batch, q_heads, q_len, head_dim = self.query.shape
+        group, parts = q_heads // cache.kv_heads, buffers.parts
+        rows, constants, partial, statistics = map(buffers.tensor, ("rows", "constants", "partial", "statistics"))
+        padded_rows, block_m = rows.shape[1], min(rows.shape[1], MAX_TILE_ROWS)
+        attend = dict(
+            rows=rows,
+            constants=constants,
+            exact_key=cache.exact_key,
+            exact_value=cache.exact_value,
+            key_codes=cache.key_codes,
+            value_codes=cache.value_codes,
+            key_scales=cache.key_scales.view(torch.int32),
+            value_scales=cache.value_scales.view(torch.int32),
+            start=cache.start,
+            counts=cache.counts if cache.counts_on_device else None,
+            key_mask=key_mask,
+            partial=partial,
+            statistics=statistics,
+            length=cache.length,
+            coded_after=cache.coded_after(q_len),
+            q_len=q_len,
+            group_rows=group * q_len,
+            code_parts=parts - OTHER_PARTS.value,
+            capacity=cache.capacity,
+            key_mask_stride=0 if key_mask is None else key_mask.stride(0),
+            key_mask_stride_key=1 if key_mask is None else key_mask.stride(1),
+            CHANNELS=cache.channels,
+            BITS=cache.format.bits,
+            ROWS=padded_rows,
+            BLOCK_M=block_m,
+            WARPS=config.num_warps,
+            WARP_TOKENS=config.warp_tokens,
+            WARP_WINDOW=RING // config.num_warps,
+            STAGES=config.num_stages,
+            FIRST=FIRST_TOKENS,
+            RING=RING,
+            PAGE=PAGE,
+            WINDOW=WINDOW,
+            PADDED=key_mask is not None,
+            OVERLAP=overlap,
+            dependent=overlap,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        merge = dict(
+            partial=partial,
+            statistics=statistics,
+            output=self.output,
+            value_unit=cache.value_unit,
+            counts=cache.counts if cache.counts_on_device else None,
+            part_count=parts,
+            q_len=q_len,
+            group=group,
+            capacity=cache.capacity,
+            head_dim=head_dim,
+            **strides("output", self.output.stride()[:3]),
+            CHANNELS=cache.channels,
+            ROWS=padded_rows,
+            PARTS=power_of_two(parts),
+            AT_ONCE=min(64, power_of_two(parts)),
+            SIGN_BITS=sign_bits(cache.channels),
+            WINDOW=WINDOW,
+            OVERLAP=overlap,
+            dependent=overlap,
+            num_warps=MERGE_WARPS,
+        )
+        return [
+            append_launch(cache, self.query, self.key, self.value, self.scale, rows, constants, overlap),
+            (attend_to_kv_part, (parts * (padded_rows // block_m), cache.kv_heads, batch), attend),
+            (merge_kv_parts, (group * q_len, cache.kv_heads, batch), merge),
+        ]

@@ -112,7 +112,7 @@ def apply_key_mask(key_mask, column, exists, stride, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "length", "coded_after", "group_rows", "code_parts", "capacity",
                                "key_mask_stride_key"])  # fmt: skip
-def attend_to_part(
+def attend_to_kv_part(
     rows,
     constants,
     exact_key,
@@ -159,7 +159,7 @@ def attend_to_part(
     if counts is not None:
         length, _, coded_after, fits = counted_step(counts, q_len, capacity, WINDOW)
         length = tl.where(fits, length, length - q_len)
-    coded, length = coded_after, length + q_len
+    coded_columns, length = coded_after, length + q_len
     parts = code_parts + OTHER_PARTS
     part, head, batch = tl.program_id(0) % parts, tl.program_id(1), tl.program_id(2)
     pair = batch.to(tl.int64) * tl.num_programs(1) + head
@@ -169,7 +169,7 @@ def attend_to_part(
     if OVERLAP:  # `append_tokens` writes neither `counts` nor `start`, and earlier kernels have ended: `append_launch`
         # While the tokens are appended, prefetch the codes of the first tile.
         if part < code_parts:
-            tile = tl.cdiv(coded, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
+            tile = tl.cdiv(coded_columns, WARPS * WARP_TOKENS) * part // code_parts * (WARPS * WARP_TOKENS)
             at = (pair * capacity + tile) * (CHANNELS * BITS // 16) + tl.arange(
                 0, WARPS * WARP_TOKENS * CHANNELS * BITS // 1024
             ) * 64
@@ -187,7 +187,7 @@ def attend_to_part(
     if part >= code_parts:
         channel = tl.arange(0, CHANNELS)
         is_newest = part > code_parts
-        begin = tl.where(is_newest, coded, first_token)
+        begin = tl.where(is_newest, coded_columns, first_token)
         end = tl.where(is_newest, length, tl.minimum(first_token + FIRST, length))
         column = begin + tl.arange(0, WARPS)[:, None] * WARP_WINDOW + tl.arange(0, WARP_WINDOW)[None, :]
         is_first = (column >= first_token) & (column < first_token + FIRST)
@@ -207,7 +207,7 @@ def attend_to_part(
     else:
         WORDS: tl.constexpr = CHANNELS * BITS // 16
         TILE: tl.constexpr = WARPS * WARP_TOKENS
-        tiles = tl.cdiv(coded, TILE)
+        tiles = tl.cdiv(coded_columns, TILE)
         query_sum = tl.load(constants + pair * (ROWS * 3) + ROWS + row)
         bias = 0.0 - tl.load(constants + pair * (ROWS * 3) + 2 * ROWS + row)
         bias = tl.broadcast_to(bias[None, None, :], (WARPS, WARP_TOKENS, BLOCK_M))
@@ -239,7 +239,7 @@ def attend_to_part(
                 score, tl.broadcast_to(scale[:, :, None], score.shape), low[:, :, None] * query_sum[None, None, :]
             )
             token = at + index
-            is_seen = (token < coded) & ((token < first_token) | (token >= first_token + FIRST))
+            is_seen = (token < coded_columns) & ((token < first_token) | (token >= first_token + FIRST))
             is_seen = apply_key_mask(key_mask, token, is_seen, key_mask_stride_key, PADDED)
             score = tl.where(is_seen[:, :, None], score, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(score, 1) * factor[None, :])

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..spec.call import Call
-from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, stride_of
+from ..spec.layout import ALIGNMENT, ceil_div, power_of_two, round_up, stride_of
 from ..spec.masks import unexpanded
 from .common.launch import MASK_AXES, UNSPECIALIZED, launch, strides
 from .common.padding import key_tiles
@@ -57,7 +57,7 @@ def attend(call: Call, config: TileConfig | None = None) -> torch.Tensor:
         bits, kind = key_mask.view(torch.uint8), "few keys"
         mask_strides = stride_of(key_mask), 0, key_mask.stride(1)
     elif mask is not None:
-        bits, entries = list_tiles(mask, call, config)
+        bits, entries = pack_bool_mask(mask, call, config)
         mask_strides, entry_strides = (
             tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
             for x in (bits, entries)
@@ -112,7 +112,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
         # Nothing reads the stride of a dimension of size 1, but the accelerator must accept it.
         pitches = [elements if size == 1 else stride for size, stride in zip(sizes[:3], bias.stride(), strict=False)]
         return bias.as_strided(sizes, (*pitches, 1))
-    copy = bias.new_empty((*sizes[:3], ceil_div(kv_len, elements) * elements))[..., :kv_len]
+    copy = bias.new_empty((*sizes[:3], round_up(kv_len, elements)))[..., :kv_len]
     launch(
         copy_rows,
         (sizes[2], sizes[1], sizes[0]),
@@ -126,7 +126,7 @@ def read_by_tma(bias: torch.Tensor, kv_len: int) -> torch.Tensor:
     return copy
 
 
-def list_tiles(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_bool_mask(mask: torch.Tensor, call: Call, config: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Read a bool mask once: pack it, and list the tiles of scores in which some query may attend to some key.
 
     Args:
@@ -243,7 +243,7 @@ def pack_rows(
     BITS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `list_tiles`."""
+    """Pack rows of a mask from `base` on into bits, and list their tiles; both in the formats of `pack_bool_mask`."""
     inside_row = (row < rows)[:, None]
     listed = 0
     lane = tl.arange(0, WIDTH)
@@ -389,9 +389,9 @@ def masked_forward(
 ):
     """Compute BLOCK_M rows of one (batch, q head).
 
-    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `list_tiles`. Strides of the
-    mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask itself,
-    which WIDTH covers.
+    `key`, `value` and `bias` are tensor descriptors, `bits` and `entries` the results of `pack_bool_mask`. Strides of
+    the mask are the strides of `bits`; for a bias 1, or 0 where it is broadcast. With few keys `bits` is the mask
+    itself, which WIDTH covers.
     """
     # Later rows attend to more keys: start with later rows, so that short programs fill the gaps at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)

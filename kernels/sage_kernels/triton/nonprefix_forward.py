@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..dispatch.kernels import AttendToPrefix
 from ..runtime.hardware import multiprocessors
 from ..spec.call import Call
-from ..spec.layout import ceil_div, power_of_two, stride_of
+from ..spec.layout import ceil_div, power_of_two, round_up, stride_of
 from .common.launch import UNSPECIALIZED, launch, strides
 from .common.scores import LOG2E, store_clamped
 from .configs import nonprefix_forward_config
@@ -103,7 +103,7 @@ def attend_nonprefix(call: Call, attend_to_prefix: AttendToPrefix, row_blocks: i
 
 def schedule_size(batch: int) -> int:
     """Return the size of `kernels.AttendToPrefix`'s schedule."""
-    return SCHEDULE_PARTS * (ceil_div(batch, SCHEDULE_MULTIPLE) * SCHEDULE_MULTIPLE) + 1
+    return SCHEDULE_PARTS * round_up(batch, SCHEDULE_MULTIPLE) + 1
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "words", "places", "row_blocks", "part_size"])
@@ -148,8 +148,8 @@ def nonprefix_forward(
 ):
     """Attend in one batch element unless its keys come first; write the lengths, or the schedule, where they do.
 
-    Each program has its own `bits` and `entries`: as in `masked_forward.list_tiles`, for one row of a mask. COUNTED is
-    the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
+    Each program has its own `bits` and `entries`: as in `masked_forward.pack_bool_mask`, for one row of a mask. COUNTED
+    is the width for `count_adjacent`, or 0 if the bytes of a mask are not adjacent.
     """
     part, batch = tl.program_id(0), tl.program_id(1)
     base = key_mask + batch.to(tl.int64) * key_mask_stride

@@ -201,7 +201,7 @@ def _attend(
         )
     options = _options(recipe, (q, k, v), is_causal, sm_scale, kwargs)
     options = options.replace(tokens_first=tensor_layout == "NHD", return_lse=return_lse)
-    output, lse = attend_observed(q, k, v, attn_mask, options)
+    output, lse = attend_observed(q, k, v, attn_mask, None, options)
     return output if lse is None or not return_lse else (output, lse)
 
 

@@ -41,5 +41,5 @@ def sageattn3_blackwell(
         raise TypeError(f"sage-hf's replacement for sageattn3 does not know the keyword {next(iter(kwargs))!r}")
     recipe = "sage_bwd" if wants_gradient(q, k, v) else "sage3"
     options = Options(is_causal=is_causal, recipe=recipe, fallback=chosen_fallback(None))
-    output, _ = attend_observed(q, k, v, attn_mask, options)
+    output, _ = attend_observed(q, k, v, attn_mask, None, options)
     return output

@@ -108,7 +108,9 @@ def run_step(
     for kernel, grid, arguments in launches:
         launch(kernel, grid, **arguments)
     if entry is not None:
-        entry.count_call(partial(_replay_of_step, launches, output, counts, counts_before, changing), at_once=True)
+        entry.prepare_when_repeated(
+            partial(_replay_of_step, launches, output, counts, counts_before, changing), at_once=True
+        )
 
 
 def _replay_of_step(

@@ -9,7 +9,7 @@ import triton.language as tl
 from ...formats import nvfp4
 from ...formats.nvfp4 import GROUP as GROUP_SIZE
 from ...spec.call import Call
-from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, stride_of
+from ...spec.layout import BLOCK, Sequences, batch_strides, power_of_two, round_up, stride_of
 from ...spec.operands import KVStatistics, NVFP4Operands
 from ...spec.recipe import Recipe
 from ...spec.transforms import rotation_block
@@ -97,7 +97,7 @@ def _quantize_tokens(
     smooth_blocks = is_query and recipe.smooth_q
     mean = x.new_empty((*tensor_scale.shape, channels), dtype=torch.float32) if smooth_blocks else None
     score = x.new_empty(shape, dtype=torch.float32) if mean_score else None
-    rotation = rotation_block(head_dim + -head_dim % GROUP_SIZE)
+    rotation = rotation_block(round_up(head_dim, GROUP_SIZE))
     steps = recipe.scale_steps if is_query else recipe.key_scale_steps
     launch(
         quantize_tokens_nvfp4,
