@@ -491,7 +491,7 @@ def picture(name: str, message: str) -> str:
 
 def measure() -> str:
     """Return a table of the commands that measure the generated sections again, and of the results that they write."""
-    here = ROOT / "docs/performance.md"
+    here = ROOT / "docs/measuring.md"
     places: dict[tuple[str, str], dict[str, None]] = {}
     for page in PAGES:
         heading = ""
