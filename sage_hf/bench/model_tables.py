@@ -114,17 +114,23 @@ def low_bit_gain(result: BenchmarkResult, most: int) -> str:
         [
             *(gain.label, _ms(gain.before_ms), _ms(gain.after_ms)),
             MISSING if gain.without_fa3_ms is None else _ms(gain.without_fa3_ms),
-            *(f"{gain.ratio:.2f}×", gain.what_ran),
+            f"{gain.ratio:.2f}×",
+            ", ".join(map(_ms, gain.saved_ms)) or MISSING,
+            gain.what_ran,
         ]
         for gain in low_bit[:most]
     ]
-    header.append("kernels of its attention calls")
+    header += [f"saved by {', '.join(PARTS)}, ms", "kernels of its attention calls"]
     other_ratios = [gain.ratio for gain in gains if gain not in low_bit[:most]]
     slower = sum(ratio < NOT_SLOWER for ratio in other_ratios)
     slower_steps = "none" if not slower else "one" if slower == 1 else f"{slower:d}"
     slower_steps += f" of them {'are' if slower > 1 else 'is'} below {NOT_SLOWER:g}×"
     span = f"at {min(other_ratios):.2f}× to {max(other_ratios):.2f}×" if other_ratios else ""
-    line = f"{len(other_ratios)} other steps were measured, {span}; {slower_steps}. " if other_ratios else ""
+    line = (
+        f"{len(other_ratios)} other steps were measured, some without low bits, {span}; {slower_steps}. "
+        if other_ratios
+        else ""
+    )
     return f"{markdown_table(header, table)}\n\n{line}{_models_caption(result)}"
 
 

@@ -12,7 +12,7 @@ from sage_kernels.exact import sdpa
 GATHERED_AT_ONCE = 2**28
 """Number of elements of K, and of V, that are gathered at once."""
 TILES_BY_PRODUCT = 256
-"""Number of tiles up to which gradients of copies are summed on matrix units, by a product with ones and zeros."""
+"""Number of tiles up to which gradients of copies are summed on tensor cores, by a product with ones and zeros."""
 
 
 @torch.library.custom_op("sage_hf::take_tiles", mutates_args=())

@@ -265,10 +265,12 @@ def test_the_first_table_shows_rows_in_which_low_bits_ran_and_counts_the_others(
         *(name.upper().split()[0] for name in model_tables.PIPELINES),
         "M2.0",
     ]
-    assert lines[7].startswith("4 other steps were measured, at 0.98× to 10.00×; none of them is below 0.97×. ")
+    assert lines[7].startswith(
+        "4 other steps were measured, some without low bits, at 0.98× to 10.00×; none of them is below 0.97×. "
+    )
     rows[1]["ms"] = 11.0
     table = model_tables.low_bit_gain({**FACTS, "rows": rows}, most=4)
-    assert "were measured, at 0.91× to 2.50×; one of them is below 0.97×. " in table
+    assert "some without low bits, at 0.91× to 2.50×; one of them is below 0.97×. " in table
 
 
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):

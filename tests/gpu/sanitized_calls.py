@@ -22,7 +22,7 @@ import torch
 from sage_hf.sparse import MeanRouter, ShareRouter, SubBlockRouter
 from sage_kernels import kv_cache, kv_step, ops
 from sage_kernels.cuda import compiler, nvfp4_forward
-from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperFusedBackward
+from sage_kernels.cuda.registration import CudaInt8Backward, CudaNVFP4Quantizer
 from sage_kernels.dispatch import registry
 from sage_kernels.spec.kv_cache import STRIP, KVCache
 from sage_kernels.spec.kv_format import get_format
@@ -172,7 +172,7 @@ def main() -> None:
         attend_packed(recipe)
         if recipe in TRAINING:
             train(recipe)
-            with registry.without(HopperFusedBackward.name):  # which serves most of these on Hopper
+            with registry.without(CudaInt8Backward.name):  # which serves most of these on Hopper
                 train(recipe)
         for q_len, kv_len, head_dim, v_head_dim in ((1, 1, 64, 64), (129, 333, 128, 128), (300, 65, 40, 24)):
             inputs = draw(2, 4, q_len, head_dim), draw(2, 2, kv_len, head_dim), draw(2, 2, kv_len, v_head_dim)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sage_kernels.cuda import compiler, quantize
-from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.cuda.registration import CudaInt8Quantizer
 from sage_kernels.dispatch.execution import request_of
 from sage_kernels.formats import int8
 from sage_kernels.spec.layout import heavy_order, natural_order, power_of_two, thread_order
@@ -65,7 +65,7 @@ def plain(pv):
 
 def quantized(inputs, pv="fp8", return_lse=False, leaves_query=False):
     call = calls.new_call(*inputs, plain(pv), return_lse=return_lse)
-    assert HopperQuantizer().unsupported(request_of(call)) == ""
+    assert CudaInt8Quantizer().unsupported(request_of(call)) == ""
     return quantize.quantize_operands(call, leaves_query=leaves_query)
 
 
@@ -174,7 +174,7 @@ def test_heavy_keys_match_the_reference_and_are_left_out_of_quantisation(layout,
     recipe = replace(plain(pv), heavy_keys=64, heavy_choice="first")
     for return_lse in (False, True):
         call = calls.new_call(*inputs, recipe, return_lse=return_lse)
-        assert HopperQuantizer().serves(recipe)
+        assert CudaInt8Quantizer().serves(recipe)
         expected = triton_calls.quantize(call)
         actual = quantize.quantize_operands(call)
         assert differing(actual, expected) == []
@@ -298,7 +298,7 @@ def test_rotated_operands_match_the_reference(case, equalized, pv, device):
             x[0, 0, :, 11] = torch.nan
         inputs[number] = lay_out(x.to(dtype), choose.choice(LAYOUTS))
     recipe = with_fields(pv, rotate=True, equalize=equalized, heavy_keys=choose.choice((0, 64)))
-    assert HopperQuantizer().serves(recipe)
+    assert CudaInt8Quantizer().serves(recipe)
     heavy = 64 if 0 < recipe.heavy_keys < kv_len else 0
     plain_recipe = replace(recipe, rotate=False, equalize=False)
     for return_lse in (False, True):
@@ -383,7 +383,7 @@ def test_keys_that_do_not_exist_count_for_nothing(case, which, rotated, pv, devi
     call = calls.new_call(*inputs, recipe, return_lse=True)
     heavy = call.heavy_keys
     padding = KeyPadding.of(key_mask)
-    actual = HopperQuantizer().quantize(call, padding)
+    actual = CudaInt8Quantizer().quantize(call, padding)
     assert torch.equal(padding.spans, key_padding(key_mask).spans)
     plain_recipe = replace(recipe, rotate=False, equalize=False)
     expected = triton_calls.quantize(calls.new_call(*inputs, plain_recipe, return_lse=True), key_mask)

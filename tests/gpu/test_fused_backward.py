@@ -11,7 +11,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels.cuda import int8_backward, item_order
-from sage_kernels.cuda.registration import HopperFusedBackward
+from sage_kernels.cuda.registration import CudaInt8Backward
 from sage_kernels.dispatch import execution
 from sage_kernels.dispatch.registry import get_backward
 from sage_kernels.dispatch.select import select
@@ -23,7 +23,7 @@ from tests.helpers.layouts import LAYOUTS, lay_out
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_training_calls import GROUPS, KINDS, run
 
-FUSED = HopperFusedBackward.name
+FUSED = CudaInt8Backward.name
 # Of Q and of K. Tiles have 64 queries, blocks 128 keys.
 LENGTHS = ((300, 300), (1, 1), (1, 300), (300, 1), (63, 65), (64, 64), (65, 129), (129, 63), (128, 128), (127, 257))
 DIMS = ((128,), (64,), (80,), (40,), (72, 128), (56, 48))

@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import attention
 from sage_kernels.cuda import compiler, nvfp4_forward
-from sage_kernels.cuda.registration import CudaNVFP4Quantizer, HopperQuantizer
+from sage_kernels.cuda.registration import CudaInt8Quantizer, CudaNVFP4Quantizer
 from sage_kernels.exact import sdpa
 from sage_kernels.reference import forward as reference
 from sage_kernels.spec.operands import KeyPadding
@@ -137,7 +137,7 @@ def test_operands_in_cuda_match_triton(name, kind, sizes):
         actual = CudaNVFP4Quantizer().quantize(call, padding)
         assert_same(actual.statistics, expected.statistics)
     else:
-        actual = HopperQuantizer().quantize(call, None if key_mask is None else KeyPadding.of(key_mask))
+        actual = CudaInt8Quantizer().quantize(call, None if key_mask is None else KeyPadding.of(key_mask))
     assert_same(actual, expected)
     assert_same(actual.heavy, expected.heavy)
 

@@ -1,4 +1,4 @@
-"""The quantisers write the reference's operands, bit for bit but where matrix instructions rotate."""
+"""The quantisers write the reference's operands, bit for bit but where MMA instructions rotate."""
 
 import random
 
@@ -110,7 +110,7 @@ def test_operands_are_the_references_and_zero_behind_them(recipe, case, device):
             wanted = wanted.expand(*actual.shape[:2], -1, actual.shape[-1])
         inside = actual[:, :, : wanted.shape[2], : wanted.shape[3]]
         agree = torch.equal
-        if recipe.qk == "int8" and recipe.rotate and query.dtype != torch.float32:  # by matrix instructions
+        if recipe.qk == "int8" and recipe.rotate and query.dtype != torch.float32:  # by MMA instructions
             agreements = {
                 "query": codes_agree,
                 "key": codes_agree,

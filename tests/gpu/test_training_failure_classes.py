@@ -8,7 +8,7 @@ import torch
 
 from sage_hf import sage_attention
 from sage_kernels import training
-from sage_kernels.cuda.registration import HopperFusedBackward
+from sage_kernels.cuda.registration import CudaInt8Backward
 from sage_kernels.dispatch import registry
 from sage_kernels.exact.gradients import Gradients
 from sage_kernels.replay import cache
@@ -24,7 +24,7 @@ def draw(device):
     return Draw(device)
 
 
-@pytest.fixture(params=[(), (HopperFusedBackward.name,)], ids=["fused backward", "Triton's"])
+@pytest.fixture(params=[(), (CudaInt8Backward.name,)], ids=["fused backward", "Triton's"])
 def either_backward(request):
     """Let the fused backward kernel serve all that it can, or nothing."""
     with registry.without(*request.param):

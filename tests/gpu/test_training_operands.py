@@ -76,7 +76,7 @@ def test_saved_tensors_are_the_references(recipe, case, device):
         x, y = getattr(found, name), getattr(expected, name)
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         which = which.to(device)
-        agree = scales_agree if name.endswith("scale") else codes_agree  # matrix instructions rotate
+        agree = scales_agree if name.endswith("scale") else codes_agree  # MMA instructions rotate
         assert agree(x[:, :, which].nan_to_num(777), y[:, :, which].nan_to_num(777)), name
     assert torch.equal(found.equalizer, expected.equalizer)
     assert (found.lse.shape, found.lse.dtype) == (call.query.shape[:3], torch.float32)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_hf import record, sage_attention
 from sage_hf.attention import attend_observed
 from sage_kernels import ops, training
-from sage_kernels.cuda.registration import HopperFusedBackward
+from sage_kernels.cuda.registration import CudaInt8Backward
 from sage_kernels.dispatch import registry
 from sage_kernels.dispatch.select import set_routing
 from sage_kernels.spec.options import Options
@@ -388,7 +388,7 @@ def run_call(kind: Kind, mode: Mode, inputs: Inputs, freed: bool = False) -> Out
             facts[f"strides of {name}"] = list(x.stride())
     if any(plan.numerics == "exact" for plan in plans):  # by PyTorch
         return Outcome(tensors_of, facts, frozenset(name for name in tensors_of if "gradient" in name))
-    if any(plan.backward == HopperFusedBackward.name for plan in plans):
+    if any(plan.backward == CudaInt8Backward.name for plan in plans):
         unordered = () if torch.are_deterministic_algorithms_enabled() else ("gradient of query",)
         return Outcome(tensors_of, facts, frozenset(unordered))
     return Outcome(tensors_of, facts)

@@ -11,7 +11,7 @@ from sage_kernels.spec.call import BackwardCall, Call
 from sage_kernels.spec.operands import Int8Operands, KeyPadding, NVFP4Operands, Saved
 from sage_kernels.spec.recipe import Recipe
 from sage_kernels.triton import int8_backward, int8_forward, nvfp4_forward
-from sage_kernels.triton.registration import Int8Quantizer, TritonNVFP4Quantizer
+from sage_kernels.triton.registration import TritonInt8Quantizer, TritonNVFP4Quantizer
 
 Capability = tuple[int, int]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def quantizer_of(recipe: Recipe) -> Quantizer:
     """Return Triton's quantiser of the recipe's format."""
-    return TritonNVFP4Quantizer() if recipe.qk == "nvfp4" else Int8Quantizer()
+    return TritonNVFP4Quantizer() if recipe.qk == "nvfp4" else TritonInt8Quantizer()
 
 
 def quantize(call: Call, key_mask: torch.Tensor | None = None) -> Int8Operands | NVFP4Operands:
@@ -29,7 +29,7 @@ def quantize(call: Call, key_mask: torch.Tensor | None = None) -> Int8Operands |
 
 
 def attend(call: Call, capability: Capability, native: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, lse or None); `native`: by FP4 matrix units, where the recipe is in NVFP4."""
+    """Return (output, lse or None); `native`: by FP4 tensor cores, where the recipe is in NVFP4."""
     quantizer = quantizer_of(call.recipe)
     if call.recipe.qk == "nvfp4":
         return nvfp4_forward.attend(call, quantizer, capability, native)

@@ -48,7 +48,7 @@ SIZES = {
     ],
 )
 def test_operands_are_the_references(recipe, sizes, padding):
-    """Bit for bit, but for 16-bit Q and K, which matrix instructions rotate."""
+    """Bit for bit, but for 16-bit Q and K, which MMA instructions rotate."""
     query, key, value = draw(**sizes)
     key[0, 0, 0, 3], value[0, 1, 0, 5] = float("nan"), float("inf")
     value[..., 7] -= value[..., 7].mean()

@@ -9,7 +9,7 @@ import torch
 from triton import knobs
 
 from sage_kernels.cuda import compiler, int8_backward
-from sage_kernels.cuda.registration import HopperFusedBackward
+from sage_kernels.cuda.registration import CudaInt8Backward
 from sage_kernels.dispatch.request import Request
 from sage_kernels.replay import trace
 from sage_kernels.spec.call import BackwardCall, Call, Mask
@@ -130,18 +130,18 @@ def request(**changes) -> Request:
     ids=str,
 )
 def test_serves_what_it_can_read(can_compile, changes, reason):
-    found = HopperFusedBackward().unsupported(request(**changes))
+    found = CudaInt8Backward().unsupported(request(**changes))
     assert reason in found and bool(reason) == bool(found)
 
 
 @pytest.mark.parametrize("missing", ["int8_backward.cu", "backward_operands.cu"])
 def test_serves_only_if_all_its_kernels_can_be_had(monkeypatch, missing):
     monkeypatch.setattr(compiler, "unavailable", lambda source, *_: f"no {source}" if source == missing else "")
-    assert HopperFusedBackward().unsupported(request()) == f"no {missing}"
+    assert CudaInt8Backward().unsupported(request()) == f"no {missing}"
 
 
 def test_serves_the_recipes_with_gradients_in_16_bit():
-    served = [name for name, recipe in RECIPES.items() if HopperFusedBackward().serves(recipe)]
+    served = [name for name, recipe in RECIPES.items() if CudaInt8Backward().serves(recipe)]
     assert served == ["sage_bwd"]
 
 

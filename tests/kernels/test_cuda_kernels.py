@@ -13,7 +13,7 @@ import triton
 import sage_kernels.backends  # noqa: F401 - registers the kernels
 from sage_kernels.cuda import block_lists, compiler, int8_forward, quantize
 from sage_kernels.cuda.parameters import NO_TENSOR_MAP
-from sage_kernels.cuda.registration import HopperForward, HopperQuantizer
+from sage_kernels.cuda.registration import CudaInt8Forward, CudaInt8Quantizer
 from sage_kernels.dispatch.decide import runs_one_by_one
 from sage_kernels.dispatch.registry import forget_choices
 from sage_kernels.dispatch.request import Request
@@ -63,7 +63,7 @@ def test_int8_forward_overlaps_its_matrix_products(
     )
     late_keys = 16 * (heavy and is_causal)
     cubin = int8_forward.kernel(config, is_causal, return_lse, dtype, late_keys).source.compile()
-    # ptxas says so where it waits for each matrix instruction (C7510 to C7514), or takes no more registers (C7508).
+    # ptxas says so where it waits for each MMA instruction (C7510 to C7514), or takes no more registers (C7508).
     assert not re.search(r"warning|C75\d\d", cubin.log, re.IGNORECASE), cubin.log
     assert f"Used {168 if config.warpgroups == 2 else 128} registers" in cubin.log
     image = tmp_path / "kernel.cubin"
@@ -97,7 +97,7 @@ def test_int8_forward_overlaps_its_matrix_products(
 
 
 def loop_without_mask(code, products):
-    """Instructions of the shortest loop with so many INT8 matrix instructions."""
+    """Instructions of the shortest loop with so many INT8 MMA instructions."""
     labels, lines, loops = {}, [], []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x?_?\d+):", line.strip()):
@@ -197,7 +197,7 @@ def forbidden(tmp_path, monkeypatch):
     forget_choices()
 
 
-class OtherQuantizer(HopperQuantizer):
+class OtherQuantizer(CudaInt8Quantizer):
     """Stands for the Triton quantiser, which needs a GPU: what its operands hold does not matter here."""
 
     name = "int8_quantize"
@@ -228,8 +228,8 @@ def sources_of(request, monkeypatch):
         tiles = torch.empty(1, 1, -(-request.q_len // 128), 9, dtype=torch.int32, device="meta")
         mask = replace(mask, kind=request.mask, blocks=BlockList(tiles[..., 0], tiles))
     call = Call(query, key, value, get_recipe(request.recipe), mask, request.is_causal, return_lse=request.return_lse)
-    hopper = not HopperQuantizer().unsupported(request)
-    kernel, quantizer = HopperForward(), HopperQuantizer() if hopper else OtherQuantizer()
+    hopper = not CudaInt8Quantizer().unsupported(request)
+    kernel, quantizer = CudaInt8Forward(), CudaInt8Quantizer() if hopper else OtherQuantizer()
     (kernel.attend_and_save if request.grad else kernel.attend)(call, quantizer)
     return [*(launched[quantize] if hopper else []), *launched[block_lists], *launched[int8_forward]]
 

@@ -12,7 +12,7 @@ import triton
 
 from sage_kernels.cuda import compiler, quantize
 from sage_kernels.cuda.quantize import Features
-from sage_kernels.cuda.registration import HopperQuantizer
+from sage_kernels.cuda.registration import CudaInt8Quantizer
 from sage_kernels.dispatch.request import Request
 from sage_kernels.spec.layout import is_aligned
 from sage_kernels.spec.recipe import get_recipe
@@ -67,7 +67,7 @@ def test_a_rotated_element_takes_few_instructions(tmp_path, monkeypatch, channel
 
     Of Q's 2.5 are products with K's mean, for heavy keys. Copying 3 bytes for each element at 4.3 TB/s leaves 20
     thread-instructions. To measure again: `nvdisasm -c` of the
-    cubin; a tile's path is what ends with an EXIT and has the matrix instructions, of 16 · channels elements a warp.
+    cubin; a tile's path is what ends with an EXIT and has the MMA instructions, of 16 · channels elements a warp.
     """
     monkeypatch.setenv("SAGE_KERNELS_CACHE", str(tmp_path))
     cubin = quantize.kernels(channels, dtype, "fp8", False, FEATURES["all"])[0].source.compile()
@@ -89,7 +89,7 @@ def tensors(head_dim=128, v_head_dim=128, dtype=torch.bfloat16):
 def unsupported(query, key, value):
     request = Request.of(query, key, value, recipe="sage2")
     aligned = all(is_aligned(x) for x in (query, key, value))
-    return HopperQuantizer().unsupported(replace(request, device_type="cuda", capability=(9, 0), aligned=aligned))
+    return CudaInt8Quantizer().unsupported(replace(request, device_type="cuda", capability=(9, 0), aligned=aligned))
 
 
 @pytest.mark.usefixtures("can_compile")
@@ -130,7 +130,7 @@ def test_does_not_serve_other_layouts(number):
 
 
 def test_serves_rotation_with_and_without_equalizing_and_no_equalizer_alone():
-    serves = HopperQuantizer().serves
+    serves = CudaInt8Quantizer().serves
     for name in ("sage1", "sage2", "sage_bwd"):
         recipe = get_recipe(name)
         assert recipe.rotate and recipe.equalize and serves(recipe)
@@ -148,7 +148,7 @@ def test_the_rotation_has_the_signs_of_the_reference(channels):
 
 
 def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
-    serves = HopperQuantizer().serves
+    serves = CudaInt8Quantizer().serves
     for name in ("sage1", "sage2"):
         assert serves(replace(get_recipe(name), heavy_keys=64))
         assert not serves(replace(get_recipe(name), heavy_keys=128))
@@ -158,5 +158,5 @@ def test_serves_heavy_keys_that_a_block_of_the_grid_writes():
 def test_does_not_serve_float32_attention_biases_or_packed_sequences():
     assert "dtype" in unsupported(*tensors(dtype=torch.float32))
     request = replace(Request.of(*tensors(), recipe="sage2"), device_type="cuda", capability=(9, 0), aligned=True)
-    assert HopperQuantizer().unsupported(replace(request, mask="bool")) == "no masks other than key-padding masks"
-    assert HopperQuantizer().unsupported(replace(request, packed=True)) == "no packed sequences"
+    assert CudaInt8Quantizer().unsupported(replace(request, mask="bool")) == "no masks other than key-padding masks"
+    assert CudaInt8Quantizer().unsupported(replace(request, packed=True)) == "no packed sequences"

@@ -1,4 +1,4 @@
-"""Machine code of the kernels of exact attention on Hopper: matrix instructions, and no spills. `make audit`."""
+"""Machine code of the kernels of exact attention on Hopper: MMA instructions, and no spills. `make audit`."""
 
 import pytest
 import torch

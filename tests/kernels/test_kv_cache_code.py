@@ -1,4 +1,4 @@
-"""Machine code of the KV cache's kernels on every architecture: matrix units read the codes, and nothing spills."""
+"""Machine code of the KV cache's kernels on every architecture: tensor cores read the codes, and nothing spills."""
 
 import pytest
 import torch

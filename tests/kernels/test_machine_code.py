@@ -1,4 +1,4 @@
-"""Triton kernels' machine code on every architecture: the right matrix instructions, and no more code than was
+"""Triton kernels' machine code on every architecture: the right MMA instructions, and no more code than was
 measured. Needs no GPU, and minutes: `make audit`.
 
 `python -m tests.kernels.test_machine_code` measures again and writes the budgets, machine_code.json.
@@ -253,7 +253,7 @@ def test_a_kernel_has_its_matrix_instructions_and_keeps_its_budget(case):
             # `configs` says where and why the loops of INT8 spill, and that one of sage_bwd reloads two numbers.
             spills = 0.04 if recipe == "sage_bwd_int8" else 0
             assert head_dim > 128 or loop.spills <= max(2, spills * loop.total)
-            # One by one, matrix instructions would have an arrival and a wait each.
+            # One by one, MMA instructions would have an arrival and a wait each.
             assert loop.counts["WARPGROUP"] <= 8
         else:
             # At its cap of registers sage1 reloads one number a tile at head_dim 64, and is no slower for it.

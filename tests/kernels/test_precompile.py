@@ -146,14 +146,14 @@ def test_kernels_of_a_first_call_compile_in_parallel(monkeypatch, kind):
     from sage_kernels.triton.common import launch, rotation
     from sage_kernels.triton.int8_forward import attend_and_save
     from sage_kernels.triton.quantize import int8
-    from sage_kernels.triton.registration import Int8Quantizer
+    from sage_kernels.triton.registration import TritonInt8Quantizer
 
     def run(self, grid, warmup, **arguments):
         assert warmup
         compiled.append((self.__name__, threading.current_thread()))
 
     def attend(call):
-        return attend_and_save(call, Int8Quantizer(), (9, 0))
+        return attend_and_save(call, TritonInt8Quantizer(), (9, 0))
 
     compiled = []
     fake_gpu.install(monkeypatch)

@@ -366,14 +366,14 @@ def shared_memory(channels: int, summed_in: torch.dtype) -> int:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels for a request of `registration.HopperFusedBackward` are unavailable; "" if available."""
+    """Return why the kernels for a request of `registration.CudaInt8Backward` are unavailable; "" if available."""
     channels = power_of_two(request.head_dim)
     needed = kernels(channels, request.dtype, sums_dtype(channels, request.dtype, request.kv_len))
     return needed.backward.source.unavailable() or needed.finish.source.unavailable()
 
 
 def backward(call: BackwardCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of Q, K and V of a call that `registration.HopperFusedBackward` serves.
+    """Return the gradients of Q, K and V of a call that `registration.CudaInt8Backward` serves.
 
     Raises:
         CompileError: see `launch.launch`.

@@ -34,7 +34,7 @@ WARPGROUP_ROWS = 64  # rows of Q that a warpgroup takes
 LINE_BYTES = 128  # bytes side by side in shared memory, of float16 V and of the output
 LINE_CHANNELS = LINE_BYTES // 2
 STAGES = 2  # stages of Q, K and V
-SUMMED_KEYS = 1536  # keys whose products the matrix units sum: as accurate as 128 keys if V keeps a small mean
+SUMMED_KEYS = 1536  # keys whose products the tensor cores sum: as accurate as 128 keys if V keeps a small mean
 CONTROL_BYTES = 3072  # shared memory for barriers, scales and factors
 
 
@@ -256,7 +256,7 @@ def kernel(
 
 
 def unsupported(request: Request, may_leave_query: bool) -> str:
-    """Return why the kernel for a request of `registration.HopperForward` is unavailable; "" if available.
+    """Return why the kernel for a request of `registration.CudaInt8Forward` is unavailable; "" if available.
 
     Args:
         request: the request.
@@ -279,7 +279,7 @@ def unsupported(request: Request, may_leave_query: bool) -> str:
 
 
 def attend(call: Call, quantizer: Quantizer, may_leave_query: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, lse or None) of a call that `registration.HopperForward` serves.
+    """Return (output, lse or None) of a call that `registration.CudaInt8Forward` serves.
 
     Without the LSE, rows of P in e4m3 are divided by the sums of their rounded weights; with it, by sums in float32.
 

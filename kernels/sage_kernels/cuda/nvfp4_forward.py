@@ -204,7 +204,7 @@ def attend(call: Call, quantizer: Quantizer, native: bool) -> tuple[torch.Tensor
     Args:
         call: the call.
         quantizer: a quantiser that makes `NVFP4Operands`.
-        native: use FP4 matrix units, which the GPU must have; otherwise emulate them.
+        native: use FP4 tensor cores, which the GPU must have; otherwise emulate them.
 
     Raises:
         CompileError: see `launch.launch`.

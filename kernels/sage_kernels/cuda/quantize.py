@@ -256,7 +256,7 @@ def signs(channels: int) -> dict[str, int]:
 
 
 def unsupported(request: Request) -> str:
-    """Return why the kernels for a request of `registration.HopperQuantizer` are unavailable; "" if available."""
+    """Return why the kernels for a request of `registration.CudaInt8Quantizer` are unavailable; "" if available."""
     recipe, channels = get_recipe(request.recipe), power_of_two(request.head_dim)
     features = Features.of(recipe, request.kv_len, request.mask in ("keys", "block_keys"), request.is_causal)
     if request.mask in ("blocks", "block_keys"):
@@ -281,7 +281,7 @@ def quantize_operands(call: Call, padding: KeyPadding | None = None, *, leaves_q
     The kernel that writes the operands lets the stream's next kernel start early.
 
     Args:
-        call: a call that `registration.HopperQuantizer` serves: one dtype, float16 or bfloat16, with head_dim and
+        call: a call that `registration.CudaInt8Quantizer` serves: one dtype, float16 or bfloat16, with head_dim and
             v_head_dim multiples of 8, both 33 to 64 or both 65 to 128, their channels contiguous, their addresses and
             other strides multiples of 16 bytes.
         padding: which keys exist, with spans that this function writes; None: all exist.

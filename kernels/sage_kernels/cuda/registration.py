@@ -58,7 +58,7 @@ class CudaKernel(DeclaredKernel):
         return ""
 
 
-class HopperQuantizer(CudaKernel):
+class CudaInt8Quantizer(CudaKernel):
     """The quantiser of `cuda.quantize`: V in float16 with its mean, or in e4m3 without."""
 
     name = "int8_quantize_hopper"
@@ -107,7 +107,7 @@ class CudaNVFP4Quantizer(CudaKernel):
         return quantize_nvfp4.quantize_operands(call, None if padding is None else padding.key_mask_u8)
 
 
-class HopperForward(CudaKernel):
+class CudaInt8Forward(CudaKernel):
     """The forward kernel of `cuda.int8_forward`."""
 
     name = "int8_forward_hopper"
@@ -131,7 +131,7 @@ class HopperForward(CudaKernel):
             return "with heavy keys, addresses and strides of Q must be multiples of 16 bytes"
         if reason := _unreadable_values(request) or _too_many_rows(request):
             return reason
-        quantizer = HopperQuantizer()
+        quantizer = CudaInt8Quantizer()
         return int8_forward.unsupported(
             request, may_leave_query=quantizer.serves(recipe) and not quantizer.unsupported(request)
         )
@@ -139,12 +139,12 @@ class HopperForward(CudaKernel):
     def attend(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `int8_forward.attend`."""
         assert quantizer is not None  # nothing else makes its operands
-        return int8_forward.attend(call, quantizer, isinstance(quantizer, HopperQuantizer))
+        return int8_forward.attend(call, quantizer, isinstance(quantizer, CudaInt8Quantizer))
 
     def attend_and_save(self, call: Call, quantizer: Quantizer | None) -> tuple[torch.Tensor, Saved]:
         """Attend and save tensors for gradients; see `int8_forward.attend_and_save`."""
         assert quantizer is not None
-        return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, HopperQuantizer))
+        return int8_forward.attend_and_save(call, quantizer, isinstance(quantizer, CudaInt8Quantizer))
 
 
 class CudaNVFP4Forward(CudaKernel):
@@ -180,7 +180,7 @@ class CudaNVFP4Forward(CudaKernel):
         return nvfp4_forward.attend(call, quantizer, native=True)
 
 
-class HopperFusedBackward(CudaKernel):
+class CudaInt8Backward(CudaKernel):
     """The backward kernel of `cuda.int8_backward`, for P and dS in 16 bits, which computes each tile of scores once."""
 
     name = "int8_backward_fused"
@@ -214,11 +214,11 @@ def enforce_nvfp4_forward(chosen: bool) -> Iterator[None]:
 
 def register_kernels() -> None:
     """Register the kernels; they are preferred to kernels registered later."""
-    register_quantizer(HopperQuantizer())
+    register_quantizer(CudaInt8Quantizer())
     register_quantizer(CudaNVFP4Quantizer())
-    register_forward(HopperForward())
+    register_forward(CudaInt8Forward())
     register_forward(CudaNVFP4Forward())
-    register_backward(HopperFusedBackward())
+    register_backward(CudaInt8Backward())
 
 
 def _unreadable_values(request: Request) -> str:

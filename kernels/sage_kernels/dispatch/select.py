@@ -23,7 +23,7 @@ SUBSTITUTES: dict[str, tuple[str, ...]] = {
     "sage2": ("sage1",),
 }
 
-# Below these lengths launching costs more than arithmetic: fewer query rows than one matrix instruction takes
+# Below these lengths launching costs more than arithmetic: fewer query rows than one MMA instruction takes
 # (decoding), fewer keys than one tile. `decide.decide` routes calls with gradients.
 MIN_QUERY_LEN = 16
 MIN_KV_LEN = 64

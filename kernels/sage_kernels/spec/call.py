@@ -402,7 +402,7 @@ def recent_start(causal_offset: int, recent_keys: int) -> int:
     """Return the first recent key, attended to in 16 bits, of causal rows 0…BLOCK - 1; it may be below 0.
 
     Each later block of BLOCK rows begins BLOCK keys later. All keys from there on are recent: whole tiles of BLOCK, as
-    matrix units need. So the other keys are whole tiles too, and no row of the block sees such a tile in part.
+    tensor cores need. So the other keys are whole tiles too, and no row of the block sees such a tile in part.
 
     Args:
         causal_offset: row i sees keys up to i + causal_offset. Keys are counted from the first key that is not heavy.

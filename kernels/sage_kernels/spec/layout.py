@@ -14,7 +14,7 @@ KEY_BLOCK = 64
 """Keys whose scales one quad of threads holds; each thread holds the scale of `THREAD_TOKENS` keys."""
 THREAD_TOKENS = 16
 MIN_CHANNELS = 32
-"""Least number of channels of an INT8 operand: the depth of an INT8 matrix instruction."""
+"""Least number of channels of an INT8 operand: the depth of an INT8 MMA instruction."""
 ALIGNMENT = 16
 """Bytes to which 128-bit loads and the tensor memory accelerator need addresses aligned."""
 MAX_GRID = 65535
@@ -177,7 +177,7 @@ def batch_strides(x: torch.Tensor, sequences: Sequences) -> tuple[int, ...]:
 def thread_order(key: torch.Tensor) -> torch.Tensor:
     """Reorder the tokens of each block of 64 as the four threads of a quad hold their scores.
 
-    Thread t of an 8-bit or 16-bit matrix instruction holds columns 8j + 2t and 8j + 2t + 1. These 16 tokens (j = 0…7)
+    Thread t of an 8-bit or 16-bit MMA instruction holds columns 8j + 2t and 8j + 2t + 1. These 16 tokens (j = 0…7)
     share a scale, so a thread needs one scale per block.
 
     Args:
@@ -190,7 +190,7 @@ def heavy_order(channels: int) -> torch.Tensor:
     """Return the channel of K that lies at each place of `operands.HeavyKeys.key`: int64 (channels,).
 
     In each 32 places, places 2t, 2t + 1, 8 + 2t and 9 + 2t of the first 16, and of the second 16, hold channels 8t to
-    8t + 7. Thread t of a quad multiplies these in two 16-bit matrix instructions, so it can read its part of Q at once.
+    8t + 7. Thread t of a quad multiplies these in two 16-bit MMA instructions, so it can read its part of Q at once.
 
     Args:
         channels: a multiple of 32.

@@ -13,7 +13,7 @@ class Recipe:
     Attributes:
         name: the name that users pass.
         qk: format of Q and K in S = Q·Kᵀ. "nvfp4": groups of 16 along head_dim; "int8": a scale for each token of Q,
-            and a bfloat16 scale for 16 tokens of K: of 64 tokens, the 16 that one thread of the matrix instruction
+            and a bfloat16 scale for 16 tokens of K: of 64 tokens, the 16 that one thread of the MMA instruction
             holds (`layout.thread_order`); "exact": 16 bits, by PyTorch's scaled_dot_product_attention (then `pv` is
             "exact").
         pv: format of P and V in O = P·V. "nvfp4": groups of 16 along tokens; "fp8": e4m3, V with a scale per channel,

@@ -49,12 +49,12 @@ class Instructions:
 
     @property
     def matrix_opcodes(self) -> frozenset[str]:
-        """Return the opcodes of matrix instructions, such as IMMA or HGMMA."""
+        """Return the opcodes of MMA instructions, such as IMMA or HGMMA."""
         return frozenset(opcode for opcode in self.counts if MATRIX_INSTRUCTION.match(opcode))
 
     @property
     def matrix_products(self) -> int:
-        """Return the number of matrix instructions."""
+        """Return the number of MMA instructions."""
         return sum(self.counts[opcode] for opcode in self.matrix_opcodes)
 
     @property
@@ -81,20 +81,20 @@ class MachineCode:
 
     @property
     def main_loop(self) -> Instructions:
-        """Return the shortest of the loops with the most matrix instructions.
+        """Return the shortest of the loops with the most MMA instructions.
 
         Raises:
-            ValueError: no loop has matrix instructions.
+            ValueError: no loop has MMA instructions.
         """
         loops = [loop for loop in self.loops if loop.matrix_products]
         return max(loops, key=lambda loop: (loop.matrix_products, -loop.total))
 
     @property
     def lean_loop(self) -> Instructions:
-        """Return the shortest of the loops with matrix instructions: the loop without masks.
+        """Return the shortest of the loops with MMA instructions: the loop without masks.
 
         Raises:
-            ValueError: no loop has matrix instructions.
+            ValueError: no loop has MMA instructions.
         """
         return min((loop for loop in self.loops if loop.matrix_products), key=lambda loop: loop.total)
 

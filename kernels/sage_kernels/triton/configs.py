@@ -125,7 +125,7 @@ def int8_bwd_dkdv_config(capability: tuple[int, int], head_dim: int, int8: bool)
     """Return the configuration of `int8_bwd_dkdv`; head_dim as above, `int8`: P and dS are INT8.
 
     Two float32 gradients of block_n keys stay in registers. On Hopper, block_n is 64 keys for the 128 threads of a
-    matrix instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128
+    MMA instruction: smaller programs overlap (5.98 ms with 64 keys, 7.02 with 128; at head_dim 64, 3.68 ms with 128
     queries per tile, 3.95 with 64). Elsewhere the tile is chosen for the fewest instructions in a loop without spills.
     At head_dim 128 in INT8, 3 % of the instructions spill: tiles without spills take 27 % more instructions. Only
     compute capability 8.0 has shared memory for two programs of 4 warps. On 10.x the gradients lie in tensor memory.

@@ -1,6 +1,6 @@
 """Forward kernel of the INT8 recipes: Q·Kᵀ in INT8; P·V in float16, e4m3 or INT8.
 
-A tile of scores leaves the matrix units as integers. A thread needs one scale of K per 64 keys (`layout.thread_order`),
+A tile of scores leaves the tensor cores as integers. A thread needs one scale of K per 64 keys (`layout.thread_order`),
 so it takes maxima of integers. Scaling costs one multiplication of the maximum, and is part of the exponent's fused
 multiply-add. In 8 bits, P stays in the registers of the scores: V's tokens are ordered accordingly
 (`operands.Int8Operands`). An 8-bit P·V starts from zero in each tile and is added in float32: Hopper's e4m3 matrix

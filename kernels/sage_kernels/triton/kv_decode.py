@@ -1,4 +1,4 @@
-"""Decoding from a low-bit KV cache: split over keys, codes fed to the matrix units, parts merged by a second kernel."""
+"""Decoding from a low-bit KV cache: split over keys, codes fed to the tensor cores, parts merged by a second kernel."""
 
 from __future__ import annotations
 

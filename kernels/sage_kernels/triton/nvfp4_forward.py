@@ -1,4 +1,4 @@
-"""Forward kernel of the NVFP4 recipes (SageAttention3, arXiv 2505.11594), on FP4 matrix units or emulated."""
+"""Forward kernel of the NVFP4 recipes (SageAttention3, arXiv 2505.11594), on FP4 tensor cores or emulated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attend(
         call: any call of such a recipe.
         quantizer: a quantiser that makes `NVFP4Operands`.
         capability: the GPU's, which determines the tile.
-        native: use FP4 matrix units, which the GPU must have; otherwise emulate them.
+        native: use FP4 tensor cores, which the GPU must have; otherwise emulate them.
     """
     output, lse = call.new_outputs()
     if call.is_empty:
@@ -241,7 +241,7 @@ def attend_tile(
             if needs_mask != 0:
                 s = mask_from(limit - tile * BLOCK_N, s)
         elif NATIVE:
-            # If the branches returned the scores, the scores would leave the layout of the matrix instructions.
+            # If the branches returned the scores, the scores would leave the layout of the MMA instructions.
             column = tile * BLOCK_N + 8 * tl.arange(0, BLOCK_N // 8)
             if MASK == "bool":
                 bits = tl.full((BLOCK_M, BLOCK_N // 8), 0xFF, tl.int32)

@@ -88,7 +88,7 @@ class TritonQuantizer(TritonKernel):
         return _load(self.module).quantize_operands(call, None if padding is None else padding.key_mask_u8)
 
 
-class Int8Quantizer(TritonQuantizer):
+class TritonInt8Quantizer(TritonQuantizer):
     """The INT8 quantiser."""
 
     name = "int8_quantize"
@@ -110,7 +110,7 @@ class TritonNVFP4Quantizer(TritonQuantizer):
         return super().unsupported(request) or _too_many_pairs(request)
 
 
-class Int8Forward(TritonKernel):
+class TritonInt8Forward(TritonKernel):
     """The INT8 forward kernel."""
 
     name = "int8_forward"
@@ -135,7 +135,7 @@ class Int8Forward(TritonKernel):
         return _load("int8_forward").attend_and_save(call, quantizer, _capability(call.query))
 
 
-class Int8Backward(TritonKernel):
+class TritonInt8Backward(TritonKernel):
     """The INT8 backward kernels, with P and dS both in 16 bits or both in INT8."""
 
     name = "int8_backward"
@@ -158,7 +158,7 @@ class Int8Backward(TritonKernel):
 
 
 class TritonNVFP4Forward(TritonKernel):
-    """The NVFP4 forward kernel, on FP4 matrix units or emulated."""
+    """The NVFP4 forward kernel, on FP4 tensor cores or emulated."""
 
     recipes = NVFP4_FORWARD
     takes = NVFP4Operands
@@ -313,11 +313,11 @@ class TritonKVKernel:
 def register_kernels() -> None:
     """Register the kernels in order of preference."""
     register_quantizer(TritonNVFP4Quantizer())
-    register_quantizer(Int8Quantizer())
+    register_quantizer(TritonInt8Quantizer())
     register_forward(TritonNVFP4Forward("nvfp4_forward", True))
-    register_forward(Int8Forward())
+    register_forward(TritonInt8Forward())
     register_forward(TritonNVFP4Forward("nvfp4_forward_emulated", False))
-    register_backward(Int8Backward())
+    register_backward(TritonInt8Backward())
     register_exact(SplitKVForward())
     register_exact(MaskedForward())
     register_qk_norm_rope_kernel(TritonQKNormRopeKernel())

@@ -1,6 +1,6 @@
 """Scores of Q's means: each block's mean of Q times K, which smoothing Q removes and `nvfp4_forward` adds back.
 
-With up to 128 channels the matrix units multiply the unchanged 16-bit K by each mean in two parts of 16 bits. Their sum
+With up to 128 channels the tensor cores multiply the unchanged 16-bit K by each mean in two parts of 16 bits. Their sum
 is the mean up to a relative error of 2⁻¹⁷ in bfloat16 and 2⁻²² in float16. The product with K's mean is subtracted
 afterwards. So the error of a mean multiplies only K's deviation from its mean: K's own rounding to 16 bits is 2⁸ times
 as large.

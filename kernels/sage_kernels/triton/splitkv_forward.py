@@ -18,7 +18,7 @@ from .common.launch import UNSPECIALIZED, launch, strides
 from .common.scores import LOG2E, store_clamped
 from .configs import splitkv_forward_config
 
-MIN_ROWS = 16  # rows of a matrix instruction
+MIN_ROWS = 16  # rows of an MMA instruction
 PROGRAMS = {64: 2, 128: 1, 256: 1}  # programs that fit on a multiprocessor, by padded channels
 MAX_PARTS = 64
 FEWEST_TILES = 2  # tiles of a part

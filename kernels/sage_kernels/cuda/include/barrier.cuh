@@ -49,7 +49,7 @@ DEVICE void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Make writes to shared memory visible to the TMA and the matrix units.
+// Make writes to shared memory visible to the TMA and the tensor cores.
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Wait for all threads of a cluster, and see their writes.
@@ -59,14 +59,14 @@ DEVICE void sync_cluster() {
 
 // Let the stream's next kernel start, if its launch allows it, as soon as all blocks of this kernel have called or
 // ended. Before Hopper launches do not allow it.
-DEVICE void let_next_kernel_start() {
+DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Wait until the stream's previous kernel is over, and see its writes.
-DEVICE void wait_for_previous_kernel() {
+DEVICE void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -8,7 +8,7 @@
 
 static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "WARPGROUPS that attend must be 2 or 3: see CONSUMER_REGISTERS");
 static_assert(THREADS == 128 * (WARPGROUPS + 1), "THREADS must cover WARPGROUPS and a warpgroup that loads tiles");
-static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, as in a matrix instruction");
+static_assert(WARPGROUP_ROWS == 64, "WARPGROUP_ROWS must be 64, as in an MMA instruction");
 static_assert(BLOCK_N == 96 || BLOCK_N == 128, "BLOCK_N keys of a tile must be 96 or 128: see INT8_PRODUCT");
 static_assert(STAGES == 2, "STAGES must be 2: steps of even and odd tiles name their stages");
 static_assert(KEY_BLOCK == 64 && KEYS_PER_SCALE == 16,

@@ -55,7 +55,7 @@ DEVICE void load_tokens(const Int8ForwardArguments& a, const TensorMap& query, u
       load_box(query, tokens + i * (WARPGROUP_ROWS * LINE_BYTES), b.q_full[0], item.batch, item.head,
                item.first_row + i / PARTS * WARPGROUP_ROWS, i % PARTS * LINE_CHANNELS);
     }
-    if (round == 0) wait_for_previous_kernel();
+    if (round == 0) grid_dependency_wait();
     load_bytes(a.query_factors + item.kv_pair(a) * static_cast<int64>(a.query_factors_stride), factors.line,
                b.q_full[0], CHANNELS * 4);
   }

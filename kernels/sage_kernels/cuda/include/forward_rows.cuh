@@ -192,7 +192,7 @@ struct Rows {
     add_product<CHANNELS, false>(scores, of_item, of_stage);
 #pragma unroll
     for (int i = 1; i < CHANNELS / 32; i++) add_product<CHANNELS, true>(scores, of_item + 2 * i, of_stage + 2 * i);
-    commit_products();
+    wgmma_commit();
   }
   // In the item's last tile, erase P after the last key.
   DEVICE void erase_p() {
@@ -234,7 +234,7 @@ struct Rows {
       }
     }
     if (WITH_SUMS) begin_sums();
-    commit_products();
+    wgmma_commit();
   }
 
   // Add the previous tile's sums of P; their products are done.
@@ -275,12 +275,12 @@ struct Rows {
   // Run the previous tile's P·V while this tile's scores become P.
   template <int ODD, bool MASKED, bool HALF = false>
   DEVICE void step(int tile) {
-    fence_products();
+    wgmma_fence();
     begin_scores(ODD);
-    fence_products();
+    wgmma_fence();
     begin_pv<true>(ODD ^ 1);
     if (LISTS) load_listed(ODD);
-    wait_products<1>();
+    wgmma_wait<1>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[ODD]);
     find_row_max<ODD, MASKED, HALF>(tile);
@@ -288,7 +288,7 @@ struct Rows {
       // These waits are branches: the compiler moves no wait for products above them.
       if (tile + 1 < tiles) wait(barriers.k_full[ODD ^ 1], parity ^ ODD);
       wait(barriers.v_full[ODD], parity);
-      wait_products<0>();
+      wgmma_wait<0>();
       pin(acc);
       add_tile_sum();
       arrive_as_warp(barriers.v_empty[ODD ^ 1]);

@@ -94,7 +94,7 @@ struct HeavyRows : Rows {
         add_shared_16bit_product<LINE_BYTES, FLOAT16, true>(mean, a, behind);
       }
     }
-    commit_products();
+    wgmma_commit();
   }
 
   // Sum each row's products with the parts of K's mean.
@@ -119,7 +119,7 @@ struct HeavyRows : Rows {
 #pragma unroll
     for (int channel = 0; channel < CHANNELS; channel += HEAVY_CHANNELS) {
       if (channel > 0) load_query(channel, heavy_query);
-      fence_products();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < HEAVY_CHANNELS / 16; i++) {
         const auto &first = heavy_query[0][i / 2], &second = heavy_query[1][i / 2];
@@ -127,8 +127,8 @@ struct HeavyRows : Rows {
         const uint32 left[4] = {first[word], second[word], first[word + 1], second[word + 1]};
         add_16bit_product<false>(x, left, right + (channel / 64 + i / 4) * (HEAVY_KEY_LINES / 16) + i % 4 * 2);
       }
-      commit_products();
-      wait_products<0>();
+      wgmma_commit();
+      wgmma_wait<0>();
       pin(x);
     }
   }
@@ -227,12 +227,12 @@ struct HeavyRows : Rows {
     }
     pin(acc);
     const uint32 values = heavy_keys() + HEAVY_KEY_BYTES / 16 + (HEAVY_KEYS * LINE_BYTES / 16 - 1 << 16);
-    fence_products();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < HEAVY_KEYS / 16; i++)
       add_16bit_product<true>(acc, heavy_p + 4 * i, values + i * (16 * LINE_BYTES / 16));
-    commit_products();
-    wait_products<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     pin(acc);
   }
 };

@@ -100,7 +100,7 @@ DEVICE void quantize_plain_query(const Tokens& query, const Statistics& s, const
   const int64 row = static_cast<int64>(pair) * o.q_blocks * BLOCK + first;
 
   if (MEAN_SCORE) {
-    wait_for_previous_kernel();
+    grid_dependency_wait();
     float mean[8];
     load_floats(line(s, batch * s.kv_heads + head / (o.q_heads / s.kv_heads), KEY_MEAN) + channel, mean);
 #pragma unroll
@@ -135,7 +135,7 @@ DEVICE void quantize_plain_key(const Tokens& key, const Statistics& s, const Ope
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * APART, has(i * APART), x[i]);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   if constexpr (CHOICE) load_exchanged(reader, s, pair, first, [](int i) { return i * APART; }, x);
   float mean[8];
   load_floats(line(s, pair, KEY_MEAN) + channel, mean);
@@ -188,7 +188,7 @@ DEVICE void quantize_rotated_query(const Tokens& query, const Statistics& s, con
   TileWords x;
   load_tile<WHOLE>(Reader(query, batch, head, first, o.q_len, channel, s.head_dim), APART, s.head_dim, x);
   const Kept kept(static_cast<int64>(pair) * o.q_blocks * BLOCK + first);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
 
   if (MEAN_SCORE) {
     const float* means = line(s, pair_of_key, KEY_MEAN) + channel;
@@ -228,7 +228,7 @@ DEVICE void quantize_rotated_key(const Tokens& key, const Statistics& s, const O
   const Kept kept(static_cast<int64>(pair) * s.blocks * BLOCK + first);
   TileWords x;
   load_tile<WHOLE>(reader, APART, s.head_dim, x);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   // Issue all loads before waiting for the first.
   const float* means = line(s, pair, ROTATED_MEAN) + channel;
   const float* factors = means + (FACTORS - ROTATED_MEAN) * CHANNELS + 4;
@@ -297,7 +297,7 @@ DEVICE void scale_value(const Tokens& value, const Statistics& s, const Operands
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; i < LOADS; i++) reader.load<true>(i * ROWS, WHOLE || reader.has(i * ROWS), x[i]);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   if constexpr (CHOICE) load_exchanged(reader, s, pair, first, [](int i) { return i * ROWS; }, x);
   const float* amax = line(s, pair, VALUE_INVERSE);
   uint32 largest = 0;
@@ -340,7 +340,7 @@ DEVICE void copy_heavy(const Tokens& tokens, const Statistics& s, uint16* into, 
   uint32 x[LOADS][4];
 #pragma unroll
   for (int i = 0; !CHOICE && i < LOADS; i++) reader.load<true>(i * ROWS, reader.has(i * ROWS), x[i]);
-  if (CHOICE || with_mean) wait_for_previous_kernel();
+  if (CHOICE || with_mean) grid_dependency_wait();
 #pragma unroll
   for (int i = 0; CHOICE && i < LOADS; i++) {
     const int number = first + i * ROWS, choice = number - (HEAVY_KEYS - PLACES);
@@ -385,7 +385,7 @@ DEVICE void quantize_value(const Tokens& value, const Statistics& s, const Opera
   uint32 x[8][4];
 #pragma unroll
   for (int i = 0; i < 8; i++) reader.load<true>(number(i), has(number(i)), x[i]);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   const float* means = s.value_mean + pair * CHANNELS + channel;
   const float* inverses = line(s, pair, VALUE_INVERSE) + channel;
   // Load the first channel's numbers, which also caches the other channels', before waiting for a flag.

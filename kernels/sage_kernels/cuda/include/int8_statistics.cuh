@@ -90,7 +90,7 @@ __device__ __noinline__ float choice_score(float score) {
   return magnitude > 0.5f * sum ? magnitude : score;
 }
 
-// Find parts of the scores of the thread's tokens by the matrix units. Lane 4g + t has 8 channels of a row of A, and in
+// Find parts of the scores of the thread's tokens by the tensor cores. Lane 4g + t has 8 channels of a row of A, and in
 // B's column g the mean query of the channels of lane 4(g / 2) + t: in 16 bits, or for odd g its rounding error. So
 // lane 4g + t with t = g % QUADS gets the products of its row with the row's own channels.
 DEVICE void find_scores(const uint32 (&x)[16][4], const uint32 (&mean_query)[4], Partial& partial) {

@@ -15,7 +15,7 @@ constexpr int PV_STEPS = BLOCK / 64;                         // and of P·V
 constexpr int SECTIONS = BLOCK / 32;                         // of 32 keys; a thread has 8 scores of each, in two rows
 constexpr bool HAS_ROW_SUM = LSE || !QUANTIZED_DENOMINATOR;  // weights are summed before they are quantised
 // Quantised weights are summed by a product with ones, or by the lanes. Where unquantised weights are summed too, the
-// product's saved instructions outweigh the matrix units' clocks.
+// product's saved instructions outweigh the tensor cores' clocks.
 constexpr bool SUMS_BY_PRODUCT = QUANTIZED_DENOMINATOR && HAS_ROW_SUM,
                SUMS_BY_LANES = QUANTIZED_DENOMINATOR && !HAS_ROW_SUM;
 constexpr uint32 ONES = 0x22222222, SCALES_OF_1 = 0x38383838;  // in e2m1 and in e4m3
@@ -190,7 +190,7 @@ struct Consumer {
     for (int section = 0; section < SECTIONS; section++)
       step[section] = exp2_approximate(__fmaf_rn(largest[section], factor, -(shift + E2M1_LARGEST_LOG2)));
     const uint32 codes = to_e4m3(step[0], step[1], step[2], step[3]);
-    // For the matrix units: of four lanes, 0 and 1 have scales of the first 64 keys, 2 and 3 of the last 64.
+    // For the tensor cores: of four lanes, 0 and 1 have scales of the first 64 keys, 2 and 3 of the last 64.
     const uint32 p_scales = __byte_perm(codes, from_neighbour(codes, 2), quad < 2 ? 0x5140 : 0x3726);
     from_e4m3(codes, step);
     // To divide by the scale, subtract its logarithm. Where the scale is 0, weights may be arbitrary, since e2m1 is

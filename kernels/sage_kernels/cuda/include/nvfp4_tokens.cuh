@@ -105,7 +105,7 @@ DEVICE void quantize_tokens(const Tokens& tokens, const Statistics& s, const Ope
   const float* factors = s.factors + static_cast<int64>(pair_of_key) * FACTORS * CHANNELS;
   constexpr bool SMOOTH = IS_QUERY ? SMOOTH_Q : SMOOTH_K;
   bring_tokens(next, raw);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   if (threadIdx.x < CHANNELS) {
     const int at = spread_out(threadIdx.x);
     shared.factors[at] = factors[(IS_QUERY ? OF_QUERY : OF_KEY) * CHANNELS + threadIdx.x];

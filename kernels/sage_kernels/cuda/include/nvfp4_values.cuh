@@ -23,7 +23,7 @@ DEVICE void quantize_values(const Tokens& tokens, const Statistics& s, const Ope
   uint32* thread_words =
       reinterpret_cast<uint32*>(raw.value_at(threadIdx.x / 32, 0)) + threadIdx.x % 32;  // of its tokens
   bring_values(next, raw);
-  wait_for_previous_kernel();
+  grid_dependency_wait();
   const float2 mean = *reinterpret_cast<const float2*>(s.value_mean + static_cast<int64>(pair) * CHANNELS + channel);
   float inverse = 1.0f;
   if (TENSOR_SCALE) least_power_of_two(s.value_tensor_amax[pair], inverse);

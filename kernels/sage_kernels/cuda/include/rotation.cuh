@@ -1,4 +1,4 @@
-// Rotate tokens of Q and K, as `transforms.rotate` does, without its factor NORM. The matrix units transform over the
+// Rotate tokens of Q and K, as `transforms.rotate` does, without its factor NORM. The tensor cores transform over the
 // low five bits of a channel's number: their products of 16-bit numbers with powers of two are exact. Additions
 // transform over the other bits.
 //

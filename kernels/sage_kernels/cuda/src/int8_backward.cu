@@ -221,11 +221,11 @@ struct Keys {
       const uint32 codes = stages + stage * (STAGE_BYTES / 16), gradient = codes + CODE_BYTES / 16,
                    query = gradient + TILE_BYTES / 16, statistics = statistics_at + stage * STATISTICS_BYTES;
       wait(barriers.full[stage], step / STAGES & 1);
-      fence_products();
+      wgmma_fence();
       if constexpr (SEPARATE_DQ) {
         multiply_int8<false>(s, k[0], codes);
         multiply_int8<true>(s, k[1], codes + 2);
-        commit_products();
+        wgmma_commit();
         multiply_registers<false, false>(dp, v[0], gradient);
 #pragma unroll
         for (int i = 1; i < CHANNELS / 16; i++) multiply_registers<false, true>(dp, v[i], gradient + i * 2);
@@ -233,7 +233,7 @@ struct Keys {
         multiply_shared_int8<false>(s, key_codes, codes);
 #pragma unroll
         for (int i = 1; i < CHANNELS / 32; i++) multiply_shared_int8<true>(s, key_codes + 2 * i, codes + 2 * i);
-        commit_products();
+        wgmma_commit();
         multiply_shared<false, false>(dp, value, gradient);
 #pragma unroll
         for (int i = 1; i < CHANNELS / 16; i++) {
@@ -241,8 +241,8 @@ struct Keys {
           multiply_shared<false, true>(dp, value + at, gradient + at);
         }
       }
-      commit_products();
-      wait_products<1>();
+      wgmma_commit();
+      wgmma_wait<1>();
       pin(s);
 
       auto hide = [&](float (&x)[32]) {
@@ -265,11 +265,11 @@ struct Keys {
       uint32 packed_p[16], ds[16];
 #pragma unroll
       for (int i = 0; i < 16; i++) packed_p[i] = pack(p[2 * i], p[2 * i + 1]);
-      fence_products();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dv, packed_p + 4 * i, gradient + i * 16 * LINE_BYTES / 16);
-      commit_products();
-      wait_products<1>();
+      wgmma_commit();
+      wgmma_wait<1>();
       pin(dp);
 #pragma unroll
       for (int j = 0; j < 8; j++) {
@@ -287,7 +287,7 @@ struct Keys {
       __syncwarp();
       if (SEPARATE_DQ) arrive_as_warp(barriers.ds_full[buffer]);
 
-      fence_products();
+      wgmma_fence();
       [[maybe_unused]] float dq[32];
       if (!SEPARATE_DQ) {
         sync_threads(1, 256);  // both warpgroups wrote dS, and read dS of two steps ago
@@ -297,18 +297,18 @@ struct Keys {
 #pragma unroll
         for (int i = 1; i < 8; i++)
           multiply_shared<true, true>(dq, left + i * 128, right + i / 4 * (TILE_BYTES / 16) + i % 4 * 128);
-        commit_products();
+        wgmma_commit();
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) add_to_gradient(dk, ds + 4 * i, query + i * 16 * LINE_BYTES / 16);
-      commit_products();
+      wgmma_commit();
       if (!SEPARATE_DQ) {
         float factors[2] = {};  // of the thread's two queries in dQ
         if (SCALED) {
           const uint32 at = shared_address(shared.statistics[stage]) + (FACTORS + row) * 4;
           factors[0] = load_shared(at), factors[1] = load_shared(at + 8 * 4);
         }
-        wait_products<1>();
+        wgmma_wait<1>();
         pin(dq);
         pin(dv);
         const int part = step % TILES_ON_WAY * 2 + warpgroup;
@@ -318,7 +318,7 @@ struct Keys {
         __syncwarp();
         arrive_as_warp(barriers.sums_full[part]);
       }
-      wait_products<0>();
+      wgmma_wait<0>();
       pin(dv);
       pin(dk);
       keep(packed_p);
@@ -448,12 +448,12 @@ DEVICE void load_and_multiply(const Maps& maps, const BackwardArguments& a, cons
     float dq[32];
     wait(barriers.ds_full[buffer], step / BUFFERS & 1);
     const uint32 ds = descriptor(shared.ds[buffer], CHUNK_BYTES);
-    fence_products();
+    wgmma_fence();
     multiply_registers<true, false>(dq, k[0], ds);
 #pragma unroll
     for (int i = 1; i < 8; i++) multiply_registers<true, true>(dq, k[i], ds + i * 128);
-    commit_products();
-    wait_products<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     pin(dq);
     arrive_as_warp(barriers.ds_empty[buffer]);
     if (thread == 0) wait_additions_read<BUFFERS - 1>();
@@ -490,10 +490,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_backward(INT8_BACK
   if (item.first_key >= item.keys.length) return;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup < 2) {
-    take_registers<KEY_REGISTERS>();
+    setmaxnreg_inc<KEY_REGISTERS>();
     Keys(arguments, shared, warpgroup).run(item);
   } else {
-    give_registers<OTHER_REGISTERS>();
+    setmaxnreg_dec<OTHER_REGISTERS>();
     if (SEPARATE_DQ)
       load_and_multiply(maps, arguments, item, shared);
     else

@@ -87,7 +87,7 @@ struct Consumer : HeavyRows {
     }
     if constexpr (QUANTIZES_QUERY) quantize_query();
     wait(barriers.k_full[0], parity);
-    fence_products();
+    wgmma_fence();
     begin_scores(0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -104,7 +104,7 @@ struct Consumer : HeavyRows {
     if (PADDED) whole -= item.first;
     if (LISTS) whole = item.in_order;
     if (LISTS) load_listed(0);
-    wait_products<0>();
+    wgmma_wait<0>();
     pin(scores);
     arrive_as_warp(barriers.k_empty[0]);
     if (whole > 0)
@@ -158,12 +158,12 @@ struct Consumer : HeavyRows {
     if constexpr (QUANTIZES_QUERY) {  // P·V runs while the scores of the heavy keys become P
       const float reference[2] = {row_shift[0], row_shift[1]};
       wait(barriers.ending_full, round & 1);
-      fence_products();
+      wgmma_fence();
       begin_sums();
       begin_heavy_scores(x, mean);
-      fence_products();
+      wgmma_fence();
       begin_pv<false>(last);
-      wait_products<1>();
+      wgmma_wait<1>();
       pin(x);
       pin(mean);
       add_tile_sum();
@@ -171,15 +171,15 @@ struct Consumer : HeavyRows {
       gather_sums();
       add_mean_parts(mean, mean_score);
       exponentiate_heavy_scores(x, mean_score, heavy_p, factor, others);
-      wait_products<0>();
+      wgmma_wait<0>();
       end_pv(reference);
     } else {
-      fence_products();
+      wgmma_fence();
       begin_pv<true>(last);
       arrive_as_warp(barriers.q_empty[q_stage]);
       HeavyWords heavy_query;
       wait(barriers.ending_full, round & 1);
-      wait_products<0>();
+      wgmma_wait<0>();
       add_tile_sum();
       end_pv(row_shift);
       if (HEAVY) load_query(0, heavy_query);
@@ -289,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
   fence_shared();
   __syncthreads();
   // The thread that loads Q in 16 bits does not wait, unless its items depend on the spans of existing keys.
-  if (!QUANTIZES_QUERY || PADDED || threadIdx.x != 128 * WARPGROUPS) wait_for_previous_kernel();
+  if (!QUANTIZES_QUERY || PADDED || threadIdx.x != 128 * WARPGROUPS) grid_dependency_wait();
   if (warpgroup == WARPGROUPS) {
-    give_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if constexpr (QUANTIZES_QUERY)
       load_tokens(arguments, query, tokens, control.factors[0], control.items, control.taken, barriers);
     else
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int8_forward(INT8_FORWA
                    control.listed, control.taken, barriers);
     if (thread == 64) produce_values(arguments, value, v, control.items, control.taken, barriers);
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, query_tokens, output, barriers, control.value_scales, control.factors, control.items};
     consumer.listed = control.listed;
     consumer.shared_sums = sums + warpgroup * SUMS_BYTES;

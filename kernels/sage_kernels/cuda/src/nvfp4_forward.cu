@@ -19,7 +19,7 @@
 static_assert(WARPS == 8 && THREADS == 32 * (WARPS + 4),
               "THREADS must cover 8 WARPS that attend, and a warpgroup that gives them its registers");
 static_assert(BLOCK == 128, "BLOCK of rows and of keys must be 128: a warp has 16 rows, a tensor scale 128 tokens");
-static_assert(GROUP == 16, "GROUP must be 16: the matrix units take a scale for 16 elements");
+static_assert(GROUP == 16, "GROUP must be 16: the tensor cores take a scale for 16 elements");
 static_assert(HEAVY_KEYS == 0 || HEAVY_KEYS == 64, "HEAVY_KEYS must be 0 or 64");
 static_assert(LATE_KEYS == 0 || LATE_KEYS == 16 && HEAVY_KEYS > 0 && CAUSAL,
               "LATE_KEYS must be 0, or 16 in a causal call");
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) nvfp4_forward(NVFP4_FOR
   fence_shared();
   __syncthreads();
   if (warp >= WARPS) {
-    give_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp > WARPS) return;
     produce(arguments, key, value, heavy_key, heavy_value, key_tokens, value_tokens, shared, barriers);
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer consumer{arguments, query_tokens, shared, barriers};
     consumer.warp = warp;
     consumer.lane = lane;

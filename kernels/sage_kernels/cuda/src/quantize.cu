@@ -64,7 +64,7 @@ constexpr int RESIDENT_CHANNELS = PADDED || ROTATE && !EQUALIZE ? 384 : 512;
 // Find the means of K and V, V's scales, and K's and Q's equalizer: each pair has a cluster for K and a cluster for V.
 extern "C" __global__ void __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
     __launch_bounds__(STATISTICS_THREADS, RESIDENT_CHANNELS / CHANNELS) statistics(STATISTICS_PARAMETERS) {
-  let_next_kernel_start();
+  launch_dependents();
   const uint32 sharer = blockIdx.x % CLUSTER_BLOCKS, pair = blockIdx.x / CLUSTER_BLOCKS / 2;
   const bool of_value = blockIdx.x / CLUSTER_BLOCKS % 2;
   float* sums = line(statistics, pair, SUMS + of_value * statistics.sum_blocks);
@@ -128,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 // the rest of Q.
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT) quantize(QUANTIZE_PARAMETERS) {
   __shared__ alignas(16) ValueBlock shared;
-  let_next_kernel_start();
+  launch_dependents();
   if (QUEUE && blockIdx.x == 0 && threadIdx.x == 0) *operands.queue = 0;
   if (PADDED && blockIdx.x >= gridDim.x - operands.paddings) {
     const uint32 number = gridDim.x - 1 - blockIdx.x;

@@ -45,7 +45,7 @@ static_assert(HEAVY_QUERIES == 16, "HEAVY_QUERIES must be 16 rows of Q, which a 
 // Reduce up to `sum_run` blocks of a pair's K or V, or a head's sample of Q.
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / REDUCE_THREADS)
     reduce(REDUCE_PARAMETERS) {
-  let_next_kernel_start();
+  launch_dependents();
   using ValueBlock = Partial<REDUCE_THREADS / 32, false, true>;
   __shared__ union {
     KeyBlock of_key;
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS, RESIDENT_THREADS / 
 extern "C" __global__ void __launch_bounds__(MEANS_THREADS) means(MEANS_PARAMETERS) {
   const uint32 pair = blockIdx.x / 2, channel = threadIdx.x % CHANNELS, row = threadIdx.x / CHANNELS;
   const int64 at = static_cast<int64>(pair) * CHANNELS + channel;
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+  launch_dependents();
+  grid_dependency_wait();
   __shared__ int numbers[LOUD_GROUPS];
   count_keys(statistics, pair / statistics.kv_heads, numbers);
   const int blocks = keys_of(statistics, pair / statistics.kv_heads).blocks();
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS, RESIDENT_THREADS 
     else
       quantize_values(value, statistics, operands, pair, first, last, shared.raw, shared.search, shared.value);
   } else {
-    wait_for_previous_kernel();
+    grid_dependency_wait();
     copy_heavy(key, value, statistics, operands, pair);
   }
 }

@@ -1,6 +1,6 @@
 // Scores of Q's means: each block's mean of Q times K. Smoothing Q removes them, `nvfp4_forward.cu` adds them back.
 //
-// The matrix units multiply the caller's K, in 16 bits, by each mean in two 16-bit parts, whose sum has an error of
+// The tensor cores multiply the caller's K, in 16 bits, by each mean in two 16-bit parts, whose sum has an error of
 // 2⁻¹⁷ of the mean in bfloat16 and 2⁻²² in float16; the product with K's mean is subtracted afterwards. A warp holds
 // the keys of 32 places of a tile in registers, and multiplies them by all means, 16 at a time.
 #include "mma.cuh"

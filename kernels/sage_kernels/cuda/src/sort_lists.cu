@@ -147,12 +147,12 @@ DEVICE void sort_list(const SortArguments& a, int list) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sort_lists(SORT_LISTS_PARAMETERS) {
-  let_next_kernel_start();
+  launch_dependents();
   const int list = (blockIdx.x - 1) * WARPS + threadIdx.x / 32;
-  if (PADDED) wait_for_previous_kernel();
+  if (PADDED) grid_dependency_wait();
   if (blockIdx.x == 0)
     make_queue(arguments);
   else if (list < arguments.list_batches * arguments.list_heads * arguments.blocks)
     sort_list(arguments, list);
-  if (!PADDED && blockIdx.x == 0) wait_for_previous_kernel();
+  if (!PADDED && blockIdx.x == 0) grid_dependency_wait();
 }

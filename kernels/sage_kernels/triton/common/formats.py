@@ -139,7 +139,7 @@ def native_pack_e2m1(x):
 def native_bytes(words):
     """View int32 (rows, n) as uint8 (rows, 4n), the lowest byte first; takes no instruction.
 
-    Correct only if a thread holds the four bytes of a word one after the other, as matrix instructions need; a test
+    Correct only if a thread holds the four bytes of a word one after the other, as MMA instructions need; a test
     reads the layouts that the compiler chose.
     """
     pairs = tl.join(words, words)

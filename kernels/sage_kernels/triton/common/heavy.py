@@ -73,7 +73,7 @@ def attend_heavy_keys(
     )
     CHUNK: tl.constexpr = KEYS if WHOLE else 16
     WIDTH: tl.constexpr = CHANNELS if WHOLE else 32
-    # In float32 at head_dim 256 that assembler has the same bug, so the matrix units do not compute these products.
+    # In float32 at head_dim 256 that assembler has the same bug, so the tensor cores do not compute these products.
     WIDE: tl.constexpr = value.dtype.element_ty.primitive_bitwidth == 32 and (CHANNELS > 128 or V_CHANNELS > 128)
     THREEFOLD: tl.constexpr = "bf16x3" if ON_AMD else "tf32x3"
     PRECISION: tl.constexpr = "ieee" if WIDE else THREEFOLD

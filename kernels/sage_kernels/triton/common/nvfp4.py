@@ -138,7 +138,7 @@ def load_scales(scale, offset, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
 def broadcast_delta(delta, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWICE: tl.constexpr):
     """Load BLOCK_N scores of Q's mean for each row: float32 (BLOCK_M, BLOCK_N).
 
-    If a thread's four accumulators of a matrix instruction are two columns of two rows, TWICE loads each pair of
+    If a thread's four accumulators of an MMA instruction are two columns of two rows, TWICE loads each pair of
     columns twice, one after the other: then the registers are ordered as the instruction needs.
     """
     if TWICE:

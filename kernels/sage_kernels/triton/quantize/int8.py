@@ -1,6 +1,6 @@
 """Quantisation of Q and K to INT8, with the bits of `formats.int8` after `transforms`.
 
-Only the rotation by matrix instructions sums in another order than `transforms.rotate`: codes may differ by 1 for
+Only the rotation by MMA instructions sums in another order than `transforms.rotate`: codes may differ by 1 for
 numbers that are almost ties.
 """
 
@@ -62,7 +62,7 @@ def quantize_operands(call: Call, key_mask_u8: torch.Tensor | None = None) -> In
 def _transform(x: torch.Tensor, channels: int, statistics: KVStatistics, rotates: bool) -> dict[str, Any]:
     """Return the arguments of a quantiser that transform the channels of Q or K.
 
-    16-bit tensors are rotated by matrix instructions; float32 tensors, and more channels than fit in shared memory, by
+    16-bit tensors are rotated by MMA instructions; float32 tensors, and more channels than fit in shared memory, by
     butterflies. A program that has loaded the matrix quantises several tiles.
     """
     by_matrix = rotates and x.dtype != torch.float32 and channels <= MAX_MATRIX

@@ -24,7 +24,7 @@ from .reduction import reduce_block
 from .statistics import token_statistics
 
 BLOCK_ROWS = tl.constexpr(BLOCK)
-MIN_CHANNELS = 64  # channels of the FP4 matrix instructions
+MIN_CHANNELS = 64  # channels of the FP4 MMA instructions
 STEPS_ROW = tl.constexpr(nvfp4.STEPS_ROW)
 MAX_STEPS = tl.constexpr(nvfp4.MAX_STEPS)
 BIN_SHIFT, FIRST_BIN = tl.constexpr(nvfp4.BIN_SHIFT), tl.constexpr(nvfp4.FIRST_BIN)
