@@ -53,7 +53,7 @@ def attention(
     """Compute low-bit attention with low-bit gradients (arXiv 2505.11594, section 4), by the best kernel for the call.
 
     The kernels of both passes are chosen by one plan. Exact attention does not run here, because PyTorch computes its
-    gradients: ask `decide.decide` first.
+    gradients: ask `dispatch.decide.decide` first.
 
     Args:
         query: (batch, q_heads, q_len, head_dim) float16, bfloat16 or float32, any strides.
